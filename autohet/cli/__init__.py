@@ -1,0 +1,1 @@
+"""The `autohet` commands: each module is one command."""

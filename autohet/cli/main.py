@@ -1,0 +1,55 @@
+"""`autohet`: parses the command line and hands over to the command's module.
+
+Exit codes: 0 done, 1 the work failed, 2 the user's input is wrong (one clear message, no traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from planner.errors import ConfigError
+
+COMMANDS = {
+    "plan": "choose an asymmetric 3D plan for a job on a cluster",
+    "train": "train a job on a Ray cluster",
+    "profile": "measure this machine's devices for a job's layers",
+    "simulate": "replay a spot trace through the real controller on a fake clock",
+    "bench": "benchmarks: planner, recovery, step",
+    "checkpoint": "list, verify or export checkpoints",
+    "status": "what a running job is doing",
+}
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser; only the module of `command` is imported, so that every command starts fast."""
+    parser = argparse.ArgumentParser(prog="autohet", description="Elastic training on mixed spot GPUs.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"autohet.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((a for a in arguments if a in COMMANDS), None)
+    parsed = build_parser(command).parse_args(arguments)
+    module = importlib.import_module(f"autohet.cli.{parsed.command}")
+    try:
+        return int(module.run(parsed))
+    except ConfigError as error:
+        print(f"autohet {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"autohet {parsed.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
