@@ -1,0 +1,5 @@
+"""Training state: which worker holds which shard, where copies of it lie, and how it comes back after a change.
+
+Import from the modules (`recovery.layout`, `recovery.schedule`, ...): this file stays empty, so that the pure ones
+never load torch.
+"""

@@ -1,0 +1,213 @@
+"""Which worker holds which shard of the training state: a value without tensors, without torch.
+
+A tensor of state is named `"<kind>/<parameter>"` (kind: param, exp_avg, exp_avg_sq). It is cut along one dimension at
+fixed boundaries into *units*, at the finest tensor-parallel degree; a unit is the atomic shard: stored, checksummed and
+moved whole. A worker's local tensor is the concatenation of its units in ascending order, so another TP degree regroups
+whole units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+ITEM_BYTES_BY_DTYPE: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class ShardId(NamedTuple):
+    """One unit of one tensor; the same in every generation, whoever holds it."""
+
+    tensor: str
+    unit: int
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[{self.unit}]"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor of training state and where it may be cut.
+
+    `cuts` are the unit boundaries along `split_dim`: `cuts[0] == 0`, ascending, `cuts[-1] == shape[split_dim]`; units
+    may be uneven. A tensor that is never cut has `split_dim` None, one unit, and `cuts` (0, 1) (any pair does).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    split_dim: int | None = None
+    cuts: tuple[int, ...] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES_BY_DTYPE:
+            known = ", ".join(ITEM_BYTES_BY_DTYPE)
+            raise ValueError(f"{self.name}: dtype {self.dtype!r} is not one of {known}")
+        if self.split_dim is None:
+            if len(self.cuts) != 2:
+                raise ValueError(f"{self.name}: a tensor without split_dim has one unit, cuts (0, 1), not {self.cuts}")
+            return
+        if not 0 <= self.split_dim < len(self.shape):
+            raise ValueError(f"{self.name}: split_dim {self.split_dim} is not a dimension of shape {self.shape}")
+        ascending = all(low < high for low, high in zip(self.cuts, self.cuts[1:], strict=False))
+        if len(self.cuts) < 2 or self.cuts[0] != 0 or self.cuts[-1] != self.shape[self.split_dim] or not ascending:
+            raise ValueError(
+                f"{self.name}: cuts {self.cuts} must ascend from 0 to {self.shape[self.split_dim]}, "
+                f"the size of dimension {self.split_dim}"
+            )
+
+    @property
+    def num_units(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES_BY_DTYPE[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        """All units of this tensor, ascending."""
+        return tuple(ShardId(self.name, unit) for unit in range(self.num_units))
+
+    def unit_shape(self, unit: int) -> tuple[int, ...]:
+        return self.local_shape((unit,))
+
+    def unit_offset(self, unit: int) -> tuple[int, ...]:
+        """Index of the unit's first element in the whole tensor."""
+        self._check_unit(unit)
+        return tuple(self.cuts[unit] if dim == self.split_dim else 0 for dim in range(len(self.shape)))
+
+    def unit_slices(self, unit: int) -> tuple[slice, ...]:
+        """Slices that take the unit out of the whole tensor."""
+        offset, shape = self.unit_offset(unit), self.unit_shape(unit)
+        return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+    def unit_bytes(self, unit: int) -> int:
+        return math.prod(self.unit_shape(unit)) * self.item_bytes
+
+    def local_shape(self, units: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the concatenation of `units` along `split_dim`."""
+        for unit in units:
+            self._check_unit(unit)
+        if self.split_dim is None:
+            return self.shape
+        size = sum(self.cuts[unit + 1] - self.cuts[unit] for unit in units)
+        return (*self.shape[: self.split_dim], size, *self.shape[self.split_dim + 1 :])
+
+    def local_slices(self, units: Sequence[int]) -> dict[int, tuple[slice, ...]]:
+        """Where each of a worker's ascending `units` lies in its local tensor: unit -> slices."""
+        slices_by_unit: dict[int, tuple[slice, ...]] = {}
+        position = 0
+        for unit in units:
+            size = self.cuts[unit + 1] - self.cuts[unit]
+            slices_by_unit[unit] = tuple(
+                slice(position, position + size) if dim == self.split_dim else slice(0, extent)
+                for dim, extent in enumerate(self.shape)
+            )
+            position += size
+        return slices_by_unit
+
+    def _check_unit(self, unit: int) -> None:
+        if not 0 <= unit < self.num_units:
+            raise IndexError(f"{self.name} has units 0 to {self.num_units - 1}, not {unit}")
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "split_dim": self.split_dim,
+            "cuts": list(self.cuts),
+        }
+
+    @staticmethod
+    def from_document(document: Mapping[str, Any]) -> TensorSpec:
+        return TensorSpec(
+            name=str(document["name"]),
+            shape=tuple(int(size) for size in document["shape"]),
+            dtype=str(document["dtype"]),
+            split_dim=None if document["split_dim"] is None else int(document["split_dim"]),
+            cuts=tuple(int(cut) for cut in document["cuts"]),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole state and who holds which shard of it, in one generation.
+
+    `tensors` maps each state name to its spec; `shards_by_worker` maps each worker's name to its shards. A shard may
+    have several holders (pipelines that hold the same layer; replicated tensors of a tensor-parallel group).
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    shards_by_worker: Mapping[str, frozenset[ShardId]]
+
+    def __post_init__(self) -> None:
+        for worker, shards in self.shards_by_worker.items():
+            for shard in shards:
+                spec = self.tensors.get(shard.tensor)
+                if spec is None or not 0 <= shard.unit < spec.num_units:
+                    raise ValueError(f"{worker} is to hold {shard}, which is no shard of this state")
+
+    @cached_property
+    def _holders_by_shard(self) -> dict[ShardId, tuple[str, ...]]:
+        holders: dict[ShardId, list[str]] = {}
+        for worker in sorted(self.shards_by_worker):
+            for shard in self.shards_by_worker[worker]:
+                holders.setdefault(shard, []).append(worker)
+        return {shard: tuple(workers) for shard, workers in holders.items()}
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(self.shards_by_worker)
+
+    @cached_property
+    def shards(self) -> frozenset[ShardId]:
+        """Every shard of the state, held or not."""
+        return frozenset(shard for spec in self.tensors.values() for shard in spec.shards)
+
+    def holders(self, shard: ShardId) -> tuple[str, ...]:
+        """Workers that hold `shard`, sorted by name; empty when nobody does."""
+        return self._holders_by_shard.get(shard, ())
+
+    def shard_bytes(self, shard: ShardId) -> int:
+        return self.tensors[shard.tensor].unit_bytes(shard.unit)
+
+    def bytes_of(self, worker: str) -> int:
+        """Bytes of state that `worker` holds."""
+        return sum(self.shard_bytes(shard) for shard in self.shards_by_worker[worker])
+
+    def units_of(self, worker: str) -> dict[str, tuple[int, ...]]:
+        """The worker's ascending units of each tensor it holds a part of, by state name, sorted by name."""
+        return units_by_tensor(self.shards_by_worker[worker])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one whole copy of the state."""
+        return sum(spec.num_bytes for spec in self.tensors.values())
+
+
+def units_by_tensor(shards: Iterable[ShardId]) -> dict[str, tuple[int, ...]]:
+    """Group shards by tensor: state name -> ascending units, sorted by name."""
+    units: dict[str, list[int]] = {}
+    for shard in sorted(shards):
+        units.setdefault(shard.tensor, []).append(shard.unit)
+    return {name: tuple(of_tensor) for name, of_tensor in units.items()}
