@@ -1,0 +1,32 @@
+"""Deciding: from a fleet, a model and measured layer times to the plan with the best predicted step. See README.md."""
+
+from planner.cluster import (
+    Cluster,
+    Fleet,
+    Node,
+    NodeType,
+    cluster_from_document,
+    cluster_from_yaml,
+    node_type_from_labels,
+)
+from planner.errors import ConfigError, InfeasibleError
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.plan import Pipeline, Plan, Stage, check_plan
+
+__all__ = [
+    "Cluster",
+    "ConfigError",
+    "Fleet",
+    "InfeasibleError",
+    "LayerSpec",
+    "ModelSpec",
+    "Node",
+    "NodeType",
+    "Pipeline",
+    "Plan",
+    "Stage",
+    "check_plan",
+    "cluster_from_document",
+    "cluster_from_yaml",
+    "node_type_from_labels",
+]

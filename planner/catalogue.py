@@ -1,0 +1,92 @@
+"""What is known of GPU types and EC2 instance types (data/*.csv, with sources and dates in their first lines)."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_DATA = Path(__file__).parent / "data"
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceType:
+    """One row of data/ec2_gpu_instances.csv; bandwidths in bytes per second, one direction."""
+
+    name: str
+    gpu_type: str
+    num_gpus: int
+    gpu_memory_bytes: int
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    usd_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """One row of data/gpu_types.csv: peak rates of a device. A rate is None where the device has no such unit."""
+
+    name: str
+    memory_bytes: int
+    fp16_flops: float
+    bf16_flops: float | None
+    tf32_flops: float | None
+    fp32_flops: float
+    memory_bytes_per_s: float
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the device has no unit for it."""
+        rate = {"fp16": self.fp16_flops, "bf16": self.bf16_flops, "tf32": self.tf32_flops}.get(dtype)
+        return max(rate or 0.0, self.fp32_flops)
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with (_DATA / name).open(newline="") as file:
+        yield from csv.DictReader(line for line in file if not line.startswith("#"))
+
+
+@cache
+def instance_types() -> dict[str, InstanceType]:
+    """EC2 instance types by name."""
+    return {
+        row["instance_type"]: InstanceType(
+            name=row["instance_type"],
+            gpu_type=row["gpu_type"],
+            num_gpus=int(row["num_gpus"]),
+            gpu_memory_bytes=int(row["gpu_memory_mib"]) * MIB,
+            intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
+            inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
+            usd_per_hour=float(row["usd_per_hour"]),
+        )
+        for row in _rows("ec2_gpu_instances.csv")
+    }
+
+
+@cache
+def _gpu_types_by_alias() -> dict[str, GpuType]:
+    found: dict[str, GpuType] = {}
+    for row in _rows("gpu_types.csv"):
+        gpu = GpuType(
+            name=row["gpu_type"],
+            memory_bytes=int(row["memory_mib"]) * MIB,
+            fp16_flops=float(row["fp16_tflops"]) * 1e12,
+            bf16_flops=float(row["bf16_tflops"]) * 1e12 if row["bf16_tflops"] else None,
+            tf32_flops=float(row["tf32_tflops"]) * 1e12 if row["tf32_tflops"] else None,
+            fp32_flops=float(row["fp32_tflops"]) * 1e12,
+            memory_bytes_per_s=float(row["memory_gb_per_s"]) * 1e9,
+        )
+        for alias in (gpu.name, *filter(None, row["aliases"].split("|"))):
+            found[alias.upper()] = gpu
+    return found
+
+
+def find_gpu_type(name: str) -> GpuType | None:
+    """The device of that name or alias (case ignored), or None."""
+    return _gpu_types_by_alias().get(name.upper())
+
+
+def canonical_gpu_type(name: str) -> str:
+    """The catalogue's name of a device; a name that it does not know stays as it is."""
+    gpu = find_gpu_type(name)
+    return gpu.name if gpu else name

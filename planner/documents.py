@@ -1,0 +1,54 @@
+"""Strict reading of mappings that came from YAML or JSON: an unknown key is an error that names it and the known ones."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from planner.errors import ConfigError
+
+
+def read_mapping(document: object, what: str) -> Mapping[str, Any]:
+    """`document` as a mapping with string keys, or ConfigError."""
+    if not isinstance(document, Mapping) or not all(isinstance(key, str) for key in document):
+        raise ConfigError(f"{what} must be a mapping with string keys, not {type(document).__name__}")
+    return document
+
+
+def check_keys(
+    document: Mapping[str, Any], what: str, known: frozenset[str], required: frozenset[str] = frozenset()
+) -> None:
+    """ConfigError for a key that is not in `known`, or for one of `required` that is absent."""
+    for key in document:
+        if key not in known:
+            close = get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown key '{key}' in {what}{hint}")
+    missing = sorted(required - set(document))
+    if missing:
+        raise ConfigError(f"{what} lacks '{missing[0]}'")
+
+
+def read_int(document: Mapping[str, Any], key: str, what: str, minimum: int) -> int:
+    """An integer of at least `minimum`; true and false are no integers."""
+    value = document[key]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"'{key}' of {what} must be an integer, not {value!r}")
+    if value < minimum:
+        raise ConfigError(f"'{key}' of {what} is {value}; it must be at least {minimum}")
+    return value
+
+
+def read_str(document: Mapping[str, Any], key: str, what: str) -> str:
+    """A string that is not empty."""
+    value = document[key]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"'{key}' of {what} must be a non-empty string, not {value!r}")
+    return value
+
+
+def read_list(document: Mapping[str, Any], key: str, what: str) -> list[Any]:
+    """A list that is not empty."""
+    value = document[key]
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"'{key}' of {what} must be a non-empty list, not {value!r}")
+    return value

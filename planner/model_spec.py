@@ -1,0 +1,74 @@
+"""A model as the planner sees it: layers with parameters, FLOPs and activation widths; no weights, no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One block, the embedding, or final norm + head.
+
+    parameters: scalars of the layer on one device without tensor parallelism.
+    replicated_parameters: those of them that every tensor-parallel rank holds whole (norms, biases after row-parallel products).
+    matmul_parameters: weights that multiply every token once (an embedding look-up has none; a tied head has hidden * vocabulary).
+    attention_width: heads * head size of the attention (queries x keys and scores x values cost 4 * S^2 * width FLOPs a sequence).
+    split_activation_values, replicated_activation_values: scalars per token kept for backward, split or not by tensor parallelism.
+    attention_heads: heads whose S x S scores are kept for backward; 0 where the attention is fused.
+    """
+
+    parameters: int
+    replicated_parameters: int = 0
+    matmul_parameters: int = 0
+    attention_width: int = 0
+    split_activation_values: float = 0.0
+    replicated_activation_values: float = 0.0
+    attention_heads: int = 0
+
+    def forward_flops(self, sequence_length: int) -> float:
+        """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two products (whole, not halved by causality)."""
+        return 2.0 * self.matmul_parameters * sequence_length + 4.0 * sequence_length**2 * self.attention_width
+
+    def parameters_per_worker(self, tp_degree: int) -> float:
+        """Scalars that each of `tp_degree` workers holds."""
+        return self.replicated_parameters + (self.parameters - self.replicated_parameters) / tp_degree
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """`blocks` has one entry a block, 0-based; `head` is final norm and output projection.
+
+    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts it not (norm alone), while a last stage that is
+    not the first holds its own copy of it (see `head_parameters`). max_tp_degree: the largest power of two that divides attention
+    and key-value heads.
+    """
+
+    name: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    tied_embeddings: bool
+    max_tp_degree: int
+    embedding: LayerSpec
+    blocks: tuple[LayerSpec, ...]
+    head: LayerSpec
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def parameters(self) -> int:
+        """Scalars of the whole model, tied tensors once."""
+        return self.embedding.parameters + sum(block.parameters for block in self.blocks) + self.head.parameters
+
+    @property
+    def tied_parameters(self) -> int:
+        """Scalars of the tensor that first and last stage share; 0 where head and embedding are apart."""
+        return self.vocab_size * self.hidden_size if self.tied_embeddings else 0
+
+    def training_flops(self, sequence_length: int) -> float:
+        """FLOPs of forward and backward (twice the forward) of one sequence, without recomputation."""
+        layers = (self.embedding, *self.blocks, self.head)
+        return 3.0 * sum(layer.forward_flops(sequence_length) for layer in layers)

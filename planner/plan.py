@@ -1,0 +1,182 @@
+"""A plan: pipelines, stages, placement and microbatches, the whole decision; strict JSON in and out (version 1)."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.documents import check_keys, read_int, read_list, read_mapping, read_str
+from planner.errors import ConfigError
+
+VERSION = 1
+_PLAN_KEYS = frozenset(
+    {"version", "model", "global_batch_sequences", "microbatch_sequences", "sequence_length", "pipelines"}
+)
+_PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "stages"})
+_STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Contiguous blocks on one tensor-parallel group. `num_layers` may be 0 only for a stage that holds embedding or head alone."""
+
+    first_layer: int
+    num_layers: int
+    workers: tuple[str, ...]
+
+    @property
+    def tp_degree(self) -> int:
+        return len(self.workers)
+
+    @property
+    def end_layer(self) -> int:
+        """One past the last block."""
+        return self.first_layer + self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One whole copy of the model; processes `num_microbatches` microbatches of `microbatch_sequences` sequences a step."""
+
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+    microbatch_sequences: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_microbatches * self.microbatch_sequences
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(worker for stage in self.stages for worker in stage.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole decision for one fleet. `microbatch_sequences` is the default of pipelines that name none."""
+
+    model: str
+    global_batch_sequences: int
+    microbatch_sequences: int
+    sequence_length: int
+    pipelines: tuple[Pipeline, ...]
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Every worker, in plan order (pipeline, stage, TP rank)."""
+        return tuple(worker for pipeline in self.pipelines for worker in pipeline.workers)
+
+    def to_document(self) -> dict[str, Any]:
+        """The plan as the JSON document of the contract."""
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "global_batch_sequences": self.global_batch_sequences,
+            "microbatch_sequences": self.microbatch_sequences,
+            "sequence_length": self.sequence_length,
+            "pipelines": [self._pipeline_document(pipeline) for pipeline in self.pipelines],
+        }
+
+    def _pipeline_document(self, pipeline: Pipeline) -> dict[str, Any]:
+        document: dict[str, Any] = {"num_microbatches": pipeline.num_microbatches}
+        if pipeline.microbatch_sequences != self.microbatch_sequences:
+            document["microbatch_sequences"] = pipeline.microbatch_sequences
+        document["stages"] = [
+            {"first_layer": stage.first_layer, "num_layers": stage.num_layers, "workers": list(stage.workers)}
+            for stage in pipeline.stages
+        ]
+        return document
+
+    @classmethod
+    def from_document(cls, document: object) -> "Plan":
+        """Reads the contract's document. ConfigError names an unknown key or a wrong value; `check_plan` checks the rest."""
+        plan = read_mapping(document, "plan")
+        check_keys(plan, "plan", _PLAN_KEYS, _PLAN_KEYS)
+        if plan["version"] != VERSION:
+            raise ConfigError(f"plan has version {plan['version']!r}; this program reads version {VERSION}")
+        microbatch = read_int(plan, "microbatch_sequences", "plan", 1)
+        pipelines = read_list(plan, "pipelines", "plan")
+        return cls(
+            model=read_str(plan, "model", "plan"),
+            global_batch_sequences=read_int(plan, "global_batch_sequences", "plan", 1),
+            microbatch_sequences=microbatch,
+            sequence_length=read_int(plan, "sequence_length", "plan", 1),
+            pipelines=tuple(_read_pipeline(item, f"pipeline {i}", microbatch) for i, item in enumerate(pipelines)),
+        )
+
+    def to_json(self) -> str:
+        """The document as text, one key order for one plan."""
+        return json.dumps(self.to_document())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads `to_json`'s text; ConfigError where it is no JSON."""
+        try:
+            return cls.from_document(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the plan is not JSON: {error}") from None
+
+
+def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pipeline:
+    pipeline = read_mapping(document, what)
+    check_keys(pipeline, what, _PIPELINE_KEYS, frozenset({"num_microbatches", "stages"}))
+    own = (
+        read_int(pipeline, "microbatch_sequences", what, 1)
+        if "microbatch_sequences" in pipeline
+        else microbatch_sequences
+    )
+    stages = read_list(pipeline, "stages", what)
+    return Pipeline(
+        stages=tuple(_read_stage(item, f"stage {i} of {what}") for i, item in enumerate(stages)),
+        num_microbatches=read_int(pipeline, "num_microbatches", what, 1),
+        microbatch_sequences=own,
+    )
+
+
+def _read_stage(document: object, what: str) -> Stage:
+    stage: Mapping[str, Any] = read_mapping(document, what)
+    check_keys(stage, what, _STAGE_KEYS, _STAGE_KEYS)
+    workers = read_list(stage, "workers", what)
+    if not all(isinstance(worker, str) and worker for worker in workers):
+        raise ConfigError(f"'workers' of {what} must be worker names such as 'node-0/1'")
+    return Stage(
+        first_layer=read_int(stage, "first_layer", what, 0),
+        num_layers=read_int(stage, "num_layers", what, 0),
+        workers=tuple(workers),
+    )
+
+
+def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None:
+    """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker at most once; batch met.
+
+    With `exact_batch=False` the pipelines may process more or fewer sequences than the global batch (published plans that
+    round up their microbatches).
+    """
+    for index, pipeline in enumerate(plan.pipelines):
+        _check_layers(pipeline, index, num_layers)
+    worker, count = Counter(plan.workers).most_common(1)[0]
+    if count > 1:
+        raise ConfigError(f"the plan names worker '{worker}' {count} times; a worker can serve one stage only")
+    total = sum(pipeline.num_sequences for pipeline in plan.pipelines)
+    if exact_batch and total != plan.global_batch_sequences:
+        raise ConfigError(
+            f"the pipelines process {total} sequences a step, but global_batch_sequences is {plan.global_batch_sequences}"
+        )
+
+
+def _check_layers(pipeline: Pipeline, index: int, num_layers: int) -> None:
+    expected = 0
+    for number, stage in enumerate(pipeline.stages):
+        if stage.first_layer != expected:
+            raise ConfigError(
+                f"stage {number} of pipeline {index} starts at layer {stage.first_layer}; expected {expected}"
+            )
+        inner = 0 < number < len(pipeline.stages) - 1
+        if stage.num_layers == 0 and inner:
+            raise ConfigError(
+                f"stage {number} of pipeline {index} has no layers; only a first or last stage may have none"
+            )
+        expected = stage.end_layer
+    if expected != num_layers:
+        raise ConfigError(f"pipeline {index} covers {expected} layers, but the model has {num_layers}")
