@@ -1,0 +1,95 @@
+"""The job document: what to train, on what data, how to survive.
+
+A job is YAML, read strictly: an unknown key is an error that names it and the key that was probably meant. `autohet plan`
+needs `model` and three keys of `training`; `Job.require_training` checks what `autohet train` needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autohet.runtime.job.elastic import ElasticSection, ScriptedEvent, Timeouts
+from autohet.runtime.job.sections import (
+    CheckpointSection,
+    DataSection,
+    EmulationSection,
+    ModelSection,
+    ParallelismSection,
+    TrainingSection,
+    require,
+)
+from autohet.runtime.job.strict_document import convert, read_yaml
+
+__all__ = [
+    "CheckpointSection",
+    "DataSection",
+    "ElasticSection",
+    "EmulationSection",
+    "Job",
+    "ModelSection",
+    "ParallelismSection",
+    "ScriptedEvent",
+    "Timeouts",
+    "TrainingSection",
+]
+
+TRAINABLE_PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job. Frozen, plain data, pickles; every section but `model` and `training` has defaults."""
+
+    model: ModelSection
+    training: TrainingSection
+    name: str = ""
+    """Names the run's directory and its checkpoints; from a file, the file's stem unless given."""
+    data: DataSection | None = None
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    elastic: ElasticSection = field(default_factory=ElasticSection)
+    parallelism: ParallelismSection = field(default_factory=ParallelismSection)
+    emulation: EmulationSection | None = None
+    """Only for rehearsals on machines without GPUs; None: everything runs as fast as it can."""
+
+    def __post_init__(self) -> None:
+        require("/" not in self.name, f"name is {self.name!r}, but it names a directory; leave the slash out")
+        microbatch = self.parallelism.microbatch_sequences
+        batch = self.training.global_batch_sequences
+        require(
+            microbatch is None or batch % microbatch == 0,
+            f"training.global_batch_sequences is {batch}, which is no multiple of parallelism.microbatch_sequences,"
+            f" {microbatch}; take a multiple, or leave microbatch_sequences to the planner",
+        )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "Job":
+        """The job in a YAML file; ConfigError, with the file's name, when it is not a valid one."""
+        job = cls.from_document(read_yaml(path, "job"))
+        return job if job.name else replace(job, name=Path(path).stem)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "Job":
+        """The job in a plain mapping (as YAML or JSON gives it)."""
+        return convert(document, cls, "job")
+
+    def to_document(self) -> dict[str, Any]:
+        """A plain mapping with every default filled in; `from_document` gives the same job back."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @property
+    def checkpoint_storage(self) -> str:
+        """Where durable checkpoints go: as given, or a directory under runs/."""
+        return self.checkpoint.storage or f"runs/{self.name or 'job'}/checkpoints"
+
+    def require_training(self) -> DataSection:
+        """Raises ConfigError unless the job has all that `autohet train` needs; returns its data section."""
+        require(self.training.steps is not None, "training.steps is missing; `train` needs to know when to end")
+        require(
+            self.training.precision in TRAINABLE_PRECISIONS,
+            f"training.precision is {self.training.precision}, which can be planned but not trained; use bf16 or fp32",
+        )
+        if self.data is None:
+            require(False, "the job lacks data; add data.source, for example `data: {source: builtin:python-stdlib}`")
+        assert self.data is not None
+        return self.data

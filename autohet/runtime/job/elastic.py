@@ -1,0 +1,133 @@
+"""The `elastic` section: when the fleet changes, who says so, and how long anything may take."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autohet.runtime.job.sections import require, require_at_least, require_positive
+
+NOTICE_SOURCES = ("ray", "aws", "script")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptedEvent:
+    """One event of a rehearsal: what would happen to a real fleet, made to happen at a known step."""
+
+    at_step: int
+    """When this step has been committed."""
+    event: Literal["notice", "death", "arrival", "freeze"]
+    """notice: warned, gone at the deadline; death: killed; freeze: stops answering; arrival: a new node."""
+    node: str | None = None
+    """The node (notice, death, freeze), or the name of the new one (arrival, may be left out)."""
+    node_type: str | None = None
+    """arrival: its type. The others: any node of this type, when `node` is not given."""
+    deadline_s: float = 120.0
+    """notice: seconds from the notice until the node is gone."""
+
+    def __post_init__(self) -> None:
+        require_at_least("elastic.script at_step", self.at_step, 0)
+        require_positive("elastic.script deadline_s", self.deadline_s)
+        if self.event == "arrival":
+            require(self.node_type is not None, "elastic.script: an arrival needs node_type, the type of the new node")
+        else:
+            require(
+                self.node is not None or self.node_type is not None,
+                f"elastic.script: a {self.event} needs node, or node_type for any node of a type",
+            )
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Every deadline of a run, in seconds; all follow from `elastic.step_timeout_s` unless given."""
+
+    step_s: float
+    """A collective, a send, a receive, a whole step."""
+    heartbeat_interval_s: float
+    """Between two signs of life of a worker."""
+    heartbeat_s: float
+    """Silence after which a worker counts as dead or frozen."""
+    quiesce_s: float
+    """For woken survivors to report where they stand."""
+    rendezvous_s: float
+    """For a generation's groups to be built."""
+    transfer_s: float
+    """For a restore to fill the new layout."""
+    worker_start_s: float
+    """For a worker's process to start and answer."""
+    checkpoint_s: float
+    """For a durable checkpoint to be uploaded and committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSection:
+    """How the run follows its fleet. The defaults suit steps of a few seconds; set `step_timeout_s` for longer ones."""
+
+    min_workers: int = 1
+    """Fewest workers to train on; below it the run waits and says so."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer has a frozen worker in it. All other time-outs follow from this one."""
+    heartbeat_timeout_s: float | None = None
+    """Silence after which a worker counts as dead; null: step_timeout_s / 6."""
+    quiesce_timeout_s: float | None = None
+    """null: step_timeout_s / 2."""
+    rendezvous_timeout_s: float | None = None
+    """null: step_timeout_s."""
+    transfer_timeout_s: float | None = None
+    """null: 5 * step_timeout_s."""
+    worker_start_timeout_s: float | None = None
+    """null: 3 * step_timeout_s."""
+    checkpoint_timeout_s: float | None = None
+    """null: 10 * step_timeout_s."""
+    debounce_s: float | None = None
+    """How long further arrivals are waited for before one replan takes them all; null: step_timeout_s / 30."""
+    wait_for_fleet_s: float = 3600.0
+    """How long to wait for `min_workers` before giving up (a checkpoint is committed by then)."""
+    max_failures_in_a_row: int = 5
+    """Reconfigurations that may fail one after another, without a committed step between, before the run fails."""
+    notice_sources: tuple[str, ...] = NOTICE_SOURCES
+    """ray: node draining; aws: EC2 instance metadata; script: the events below."""
+    metadata_poll_s: float = 5.0
+    """Between two looks at the instance metadata (aws)."""
+    slow_ratio: float = 1.5
+    """A worker whose compute takes this times its prediction, `slow_steps` steps in a row, is a slow one; 0: never."""
+    slow_steps: int = 5
+    """See `slow_ratio`."""
+    script: tuple[ScriptedEvent, ...] = ()
+    """Events of a rehearsal, in any order."""
+
+    def __post_init__(self) -> None:
+        require_at_least("elastic.min_workers", self.min_workers, 1)
+        require_at_least("elastic.max_failures_in_a_row", self.max_failures_in_a_row, 1)
+        require_at_least("elastic.slow_steps", self.slow_steps, 1)
+        require_at_least("elastic.debounce_s", self.debounce_s, 0)
+        require_at_least("elastic.wait_for_fleet_s", self.wait_for_fleet_s, 0)
+        require_positive("elastic.metadata_poll_s", self.metadata_poll_s)
+        require(
+            self.slow_ratio == 0 or self.slow_ratio > 1,
+            f"elastic.slow_ratio is {self.slow_ratio}, but must be more than 1, or 0 for never",
+        )
+        for name in ("step", "heartbeat", "quiesce", "rendezvous", "transfer", "worker_start", "checkpoint"):
+            require_positive(f"elastic.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
+        for source in self.notice_sources:
+            require(
+                source in NOTICE_SOURCES,
+                f"elastic.notice_sources names {source!r}; known: {', '.join(NOTICE_SOURCES)}",
+            )
+
+    def timeouts(self) -> Timeouts:
+        """The deadlines of this run, given or derived."""
+        step = self.step_timeout_s
+        heartbeat = self.heartbeat_timeout_s or step / 6
+        return Timeouts(
+            step_s=step,
+            heartbeat_interval_s=min(1.0, heartbeat / 5),
+            heartbeat_s=heartbeat,
+            quiesce_s=self.quiesce_timeout_s or step / 2,
+            rendezvous_s=self.rendezvous_timeout_s or step,
+            transfer_s=self.transfer_timeout_s or 5 * step,
+            worker_start_s=self.worker_start_timeout_s or 3 * step,
+            checkpoint_s=self.checkpoint_timeout_s or 10 * step,
+        )
+
+    @property
+    def arrivals_debounce_s(self) -> float:
+        return self.step_timeout_s / 30 if self.debounce_s is None else self.debounce_s

@@ -1,0 +1,237 @@
+"""The sections of a job document, each a frozen dataclass: what every key means, its unit and its default.
+
+Paths are as the process that runs the job sees them (with `ray job submit --working-dir DIR`, relative to DIR).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from planner.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError(message) unless `condition`: the value is the user's, and the message says how to mend it."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_at_least(name: str, value: float | None, minimum: float) -> None:
+    """None passes (the key was not given)."""
+    require(value is None or value >= minimum, f"{name} is {value}, but must be at least {minimum}")
+
+
+def require_positive(name: str, value: float | None) -> None:
+    """None passes (the key was not given)."""
+    require(value is None or value > 0, f"{name} is {value}, but must be more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Exactly one of `config` (trained from scratch) and `pretrained` (fine-tuned)."""
+
+    config: dict[str, Any] | None = None
+    """A transformers config as a mapping: `model_type` and whatever differs from that type's defaults."""
+    pretrained: str | None = None
+    """A directory with a Hugging Face checkpoint, or a hub id."""
+    revision: str | None = None
+    """The hub's revision of `pretrained`; None: its main branch."""
+
+    def __post_init__(self) -> None:
+        require(
+            (self.config is None) != (self.pretrained is None),
+            "model needs exactly one of config (train from scratch) and pretrained (fine-tune)",
+        )
+        require(
+            self.config is None or isinstance(self.config.get("model_type"), str),
+            "model.config lacks model_type; name a transformers model type such as llama, qwen3 or gpt2",
+        )
+        require(self.revision is None or self.pretrained is not None, "model.revision is for model.pretrained only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """One optimizer step: what it consumes and how it updates. Learning rate: linear warm-up, then cosine decay."""
+
+    global_batch_sequences: int
+    """Sequences in one optimizer step, whatever the fleet."""
+    sequence_length: int
+    """Tokens in a sequence."""
+    steps: int | None = None
+    """Optimizer steps of the whole run, resumed or not. `train` needs it."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of compute and activations; masters and moments are always fp32. fp16 is for `plan` alone."""
+    seed: int = 0
+    """Of the initial weights and of the sample order."""
+    learning_rate: float = 3e-4
+    """At the end of the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's two."""
+    eps: float = 1e-8
+    """AdamW's."""
+    weight_decay: float = 0.1
+    """AdamW's, decoupled, applied as torch.optim.AdamW does."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay_steps: int | None = None
+    """The step at which the cosine reaches its end; None: `steps`."""
+    min_learning_rate_ratio: float = 0.1
+    """The end of the cosine, as a part of `learning_rate`."""
+    clip_norm: float | None = 1.0
+    """Bound on the global gradient norm; null: no clipping."""
+    recompute: Literal["none", "full"] = "none"
+    """Activations of a block: kept, or recomputed from the block's input in the backward pass."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where the worker has a GPU, else CPU."""
+
+    def __post_init__(self) -> None:
+        require_at_least("training.global_batch_sequences", self.global_batch_sequences, 1)
+        require_at_least("training.sequence_length", self.sequence_length, 1)
+        require_at_least("training.steps", self.steps, 1)
+        require_at_least("training.warmup_steps", self.warmup_steps, 0)
+        require_at_least("training.weight_decay", self.weight_decay, 0)
+        require_at_least("training.learning_rate", self.learning_rate, 0)
+        require_at_least("training.seed", self.seed, 0)
+        require_positive("training.decay_steps", self.decay_steps)
+        require_positive("training.eps", self.eps)
+        require_positive("training.clip_norm", self.clip_norm)
+        for beta in self.betas:
+            require(0 <= beta < 1, f"training.betas holds {beta}, but each must be in [0, 1)")
+        ratio = self.min_learning_rate_ratio
+        require(0 <= ratio <= 1, f"training.min_learning_rate_ratio is {ratio}, but must be in [0, 1]")
+        last = self.decay_steps or self.steps
+        require(
+            last is None or self.warmup_steps <= last,
+            f"training.warmup_steps is {self.warmup_steps}, more than the {last} steps of the schedule; lower it",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where text comes from and how it becomes rows of `sequence_length + 1` tokens."""
+
+    source: str | tuple[str, ...]
+    """File, directory, glob, `s3://bucket/prefix`, or `builtin:python-stdlib`; or a list of those, in order."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """auto: by each file's ending (.jsonl/.ndjson, .parquet, else text). A text file is one document."""
+    text_field: str = "text"
+    """The field of a JSONL object, or the column of a Parquet file, that holds a document."""
+    tokenizer: str = "bytes"
+    """`bytes` (UTF-8 bytes 0-255, end of document = 0), a tokenizers JSON file, or a Hugging Face directory or id."""
+    end_of_document: str | None = None
+    """The token after each document; null: the tokenizer's own end token."""
+    cache: str | None = None
+    """Directory of built token datasets; null: $AUTOHET_CACHE, else ~/.cache/autohet; kept between runs."""
+    build_timeout_s: float = 3600.0
+    """How long a worker waits while another process of its node builds the same dataset."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.source), "data.source is empty; name a file, directory, glob, s3:// prefix or builtin")
+        require(bool(self.tokenizer), "data.tokenizer is empty; give bytes, a file, a directory or a hub id")
+        require_positive("data.build_timeout_s", self.build_timeout_s)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """Durable checkpoints, and the snapshots in host memory and on local disk from which most recoveries are served."""
+
+    storage: str | None = None
+    """`s3://bucket/prefix`, `file://` or a directory that every node sees; null: runs/<job name>/checkpoints."""
+    every_steps: int = 100
+    """Steps between durable checkpoints; one more is made when the run ends or is told to stop."""
+    keep: int = 3
+    """Newest committed checkpoints that retention leaves."""
+    snapshot_every_steps: int = 1
+    """Steps between snapshots to the node's host memory; 0: none."""
+    memory_directory: str = "/dev/shm/autohet"
+    """Where a node keeps its snapshots in host memory (tmpfs)."""
+    local_directory: str = "/tmp/autohet"
+    """Where a node spills snapshots to its own disk."""
+
+    def __post_init__(self) -> None:
+        require(self.storage != "", "checkpoint.storage is empty; give an s3:// URI or a directory, or leave it out")
+        require_at_least("checkpoint.every_steps", self.every_steps, 1)
+        require_at_least("checkpoint.keep", self.keep, 1)
+        require_at_least("checkpoint.snapshot_every_steps", self.snapshot_every_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationSection:
+    """EMULATION of GPU speeds on machines that have none: each forward and backward is stretched by sleeping.
+
+    With `profile`, an action of `gpu_type` takes that table's seconds times `scale`; otherwise a block's forward takes
+    `block_forward_s * scale / relative_speed_by_gpu_type[gpu_type]` per sequence and its backward twice that.
+    """
+
+    profile: str | None = None
+    """A profile table (see the contract of `autohet profile`)."""
+    scale: float = 1.0
+    """Emulated seconds for each second of the profile."""
+    relative_speed_by_gpu_type: dict[str, float] = field(default_factory=dict)
+    """Speed of each type relative to the one of speed 1."""
+    block_forward_s: float = 0.01
+    """Seconds of one sequence's forward through one block at relative speed 1 (not used with `profile`)."""
+
+    def __post_init__(self) -> None:
+        require_positive("emulation.scale", self.scale)
+        require_positive("emulation.block_forward_s", self.block_forward_s)
+        for gpu_type, speed in self.relative_speed_by_gpu_type.items():
+            require_positive(f"emulation.relative_speed_by_gpu_type.{gpu_type}", speed)
+        require(
+            (self.profile is None) != (not self.relative_speed_by_gpu_type),
+            "emulation needs exactly one of profile and relative_speed_by_gpu_type",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismSection:
+    """Limits and wishes for the planner."""
+
+    strategy: str = "autohet"
+    """The search that chooses the plan."""
+    microbatch_sequences: int | None = None
+    """Sequences in a microbatch; null: the planner chooses."""
+    max_tp_degree: int | None = None
+    """Largest tensor-parallel degree; null: what model and node allow."""
+    max_pipeline_stages: int | None = None
+    """Deepest pipeline; null: the number of layers."""
+    min_pipelines: int = 1
+    """Fewest copies of the model; 2 keeps every shard held twice, so that one death costs no work."""
+    max_pipelines: int | None = None
+    """Most copies of the model; null: no limit."""
+    redundancy: int = 1
+    """Nodes that should hold each shard of the training state, live copies and snapshots together."""
+    objective: Literal["time", "cost"] = "time"
+    """What the plan is best at: step time, or money per token."""
+    max_usd_per_hour: float | None = None
+    """Bound on the price of the workers used."""
+    memory_reserve_bytes: int = 1 * GIB
+    """GPU memory that the plan leaves free on each GPU (context, fragmentation)."""
+    search_time_limit_s: float = 10.0
+    """How long the search may take."""
+    horizon_s: float = 600.0
+    """Expected time until the fleet changes again: a move must earn its cost within it."""
+    profile: str | None = None
+    """Profile table; null: the bundled measurements."""
+    links: str | None = None
+    """Link table; null: labels and catalogue."""
+    plan: str | None = None
+    """A plan file to run as it is while all its workers are there; null: the planner chooses."""
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch_sequences", "max_tp_degree", "max_pipeline_stages", "min_pipelines", "max_pipelines"):
+            require_at_least(f"parallelism.{name}", getattr(self, name), 1)
+        require_at_least("parallelism.redundancy", self.redundancy, 1)
+        require_at_least("parallelism.memory_reserve_bytes", self.memory_reserve_bytes, 0)
+        require_positive("parallelism.search_time_limit_s", self.search_time_limit_s)
+        require_positive("parallelism.horizon_s", self.horizon_s)
+        require_positive("parallelism.max_usd_per_hour", self.max_usd_per_hour)
+        require(
+            self.max_pipelines is None or self.min_pipelines <= self.max_pipelines,
+            f"parallelism.min_pipelines is {self.min_pipelines}, more than max_pipelines, {self.max_pipelines}",
+        )

@@ -1,0 +1,153 @@
+"""Strict documents: a YAML file becomes a frozen dataclass, or a ConfigError says what is wrong with which key."""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from planner.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML as people write it: `1e-4` is a number (YAML 1.1 reads a string), a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int | float | bool | None):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a plain word, not {key!r}")
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice; keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file; `what` names the kind of document in errors ("job")."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} file {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the {what} file {str(path)!r} is not UTF-8 text; is it a {what} at all?") from error
+    try:  # safe: the loader is a SafeLoader
+        document = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the {what} file {str(path)!r} is not valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"the {what} file {str(path)!r}, {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"the {what} file {str(path)!r} holds {type(document).__name__}, not a mapping of sections")
+    return document
+
+
+def convert(document: Mapping[str, Any], cls: type[T], what: str) -> T:
+    """`document` as the frozen dataclass `cls`: unknown keys, missing keys, wrong types and values are ConfigErrors."""
+    check_keys(document, cls, what)
+    try:
+        return msgspec.convert(document, cls, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_readable(error, document, cls, what)) from error
+
+
+def check_keys(document: Mapping[str, Any], cls: type, what: str, where: str = "") -> None:
+    """Raises ConfigError for the first key, at any depth, that `cls` does not have; a near miss is suggested."""
+    hints = typing.get_type_hints(cls)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    for key, value in document.items():
+        if key not in known:
+            raise ConfigError(_unknown_key(key, known, what, where))
+        _check_value_keys(value, known[key], what, f"{where}{key}")
+
+
+def _check_value_keys(value: Any, hint: Any, what: str, where: str) -> None:
+    if isinstance(value, Mapping):
+        nested = _dataclass_in(hint)
+        if nested is not None:
+            check_keys(value, nested, what, where + ".")
+    elif isinstance(value, list | tuple):
+        arguments = [argument for argument in typing.get_args(hint) if argument is not Ellipsis]
+        for index, item in enumerate(value):
+            if arguments:
+                _check_value_keys(item, arguments[0], what, f"{where}[{index}]")
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass that `hint` is or, in a union with None, contains."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        for argument in typing.get_args(hint):
+            if isinstance(argument, type) and dataclasses.is_dataclass(argument):
+                return argument
+    return None
+
+
+def _unknown_key(key: object, known: Iterable[str], what: str, where: str) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
+    hint = f"did you mean {where}{near[0]}?" if near else f"known here: {', '.join(names)}"
+    return f"unknown key {where}{key} in the {what}; {hint}"
+
+
+def _readable(error: msgspec.ValidationError, document: Mapping[str, Any], cls: type, what: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.training.steps`" as "training.steps is 'ten' ...: expected int"."""
+    if isinstance(error.__cause__, ConfigError):  # from a section's own check: it names its key itself
+        return str(error.__cause__)
+    text, _, path = str(error).partition(" - at `$")
+    place = path.rstrip("`").lstrip(".")
+    missing = re.match(r"Object missing required field `(\w+)`", text)
+    if missing:
+        return f"the {what} lacks {place + '.' if place else ''}{missing.group(1)}; add it"
+    text = text.replace("`", "").replace("Expected", "expected").replace("object", "a mapping of keys")
+    choices = _choices(cls, place)
+    if text.startswith("Invalid enum value") and choices:
+        text = f"use one of {', '.join(map(str, choices))}"
+    value = _value_at(document, place)
+    shown = "" if isinstance(value, Mapping) or value is _ABSENT else f" is {value!r}"
+    return f"{place or 'the document'}{shown} in the {what}: {text}"
+
+
+_ABSENT = object()
+
+
+def _value_at(document: Any, place: str) -> Any:
+    """The value at "training.betas[1]"; _ABSENT where the path does not say which (msgspec writes `[...]`)."""
+    for key in re.findall(r"[^.\[\]]+|\[[^\]]*\]", place):
+        try:
+            document = document[int(key[1:-1]) if key.startswith("[") else key]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return _ABSENT
+    return document
+
+
+def _choices(cls: Any, place: str) -> tuple[Any, ...]:
+    """The words that a Literal at `place` takes; empty where there is none."""
+    for key in re.findall(r"\w+", place):
+        hint = typing.get_type_hints(cls).get(key)
+        nested = [argument for argument in typing.get_args(hint) if isinstance(argument, type)]
+        if typing.get_origin(hint) is typing.Literal:
+            return typing.get_args(hint)
+        cls = _dataclass_in(hint) or next((argument for argument in nested if dataclasses.is_dataclass(argument)), None)
+        if cls is None:
+            return ()
+    return ()
