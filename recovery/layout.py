@@ -1,9 +1,9 @@
 """Which worker holds which shard of the training state: a value without tensors, without torch.
 
-A tensor of state is named `"<kind>/<parameter>"` (kind: param, exp_avg, exp_avg_sq). It is cut along one dimension at
-fixed boundaries into *units*, at the finest tensor-parallel degree; a unit is the atomic shard: stored, checksummed and
-moved whole. A worker's local tensor is the concatenation of its units in ascending order, so another TP degree regroups
-whole units.
+A tensor of state is named `"<kind>/<parameter>"` (kind: param, exp_avg, exp_avg_sq). It is cut along one dimension
+at fixed boundaries into *units*, at the finest tensor-parallel degree; a unit is the atomic shard: stored,
+checksummed and moved whole. A worker's local tensor is the concatenation of its units in ascending order, so
+another TP degree regroups whole units.
 """
 
 from __future__ import annotations

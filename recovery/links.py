@@ -1,0 +1,58 @@
+"""Speeds of the ways that state can take, as the schedule sees them: one number per node and direction, or per
+pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second of each way into a worker; every resource is shared by all transfers that touch it.
+
+    A node's network card carries `network_bytes_per_s` out and, at the same time, as much in (full duplex); what
+    comes from durable storage also enters through it. `pair_bytes_per_s` caps single (from node, to node) paths,
+    e.g. between zones. The defaults are a 25 Gb/s cloud node with NVMe; they only weigh sources against each other
+    and never stand as measurements.
+    """
+
+    memory_bytes_per_s: float = 10e9
+    disk_bytes_per_s: float = 1.5e9
+    network_bytes_per_s: float = 25e9 / 8
+    s3_bytes_per_s: float = 1e9
+    s3_total_bytes_per_s: float = math.inf
+    network_by_node: Mapping[str, float] = field(default_factory=dict)
+    disk_by_node: Mapping[str, float] = field(default_factory=dict)
+    s3_by_node: Mapping[str, float] = field(default_factory=dict)
+    pair_bytes_per_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        singles = {
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            "disk_bytes_per_s": self.disk_bytes_per_s,
+            "network_bytes_per_s": self.network_bytes_per_s,
+            "s3_bytes_per_s": self.s3_bytes_per_s,
+            "s3_total_bytes_per_s": self.s3_total_bytes_per_s,
+        }
+        tables: tuple[Mapping[str, float], ...] = (self.network_by_node, self.disk_by_node, self.s3_by_node)
+        for table in tables:
+            singles.update({f"speed of {node}": rate for node, rate in table.items()})
+        singles.update({f"speed of {pair}": rate for pair, rate in self.pair_bytes_per_s.items()})
+        for name, rate in singles.items():
+            if not rate > 0:
+                raise ValueError(f"{name} must be above 0 bytes per second, not {rate}")
+
+    def network(self, node: str) -> float:
+        return self.network_by_node.get(node, self.network_bytes_per_s)
+
+    def disk(self, node: str) -> float:
+        return self.disk_by_node.get(node, self.disk_bytes_per_s)
+
+    def s3(self, node: str) -> float:
+        return min(self.s3_by_node.get(node, self.s3_bytes_per_s), self.network(node))
+
+    def pair(self, source: str, destination: str) -> float:
+        return self.pair_bytes_per_s.get((source, destination), math.inf)
