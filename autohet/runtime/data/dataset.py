@@ -1,0 +1,139 @@
+"""A built token dataset: rows of tokens in a memory-mapped Arrow IPC file, and the facts about them beside it.
+
+A dataset is a directory, committed by one rename: `tokens.arrow` (one column, a fixed-size list of uint16 or uint32,
+every record batch but the last of equal size) and `dataset.json` (DatasetFacts).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from planner.errors import ConfigError
+
+FORMAT_VERSION = 1
+TOKENS_FILE = "tokens.arrow"
+FACTS_FILE = "dataset.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFacts:
+    """What is known of a built dataset without reading its tokens."""
+
+    version: int
+    fingerprint: str
+    """Of the sources, the tokenizer and the row length: what the dataset was built from, on this machine."""
+    content_sha256: str
+    """Of the tokens of all rows, in order: equal on every node that trains on equal data."""
+    num_rows: int
+    row_tokens: int
+    """sequence_length + 1: inputs are row[:-1], targets row[1:]."""
+    rows_per_batch: int
+    token_dtype: str
+    vocab_size: int
+    """The tokenizer's."""
+    max_token: int
+    """The largest token id that occurs."""
+    num_documents: int
+    num_files: int
+    file_bytes: int
+    """The size of the token file."""
+    tokenizer: str
+    sources: tuple[str, ...]
+
+
+class TokenDataset:
+    """Read access to a built dataset. Opening maps the file and reads its footer; rows are read as they are asked for.
+
+    Pickles as its path. Not safe for several threads at once.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ConfigError when `path` holds no complete dataset of this version."""
+        self.path = Path(path)
+        self.facts = _read_facts(self.path)
+        self._file = pa.memory_map(str(self.path / TOKENS_FILE))
+        self._reader = pa.ipc.open_file(self._file)
+        self._batches: dict[int, NDArray[Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenDataset, (self.path,)
+
+    def __len__(self) -> int:
+        return self.facts.num_rows
+
+    @property
+    def vocab_size(self) -> int:
+        return self.facts.vocab_size
+
+    @property
+    def sequence_length(self) -> int:
+        return self.facts.row_tokens - 1
+
+    def row(self, index: int) -> NDArray[np.int64]:
+        """Row `index` as int64, shape [sequence_length + 1]."""
+        if not 0 <= index < self.facts.num_rows:
+            raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
+        batch, offset = divmod(index, self.facts.rows_per_batch)
+        return self._batch(batch)[offset].astype(np.int64)
+
+    def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows in the order of `indices`, int64, shape [len(indices), sequence_length + 1]."""
+        rows = np.empty((len(indices), self.facts.row_tokens), np.int64)
+        for place, index in enumerate(indices):
+            batch, offset = divmod(int(index), self.facts.rows_per_batch)
+            if not 0 <= index < self.facts.num_rows:
+                raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
+            rows[place] = self._batch(batch)[offset]
+        return rows
+
+    def _batch(self, index: int) -> NDArray[Any]:
+        """A record batch as a view of the mapped file, shape [rows, sequence_length + 1]."""
+        if index not in self._batches:
+            column = self._reader.get_batch(index).column(0)
+            tokens = column.flatten().to_numpy(zero_copy_only=True)
+            self._batches[index] = tokens.reshape(-1, self.facts.row_tokens)
+        return self._batches[index]
+
+    def verify(self) -> None:
+        """Reads every token; raises ConfigError unless they are those that were written."""
+        digest = hashlib.sha256()
+        for index in range(self._reader.num_record_batches):
+            digest.update(np.ascontiguousarray(self._batch(index)))
+        if digest.hexdigest() != self.facts.content_sha256:
+            raise ConfigError(f"the token dataset {self.path} is corrupt (checksum differs); delete it to rebuild it")
+
+    def check(self, *, vocab_size: int, global_batch_sequences: int) -> None:
+        """Raises ConfigError unless a model of `vocab_size` can train on this, one global batch at least."""
+        if self.facts.max_token >= vocab_size:
+            raise ConfigError(
+                f"the data holds token id {self.facts.max_token}, but the model's vocab_size is {vocab_size}; use the"
+                f" tokenizer that belongs to the model, or a vocab_size of at least {self.facts.vocab_size}"
+            )
+        if len(self) < global_batch_sequences:
+            raise ConfigError(
+                f"the data gives {len(self)} rows of {self.sequence_length} tokens, fewer than the"
+                f" {global_batch_sequences} of one global batch; add data, or lower sequence_length or"
+                " global_batch_sequences"
+            )
+
+
+def write_facts(directory: Path, facts: DatasetFacts) -> None:
+    (directory / FACTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(asdict(facts)), indent=2))
+
+
+def _read_facts(directory: Path) -> DatasetFacts:
+    try:
+        facts = msgspec.json.decode((directory / FACTS_FILE).read_bytes(), type=DatasetFacts)
+        size = (directory / TOKENS_FILE).stat().st_size
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{directory} holds no token dataset: {error}") from error
+    if facts.version != FORMAT_VERSION or facts.file_bytes != size:
+        raise ConfigError(f"the token dataset {directory} is incomplete or of another version; delete it to rebuild it")
+    return facts

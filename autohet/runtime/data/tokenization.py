@@ -1,0 +1,117 @@
+"""Text to token ids: bytes, or a tokenizer of the `tokenizers` library or of transformers."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import ConfigError
+
+BYTES_VOCAB_SIZE = 256
+BYTES_END_TOKEN = 0
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Text to ids. `identity` changes whenever the ids could."""
+
+    identity: str
+    vocab_size: int
+    end_token: int
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The ids of each text, without special tokens added."""
+
+
+class ByteTokenizer:
+    """Token b is byte b of the UTF-8 text, 0 to 255; token 0, which text does not hold, ends a document."""
+
+    identity = "bytes-1"
+    vocab_size = BYTES_VOCAB_SIZE
+    end_token = BYTES_END_TOKEN
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
+
+
+class LibraryTokenizer:
+    """A `tokenizers.Tokenizer`: its own normaliser, pre-tokenizer and model; many texts are encoded in parallel."""
+
+    def __init__(self, tokenizer: Any, end_token: int, name: str) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab_size(), max(tokenizer.get_vocab().values(), default=0) + 1)
+        self.end_token = end_token
+        self.identity = f"{name}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}-{end_token}"
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):  # JSON can hold half a surrogate pair, UTF-8 cannot
+            whole = [text.encode("utf-8", "replace").decode() for text in texts]
+            encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
+
+
+def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`; ConfigError when it is not there, not loadable or knows no end token."""
+    if name == "bytes":
+        if end_of_document is not None:
+            raise ConfigError("data.end_of_document is not for the bytes tokenizer (token 0 ends a document); drop it")
+        return ByteTokenizer()
+    path = Path(name)
+    tokenizer, own_end = _from_file(path) if path.is_file() else _from_directory_or_hub(name)
+    end = _end_token(tokenizer, end_of_document or own_end, name)
+    return LibraryTokenizer(tokenizer, end, path.name)
+
+
+def _from_file(path: Path) -> tuple[Any, str | None]:
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
+        raise ConfigError(f"data.tokenizer: {path} is not a tokenizers JSON file: {error}") from error
+    return tokenizer, _configured_end_token(path.with_name("tokenizer_config.json"))
+
+
+def _configured_end_token(config: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json beside the file, if there is one."""
+    try:
+        end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError):
+        return None
+    return end.get("content") if isinstance(end, dict) else end
+
+
+def _from_directory_or_hub(name: str) -> tuple[Any, str | None]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"data.tokenizer: cannot load {name!r}: {error}. Give bytes, a tokenizers JSON file, a directory with a"
+            " Hugging Face tokenizer, or a hub id that this machine can reach"
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"data.tokenizer: {name!r} has no fast tokenizer; save it as tokenizer.json and name that")
+    return backend, tokenizer.eos_token
+
+
+def _end_token(tokenizer: Any, wanted: str | None, name: str) -> int:
+    candidates = (wanted,) if wanted else END_TOKENS
+    for candidate in candidates:
+        token = tokenizer.token_to_id(candidate)
+        if token is not None:
+            return int(token)
+    raise ConfigError(
+        f"data.tokenizer {name!r} has none of the end tokens {', '.join(candidates)};"
+        " name one that it has in data.end_of_document"
+    )
