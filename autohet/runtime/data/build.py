@@ -221,7 +221,7 @@ class _RowWriter:
         rows = self._filled // self._row_tokens
         if rows:
             tokens = self._buffer[: rows * self._row_tokens]
-            self._digest.update(tokens)
+            self._digest.update(tokens.data)
             self._max_token = max(self._max_token, int(tokens.max()))
             column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=self._type)
             self._writer.write_batch(pa.record_batch([column], schema=self._schema))

@@ -81,7 +81,7 @@ class TokenDataset:
         if not 0 <= index < self.facts.num_rows:
             raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
         batch, offset = divmod(index, self.facts.rows_per_batch)
-        return self._batch(batch)[offset].astype(np.int64)
+        return np.asarray(self._batch(batch)[offset], np.int64)
 
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows in the order of `indices`, int64, shape [len(indices), sequence_length + 1]."""
@@ -105,7 +105,7 @@ class TokenDataset:
         """Reads every token; raises ConfigError unless they are those that were written."""
         digest = hashlib.sha256()
         for index in range(self._reader.num_record_batches):
-            digest.update(np.ascontiguousarray(self._batch(index)))
+            digest.update(self._batch(index).data)
         if digest.hexdigest() != self.facts.content_sha256:
             raise ConfigError(f"the token dataset {self.path} is corrupt (checksum differs); delete it to rebuild it")
 

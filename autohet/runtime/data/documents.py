@@ -57,7 +57,7 @@ def read_pieces(path: Path, name: str, file_format: str, text_field: str) -> Ite
 def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
     compression = COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
     try:
-        stream = pa.input_stream(str(path), compression=compression) if compression else open(path, "rb")
+        stream = pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
     except OSError as error:
         raise ConfigError(f"cannot read the data file {name}: {error}") from error
     with stream:

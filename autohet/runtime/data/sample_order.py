@@ -2,8 +2,8 @@
 
 Each epoch is a keyed permutation of the rows, computed per position without a table: a Feistel network over the next
 even number of bits (Luby and Rackoff, "How to Construct Pseudorandom Permutations", 1988), walked along its cycle until
-the value falls inside the rows (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Billions of rows need
-no memory, a resumed run needs no state, and a fleet of any shape reads the same samples in the same order.
+the value falls inside the rows (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Billions of rows
+need no memory, a resumed run needs no state, and a fleet of any shape reads the same samples in the same order.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What `data.source` names, as a list of files in one fixed order, each with a mark that changes when its content may."""
+"""What `data.source` names: a list of files in one fixed order, each with a mark that changes when its content may."""
 
 import contextlib
 import glob
@@ -7,7 +7,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from autohet.runtime.data.documents import format_of
@@ -49,7 +49,8 @@ def _files_of(source: str, file_format: str) -> list[SourceFile]:
     chosen = _with_formats(found, file_format, single=len(found) == 1)
     if not chosen:
         raise ConfigError(
-            f"data.source {source!r} holds no text, JSONL or Parquet file (by ending); set data.format to take all files"
+            f"data.source {source!r} holds no text, JSONL or Parquet file (by ending);"
+            " set data.format to take all its files as that"
         )
     return chosen
 
@@ -146,7 +147,7 @@ def _belongs(key: str, prefix: str) -> bool:
     )
 
 
-def _s3_client():  # type: ignore[no-untyped-def]
+def _s3_client() -> Any:
     """boto3's own client: credentials, region and AWS_ENDPOINT_URL from the environment as everywhere."""
     import boto3
     from botocore.config import Config

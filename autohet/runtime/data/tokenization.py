@@ -75,7 +75,7 @@ def _from_file(path: Path) -> tuple[Any, str | None]:
 
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
+    except Exception as error:  # the library raises bare Exception for a malformed file
         raise ConfigError(f"data.tokenizer: {path} is not a tokenizers JSON file: {error}") from error
     return tokenizer, _configured_end_token(path.with_name("tokenizer_config.json"))
 

@@ -1,7 +1,7 @@
 """The job document: what to train, on what data, how to survive.
 
-A job is YAML, read strictly: an unknown key is an error that names it and the key that was probably meant. `autohet plan`
-needs `model` and three keys of `training`; `Job.require_training` checks what `autohet train` needs.
+A job is YAML, read strictly: an unknown key is an error that names it and the key that was probably meant.
+`autohet plan` needs `model` and three keys of `training`; `Job.require_training` checks what `autohet train` needs.
 """
 
 from collections.abc import Mapping
