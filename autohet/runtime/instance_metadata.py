@@ -1,0 +1,174 @@
+"""What an EC2 instance knows of itself and of its end: a client of the instance metadata service, version 2 (IMDSv2).
+
+A spot instance is told of its interruption two minutes ahead under `spot/instance-action`, and sometimes earlier, under
+`events/recommendations/rebalance`, that it is at risk; 404 means neither. AWS advises to look every 5 seconds.
+Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
+"""
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+from urllib.parse import urlsplit
+
+from planner.errors import ConfigError
+
+DEFAULT_ENDPOINT = "http://169.254.169.254"
+ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
+TIMEOUT_S = 2.0
+TOKEN_TTL_S = 21600
+TOKEN_RENEWAL_S = 60.0
+MAX_ANSWER_BYTES = 1 << 16
+
+SPOT_ACTION_PATH = "/latest/meta-data/spot/instance-action"
+REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
+
+
+class MetadataUnavailable(Exception):
+    """No metadata service answered, or it answered nonsense. Off EC2 that is the normal case."""
+
+
+@dataclass(frozen=True)
+class InstanceNotice:
+    """What the service says will happen to the instance. Equal when it is the same notice, seen twice."""
+
+    instance_id: str
+    kind: Literal["interruption", "rebalance"]
+    action: str
+    """terminate, stop or hibernate; for a rebalance recommendation "rebalance"."""
+    time_unix_s: float
+    """interruption: when the instance will be gone; rebalance: when the recommendation was made."""
+
+    def seconds_left(self, now_unix_s: float) -> float | None:
+        """Seconds until the instance is gone, 0 when overdue; None for a recommendation, which has no deadline."""
+        return max(0.0, self.time_unix_s - now_unix_s) if self.kind == "interruption" else None
+
+
+class InstanceMetadata:
+    """One instance's metadata service. Each call asks it, within TIMEOUT_S; nothing is retried but an expired token.
+
+    Not safe for several threads at once. Raises MetadataUnavailable where the service is not there.
+    """
+
+    def __init__(self, endpoint: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        """`endpoint` None: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address. ConfigError if bad."""
+        text = endpoint or os.environ.get(ENDPOINT_VARIABLE) or DEFAULT_ENDPOINT
+        parts = urlsplit(text)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"{ENDPOINT_VARIABLE} is {text!r}, which is no http:// address; mend or unset it")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+        self._timeout_s = timeout_s
+        self._token: str | None = None
+        self._token_until = 0.0
+        self._instance_id: str | None = None
+        self._seen: set[InstanceNotice] = set()
+
+    def instance_id(self) -> str:
+        if self._instance_id is None:
+            self._instance_id = self._required("/latest/meta-data/instance-id")
+        return self._instance_id
+
+    def instance_type(self) -> str:
+        """For example g5.xlarge."""
+        return self._required("/latest/meta-data/instance-type")
+
+    def availability_zone(self) -> str:
+        return self._required("/latest/meta-data/placement/availability-zone")
+
+    def market_type(self) -> str:
+        """`spot` or `on-demand` (or another life cycle that EC2 adds)."""
+        return self._required("/latest/meta-data/instance-life-cycle")
+
+    def interruption(self) -> InstanceNotice | None:
+        """The interruption notice that stands now, or None."""
+        document = self._document(SPOT_ACTION_PATH)
+        if document is None:
+            return None
+        moment = _unix_time(document.get("time"), SPOT_ACTION_PATH)
+        return InstanceNotice(self.instance_id(), "interruption", str(document.get("action", "terminate")), moment)
+
+    def rebalance(self) -> InstanceNotice | None:
+        """The rebalance recommendation that stands now, or None."""
+        document = self._document(REBALANCE_PATH)
+        if document is None:
+            return None
+        moment = _unix_time(document.get("noticeTime"), REBALANCE_PATH)
+        return InstanceNotice(self.instance_id(), "rebalance", "rebalance", moment)
+
+    def new_notices(self) -> tuple[InstanceNotice, ...]:
+        """Notices that no earlier call of this client returned, the interruption first."""
+        standing = (self.interruption(), self.rebalance())
+        new = tuple(notice for notice in standing if notice is not None and notice not in self._seen)
+        self._seen.update(new)
+        return new
+
+    def _required(self, path: str) -> str:
+        text = self._get(path)
+        if text is None:
+            raise MetadataUnavailable(f"the metadata service knows no {path}")
+        return text
+
+    def _document(self, path: str) -> Mapping[str, object] | None:
+        text = self._get(path)
+        if text is None:
+            return None
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise MetadataUnavailable(f"{path} is not JSON: {text[:80]!r}") from error
+        if not isinstance(document, dict):
+            raise MetadataUnavailable(f"{path} holds {text[:80]!r}, not an object")
+        return document
+
+    def _get(self, path: str) -> str | None:
+        """The text at `path`; None for 404. A token that the service refuses is renewed, once."""
+        status, text = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
+        if status == 401:
+            self._token = None
+            status, text = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
+        if status == 404:
+            return None
+        if status != 200:
+            raise MetadataUnavailable(f"the metadata service answered {status} for {path}")
+        return text
+
+    def _fresh_token(self) -> str:
+        if self._token is None or time.monotonic() >= self._token_until:
+            status, text = self._request(
+                "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+            )
+            if status != 200:
+                raise MetadataUnavailable(f"the metadata service answered {status} when asked for a token")
+            self._token, self._token_until = text, time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
+        return self._token
+
+    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
+        """One exchange on a connection of its own, past any proxy that the environment names."""
+        if os.environ.get(DISABLED_VARIABLE, "").lower() == "true":
+            raise MetadataUnavailable(f"{DISABLED_VARIABLE} is set")
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        try:
+            connection.request(method, self._prefix + path, headers=dict(headers))
+            response = connection.getresponse()
+            return response.status, response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
+        except (OSError, http.client.HTTPException) as error:
+            raise MetadataUnavailable(
+                f"no metadata service at {self._host}:{self._port}: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            connection.close()
+
+
+def _unix_time(value: object, path: str) -> float:
+    """Seconds since 1970 of a time such as 2026-03-01T08:22:00Z (UTC)."""
+    try:
+        moment = datetime.fromisoformat(str(value))
+    except ValueError as error:
+        raise MetadataUnavailable(f"{path} names the time {value!r}, which cannot be read") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
