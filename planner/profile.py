@@ -12,7 +12,17 @@ from planner.catalogue import canonical_gpu_type
 from planner.errors import ConfigError
 
 _DATA = Path(__file__).parent / "data"
-REQUIRED = ("model", "gpu_type", "dtype", "tp_degree", "sequence_length", "microbatch_sequences", "layer", "forward_s", "backward_s")
+REQUIRED = (
+    "model",
+    "gpu_type",
+    "dtype",
+    "tp_degree",
+    "sequence_length",
+    "microbatch_sequences",
+    "layer",
+    "forward_s",
+    "backward_s",
+)
 OPTIONAL = ("update_s", "peak_activation_bytes", "source")
 
 

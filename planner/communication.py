@@ -1,0 +1,111 @@
+"""Links and collectives: alpha-beta costs, measured link tables, NICs shared by all flows that cross them.
+
+Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring all-reduce of n bytes over p members sends
+2 (p - 1) / p n bytes over every link of the ring (Patarasu and Yuan, 2009); laid out node by node it crosses each node's NIC once.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.catalogue import canonical_gpu_type
+from planner.cluster import NodeType
+from planner.errors import ConfigError
+from planner.parameters import CostParameters
+from planner.profile import read_table
+
+_COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s")
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2 bytes, bytes per second)."""
+
+    curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
+
+    def bytes_per_s(self, scope: str, gpu_type: str, peer: str, message_bytes: float) -> float | None:
+        """Interpolated over the logarithm of the size, flat beyond its ends; None where that pair was not measured."""
+        curve = self.curves.get((scope, gpu_type, peer)) or self.curves.get((scope, peer, gpu_type))
+        if curve is None:
+            return None
+        return float(np.interp(np.log2(max(message_bytes, 1.0)), *curve))
+
+
+def read_links(path: str | Path) -> LinkTable:
+    """Reads a link table (CSV or Parquet); ConfigError names the row that is wrong."""
+    points: dict[tuple[str, str, str], dict[float, float]] = {}
+    for number, row in enumerate(read_table(path, "links"), 1):
+        what = f"row {number} of links '{path}'"
+        wrong = set(row) ^ set(_COLUMNS)
+        if wrong:
+            raise ConfigError(f"{what} has columns {', '.join(map(str, row))}; they must be {', '.join(_COLUMNS)}")
+        if row["scope"] not in ("intra", "inter"):
+            raise ConfigError(f"'scope' of {what} is '{row['scope']}'; it must be intra or inter")
+        key = (row["scope"], canonical_gpu_type(row["gpu_type"]), canonical_gpu_type(row["peer_gpu_type"]))
+        points.setdefault(key, {})[np.log2(_positive(row, "message_bytes", what))] = _positive(row, "bytes_per_s", what)
+    curves = {key: tuple(zip(*sorted(values.items()), strict=True)) for key, values in points.items()}
+    return LinkTable(curves)  # type: ignore[arg-type]
+
+
+def _positive(row: Mapping[str, Any], column: str, what: str) -> float:
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise ConfigError(f"'{column}' of {what} must be a positive number, not {row[column]!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of messages and collectives between GPUs of node types."""
+
+    parameters: CostParameters
+    table: LinkTable | None = None
+
+    def bandwidth(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, flows: float
+    ) -> float:
+        """Bytes per second of one of `flows` equal flows that share the sender's and receiver's NIC (inside a node: none shared)."""
+        scope = "intra" if same_node else "inter"
+        measured = None
+        if self.table is not None:
+            measured = self.table.bytes_per_s(scope, sender.gpu_type, receiver.gpu_type, message_bytes)
+        if same_node:
+            nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
+            return measured if measured is not None else nominal * self.parameters.efficiency_intra
+        nic = min(sender.inter_node_bytes_per_s, receiver.inter_node_bytes_per_s) * self.parameters.efficiency_inter
+        share = nic / max(flows, 1.0)
+        return share if measured is None else min(measured, share)
+
+    def latency(self, same_node: bool) -> float:
+        return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
+
+    def message_s(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, flows: float = 1.0
+    ) -> float:
+        """One message between two GPUs."""
+        rate = self.bandwidth(sender, receiver, same_node, message_bytes, flows)
+        return self.latency(same_node) + message_bytes / rate
+
+    def all_reduce_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float = 1.0) -> float:
+        """A ring all-reduce over workers given as (node name, node type), ordered node by node; `flows` rings share each NIC."""
+        count = len(members)
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        nodes = dict(members)
+        kinds = list(dict.fromkeys(nodes.values()))
+        volume = 2 * (count - 1) / count * num_bytes
+        chunk = num_bytes / count
+        slowest = 0.0
+        if len(nodes) < count:
+            slowest = max(volume / self.bandwidth(k, k, True, chunk, 1.0) for k in kinds)
+        if len(nodes) > 1:
+            pairs = [(a, b) for i, a in enumerate(kinds) for b in kinds[i:]]
+            slowest = max(slowest, *(volume / self.bandwidth(a, b, False, chunk, flows) for a, b in pairs))
+        return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)

@@ -1,0 +1,391 @@
+"""The cost model: what a plan's step takes in seconds, bytes and dollars, and the queries that a search asks.
+
+A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s` and `sync_s`; `predict` runs the whole
+model with the event simulation. All of it is a function of the arguments alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Fleet, NodeType
+from planner.communication import Links, LinkTable
+from planner.gradient_groups import sync_jobs
+from planner.layer_times import LayerTimeModel, LayerTimes, require_dtype
+from planner.memory import VALUE_BYTES, MemoryTerms, in_flight, memory_terms
+from planner.model_spec import ModelSpec
+from planner.parameters import CostParameters
+from planner.pipeline_simulation import PipelineTimes, Timeline, simulate_pipeline
+from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.profile import ProfileTable, default_profile
+from planner.step_simulation import StepTimeline, simulate_sync
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding first, the head last.
+
+    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes all step long,
+    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage once), sync_bytes
+    that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers. limit_bytes: what a GPU has.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    state_bytes: Floats
+    activation_bytes: Floats
+    peak_bytes: Floats
+    sync_bytes: Floats
+    fixed_bytes: float
+    limit_bytes: float
+    estimated: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One plan, costed. Seconds a step; dollars None where a node in use has no price."""
+
+    step_time_s: float
+    sequences_per_s: float
+    tokens_per_s: float
+    usd_per_hour: float | None
+    usd_per_million_tokens: float | None
+    breakdown_s: dict[str, float]
+    memory_bytes_by_worker: dict[str, int]
+    memory_limit_bytes_by_worker: dict[str, int]
+    estimated: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every worker stays within its memory."""
+        return all(self.memory_bytes_by_worker[w] <= limit for w, limit in self.memory_limit_bytes_by_worker.items())
+
+    @property
+    def tightest_worker(self) -> tuple[str, float]:
+        """The fullest worker and the share of its memory that it needs (above 1: it does not fit)."""
+        share = {w: self.memory_bytes_by_worker[w] / limit for w, limit in self.memory_limit_bytes_by_worker.items()}
+        worker = max(share, key=lambda w: share[w])
+        return worker, share[worker]
+
+    def to_document(self) -> dict[str, Any]:
+        """The contract's `predicted`, with `fits` and, where something was not measured, `estimated`."""
+        return {
+            "step_time_s": self.step_time_s,
+            "sequences_per_s": self.sequences_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "usd_per_hour": self.usd_per_hour,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "breakdown_s": dict(self.breakdown_s),
+            "memory_bytes_by_worker": dict(self.memory_bytes_by_worker),
+            "memory_limit_bytes_by_worker": dict(self.memory_limit_bytes_by_worker),
+            "fits": self.fits,
+            "estimated": list(self.estimated),
+        }
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The simulated step: one timeline a pipeline (of `plan.pipelines`), the gradient sync and updates after them."""
+
+    pipelines: tuple[Timeline, ...]
+    sync: StepTimeline
+    step_time_s: float
+
+
+class CostModel:
+    """Costs plans of one model on one fleet, for one sequence length and precision.
+
+    profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else the spec's name,
+    else the profile's only model). With a `links` table measured bandwidths replace the labels' and the catalogue's.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        spec: ModelSpec,
+        profile: ProfileTable | None = None,
+        *,
+        sequence_length: int,
+        precision: str = "bf16",
+        recompute: bool = False,
+        links: LinkTable | None = None,
+        parameters: CostParameters | None = None,
+        model: str | None = None,
+    ) -> None:
+        require_dtype(precision)
+        self.fleet, self.spec, self.precision, self.recompute = fleet, spec, precision, recompute
+        self.sequence_length = sequence_length
+        self.parameters = parameters or CostParameters()
+        self.profile = profile or default_profile()
+        self.links = Links(self.parameters, links)
+        self.model = model or spec.name
+        self._layer_times = LayerTimeModel(
+            self.profile,
+            spec,
+            self.model,
+            precision,
+            sequence_length,
+            self.parameters,
+            recompute,
+            self._tp_communication_s,
+        )
+        self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
+        self._timelines: dict[tuple[object, int], Timeline] = {}
+
+    # ---- queries of a search ----
+
+    @cached_property
+    def node_types(self) -> tuple[NodeType, ...]:
+        """The fleet's node types, in order of appearance."""
+        return tuple(dict.fromkeys(node.node_type for node in self.fleet.nodes))
+
+    def layer_costs(self, node_type: NodeType, tp_degree: int, microbatch: int) -> LayerCosts:
+        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type; cached."""
+        key = (node_type, tp_degree, microbatch)
+        if key not in self._costs:
+            times = self.layer_times(node_type.gpu_type, tp_degree, microbatch)
+            memory = self._memory(tp_degree, microbatch)
+            self._costs[key] = LayerCosts(
+                forward_s=times.forward_s,
+                backward_s=times.backward_s,
+                update_s=times.update_s,
+                state_bytes=memory.state_bytes,
+                activation_bytes=memory.activation_bytes,
+                peak_bytes=memory.peak_bytes,
+                sync_bytes=self._sync_bytes(tp_degree),
+                fixed_bytes=self.fixed_bytes,
+                limit_bytes=float(node_type.gpu_memory_bytes),
+                estimated=times.estimated,
+            )
+        return self._costs[key]
+
+    def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        """Forward, backward (recomputation included) and update seconds of every layer."""
+        return self._layer_times.times(gpu_type, tp_degree, microbatch)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes that any worker needs whatever its layers."""
+        return self.parameters.context_bytes
+
+    @property
+    def stage_overhead_s(self) -> float:
+        """Seconds that each forward and each backward of a stage takes beyond its layers."""
+        return self.parameters.stage_overhead_s
+
+    def activation_message_bytes(self, microbatch: int) -> float:
+        """Bytes of one microbatch's hidden states, and of their gradient: what a TP rank sends over a stage boundary."""
+        return float(microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision])
+
+    def boundary_s(
+        self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, flows: float = 1.0
+    ) -> float:
+        """Seconds of one microbatch's transfer over a stage boundary, one direction; `flows` transfers share the NICs."""
+        return self.links.message_s(sender, receiver, same_node, self.activation_message_bytes(microbatch), flows)
+
+    def sync_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float = 1.0) -> float:
+        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); `flows` rings share each NIC."""
+        return self.links.all_reduce_s(members, num_bytes, flows)
+
+    def _sync_bytes(self, tp_degree: int) -> Floats:
+        layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
+        width = self.parameters.sync_bytes_per_parameter
+        found = np.array([layer.parameters_per_worker(tp_degree) * width for layer in layers])
+        found[-1] += self.spec.tied_parameters / tp_degree * width
+        return found
+
+    def _memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:
+        return memory_terms(
+            self.spec, self.sequence_length, self.precision, tp_degree, microbatch, self.recompute, self.parameters
+        )
+
+    def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
+        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section 3)."""
+        kind = next((k for k in self.node_types if k.gpu_type == gpu_type), None)
+        if tp_degree == 1 or kind is None:
+            return 0.0
+        members = [("node", kind)] * tp_degree
+        return 2 * self.links.all_reduce_s(members, self.activation_message_bytes(microbatch))
+
+    # ---- the whole plan ----
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Costs a plan, batch and microbatches as it has them. ConfigError where it is not whole or names unknown workers."""
+        check_plan(plan, self.spec.num_layers, exact_batch=False)
+        simulation = self.simulate(plan)
+        sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
+        tokens = sequences * self.sequence_length
+        step = simulation.step_time_s
+        usd = self._usd_per_hour(plan)
+        return Prediction(
+            step_time_s=step,
+            sequences_per_s=sequences / step,
+            tokens_per_s=tokens / step,
+            usd_per_hour=usd,
+            usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
+            breakdown_s=self._breakdown(simulation),
+            memory_bytes_by_worker=self._memory_by_worker(plan),
+            memory_limit_bytes_by_worker={w: self.fleet.node_of(w).node_type.gpu_memory_bytes for w in plan.workers},
+            estimated=self._estimated(plan),
+        )
+
+    def simulate(self, plan: Plan) -> Simulation:
+        """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then updates."""
+        timelines = tuple(self._pipeline_timeline(plan, pipeline) for pipeline in plan.pipelines)
+        ends = {
+            worker: float(timeline.end_s[s])
+            for pipeline, timeline in zip(plan.pipelines, timelines, strict=True)
+            for s, stage in enumerate(pipeline.stages)
+            for worker in stage.workers
+        }
+        jobs = sync_jobs(plan, self.spec, self.parameters)
+        update = {
+            w: self._update_s(stage, i, p)
+            for p in plan.pipelines
+            for i, stage in enumerate(p.stages)
+            for w in stage.workers
+        }
+        sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
+        return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
+
+    def _breakdown(self, simulation: Simulation) -> dict[str, float]:
+        pipeline = max(timeline.total_s for timeline in simulation.pipelines)
+        sync = simulation.sync
+        return {
+            "pipeline": pipeline,
+            "grad_sync": max(0.0, sync.gradients_end_s - pipeline),
+            "tied_embedding_sync": max(0.0, sync.tied_end_s - max(pipeline, sync.gradients_end_s)),
+            "optimizer": sync.end_s - max(pipeline, sync.gradients_end_s, sync.tied_end_s),
+            "overhead": self.parameters.step_overhead_s,
+        }
+
+    def _pipeline_timeline(self, plan: Plan, pipeline: Pipeline) -> Timeline:
+        times = self.pipeline_times(plan, pipeline)
+        key = (times, pipeline.num_microbatches)
+        if key not in self._timelines:
+            self._timelines[key] = simulate_pipeline(times, pipeline.num_microbatches)
+        return self._timelines[key]
+
+    def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
+        """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other pipelines."""
+        seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
+        sends = [self._boundary_seconds(plan, pipeline, i) for i in range(len(pipeline.stages) - 1)]
+        return PipelineTimes(
+            forward_s=tuple(f for f, _ in seconds),
+            backward_s=tuple(b for _, b in seconds),
+            send_forward_s=tuple(sends),
+            send_backward_s=tuple(sends),
+            blocking=self.parameters.blocking_sends,
+        )
+
+    def stage_seconds(self, pipeline: Pipeline, index: int) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in one stage: its slowest worker's."""
+        stage = pipeline.stages[index]
+        chosen = _entries(stage, index, len(pipeline.stages))
+        kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
+        forward = backward = 0.0
+        for kind in kinds:
+            times = self.layer_times(kind.gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
+            forward = max(forward, float(times.forward_s[chosen].sum()))
+            backward = max(backward, float(times.backward_s[chosen].sum()))
+        spread = self._spread_tp_s(stage, pipeline.microbatch_sequences)
+        return forward + spread + self.stage_overhead_s, backward + spread + self.stage_overhead_s
+
+    def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
+        """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one node."""
+        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
+        if len({node.name for node in nodes}) == 1:
+            return 0.0
+        num_bytes = self.activation_message_bytes(microbatch)
+        members = sorted(((node.name, node.node_type) for node in nodes), key=lambda member: member[0])
+        over = self.links.all_reduce_s(members, num_bytes)
+        inside = self.links.all_reduce_s([("node", nodes[0].node_type)] * stage.tp_degree, num_bytes)
+        return 2 * stage.num_layers * max(0.0, over - inside)
+
+    def _boundary_seconds(self, plan: Plan, pipeline: Pipeline, index: int) -> float:
+        """The slowest of the boundary's transfers: rank j of the receiver takes from rank j * t1 // t2 of the sender."""
+        sender, receiver = pipeline.stages[index], pipeline.stages[index + 1]
+        slowest = 0.0
+        for j, target in enumerate(receiver.workers):
+            source = sender.workers[j * sender.tp_degree // receiver.tp_degree]
+            a, b = self.fleet.node_of(source), self.fleet.node_of(target)
+            flows = 1.0 if a is b else self._flows_out_of(plan, a.name, index)
+            size = pipeline.microbatch_sequences
+            slowest = max(slowest, self.boundary_s(a.node_type, b.node_type, size, same_node=a is b, flows=flows))
+        return slowest
+
+    def _flows_out_of(self, plan: Plan, node: str, boundary: int) -> float:
+        """Transfers that leave a node over the same boundary of all pipelines: they run in step and share its NIC."""
+        return float(max(1, self._flow_counts(plan).get((node, boundary), 1)))
+
+    def _flow_counts(self, plan: Plan) -> dict[tuple[str, int], int]:
+        cached = getattr(self, "_flows", None)
+        if cached is not None and cached[0] is plan:
+            found: dict[tuple[str, int], int] = cached[1]
+            return found
+        counts: dict[tuple[str, int], int] = {}
+        for pipeline in plan.pipelines:
+            for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
+                for j, target in enumerate(b.workers):
+                    source = self.fleet.node_of(a.workers[j * a.tp_degree // b.tp_degree]).name
+                    if source != self.fleet.node_of(target).name:
+                        counts[source, i] = counts.get((source, i), 0) + 1
+        self._flows = (plan, counts)
+        return counts
+
+    def _update_s(self, stage: Stage, index: int, pipeline: Pipeline) -> float:
+        chosen = _entries(stage, index, len(pipeline.stages))
+        kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
+        size = pipeline.microbatch_sequences
+        return max(float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum()) for k in kinds)
+
+    def _memory_by_worker(self, plan: Plan) -> dict[str, int]:
+        found = {}
+        for pipeline in plan.pipelines:
+            for i, stage in enumerate(pipeline.stages):
+                num = self.stage_memory_bytes(pipeline, i)
+                found.update({worker: int(num) for worker in stage.workers})
+        return found
+
+    def stage_memory_bytes(self, pipeline: Pipeline, index: int) -> float:
+        """Peak bytes of each worker of one stage."""
+        stage, count = pipeline.stages[index], len(pipeline.stages)
+        terms = self._memory(stage.tp_degree, pipeline.microbatch_sequences)
+        chosen = _entries(stage, index, count)
+        depth = in_flight(index, count, pipeline.num_microbatches)
+        kept = terms.state_bytes[chosen].sum() + depth * terms.activation_bytes[chosen].sum()
+        if count == 1 and self.spec.tied_embeddings:
+            layers_state = terms.state_bytes[0] * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+            kept -= layers_state
+        return float(kept + terms.peak_bytes[chosen].max() + self.fixed_bytes)
+
+    def _usd_per_hour(self, plan: Plan) -> float | None:
+        nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}
+        prices = list(nodes.values())
+        return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)
+
+    def _estimated(self, plan: Plan) -> tuple[str, ...]:
+        notes: dict[str, None] = {}
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in stage.workers}):
+                    times = self.layer_times(gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
+                    notes.update(dict.fromkeys(times.estimated))
+        return tuple(notes)
+
+
+def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:
+    """The stage's entries of the layer arrays: 0 the embedding, 1.. the blocks, -1 the head."""
+    chosen = list(range(stage.first_layer + 1, stage.end_layer + 1))
+    if index == 0:
+        chosen = [0, *chosen]
+    if index == num_stages - 1:
+        chosen = [*chosen, -1]
+    return np.array(chosen, dtype=np.int64)

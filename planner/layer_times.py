@@ -1,0 +1,235 @@
+"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured, interpolated, or an estimate that says so.
+
+Order of preference, for one (GPU type, dtype, sequence length, TP degree):
+1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended by the slope of its last half;
+2. one measured point: split into launch, work and tensor-parallel communication, of which only the last two grow (`split_point`);
+3. another TP degree of this model and GPU: work divided, communication added from the link (flagged);
+4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.catalogue import canonical_gpu_type
+from planner.errors import ConfigError
+from planner.estimate import Estimate, estimate_layer, estimate_update_s
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.parameters import CostParameters
+from planner.profile import Measurement, ProfileKey, ProfileTable, default_profile
+
+Floats = NDArray[np.float64]
+VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one microbatch, arrays (num_layers + 2,): embedding, blocks, head; update_s: of one optimizer step.
+
+    estimated: what of it was not measured, one sentence each.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    estimated: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by microbatch: increasing `microbatches`, non-decreasing `seconds`."""
+
+    microbatches: Floats
+    seconds: Floats
+
+    def at(self, microbatch: int) -> float:
+        """Piecewise linear inside; outside, the straight line through the nearer half of the points, never negative."""
+        x, y = self.microbatches, self.seconds
+        if len(x) == 1:
+            return float(y[0] * microbatch / x[0])
+        if microbatch > x[-1]:
+            half = max(2, len(x) // 2)
+            slope = max(0.0, float(np.polyfit(x[-half:], y[-half:], 1)[0]))
+            return float(y[-1] + slope * (microbatch - x[-1]))
+        if microbatch < x[0]:
+            slope = float(y[1] - y[0]) / float(x[1] - x[0])
+            return max(float(y[0] * microbatch / x[0]), float(y[0] - slope * (x[0] - microbatch)))
+        return float(np.interp(microbatch, x, y))
+
+
+def make_curve(points: Mapping[int, float]) -> Curve:
+    """A curve through measured points, made non-decreasing by pooling neighbours that fall (isotonic regression)."""
+    x = np.array(sorted(points), dtype=np.float64)
+    blocks: list[tuple[float, int]] = []
+    for value in (points[int(b)] for b in x):
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, n), (b, m) = blocks[-2:]
+            blocks[-2:] = [((a * n + b * m) / (n + m), n + m)]
+    return Curve(x, np.array([value for value, count in blocks for _ in range(count)]))
+
+
+@dataclass
+class LayerTimeModel:
+    """Layer times of one model at one sequence length and dtype; results are cached.
+
+    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel all-reduces in one direction.
+    """
+
+    profile: ProfileTable
+    spec: ModelSpec
+    model: str
+    dtype: str
+    sequence_length: int
+    parameters: CostParameters
+    recompute: bool
+    tp_communication_s: Callable[[str, int, int], float]
+    _cache: dict[tuple[str, int, int], LayerTimes] = field(default_factory=dict)
+    _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {key.model for key in self.profile.keys}
+        if self.model not in names and self.spec.name in names:
+            self.model = self.spec.name
+        elif self.model not in names and len(names) == 1:
+            self.model = next(iter(names))
+
+    def times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        """All layers' seconds for one microbatch."""
+        gpu_type = canonical_gpu_type(gpu_type)
+        key = (gpu_type, tp_degree, microbatch)
+        if key not in self._cache:
+            self._cache[key] = self._compute(*key)
+        return self._cache[key]
+
+    def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        measured = self.profile.layers(self._key(gpu_type, tp_degree))
+        notes: list[str] = []
+        layers = [("embedding", self.spec.embedding), *((f"block:{i}", b) for i, b in enumerate(self.spec.blocks))]
+        layers.append(("head", self.spec.head))
+        found: dict[object, tuple[float, float, float]] = {}
+        rows = []
+        for name, layer in layers:
+            points = measured.get(name) or measured.get(name.split(":")[0])
+            identity: object = id(points) if points else (name.split(":")[0], layer)
+            if identity not in found:
+                found[identity] = self._layer(gpu_type, tp_degree, microbatch, name, layer, points, notes)
+            rows.append(found[identity])
+        table = np.array(rows)
+        backward = table[:, 1].copy()
+        if self.recompute:
+            backward[1:-1] += table[1:-1, 0]
+        return LayerTimes(table[:, 0], backward, table[:, 2], tuple(dict.fromkeys(notes)))
+
+    def _key(self, gpu_type: str, tp_degree: int) -> ProfileKey:
+        return ProfileKey(self.model, gpu_type, self.dtype, self.sequence_length, tp_degree)
+
+    def _layer(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        layer: LayerSpec,
+        points: Mapping[int, Measurement] | None,
+        notes: list[str],
+    ) -> tuple[float, float, float]:
+        kind = name.split(":")[0]
+        if points:
+            forward, backward = self._measured(gpu_type, tp_degree, microbatch, name, points)
+            update = next((p.update_s for _, p in sorted(points.items()) if p.update_s is not None), None)
+        else:
+            forward, backward = self._unmeasured(gpu_type, tp_degree, microbatch, name, layer, notes)
+            update = None
+        if update is None:
+            update = estimate_update_s(gpu_type, layer, tp_degree, self.parameters)
+            notes.append(f"optimizer of {kind} on {gpu_type}: from memory bandwidth")
+        return forward, backward, update
+
+    def _measured(
+        self, gpu_type: str, tp_degree: int, microbatch: int, name: str, points: Mapping[int, Measurement]
+    ) -> tuple[float, float]:
+        forward_points = {b: p.forward_s for b, p in points.items()}
+        backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
+        if len(points) == 1 and not backward_points:
+            ((base, forward),) = forward_points.items()
+            communication = self._communication(gpu_type, tp_degree, base, name)
+            return split_point(forward, base, microbatch, communication, name.startswith("block"), self.parameters)
+        key = self._key(gpu_type, tp_degree)
+        forward = self._curve(key, name, True, forward_points).at(microbatch)
+        if backward_points:
+            return forward, self._curve(key, name, False, backward_points).at(microbatch)
+        return forward, self.parameters.backward_ratio * forward
+
+    def _curve(self, key: ProfileKey, name: str, forward: bool, points: Mapping[int, float]) -> Curve:
+        cache_key = (key, name, forward)
+        if cache_key not in self._curves:
+            self._curves[cache_key] = make_curve(points)
+        return self._curves[cache_key]
+
+    def _communication(self, gpu_type: str, tp_degree: int, microbatch: int, name: str) -> float:
+        if tp_degree == 1 or not name.startswith("block"):
+            return 0.0
+        return self.tp_communication_s(gpu_type, tp_degree, microbatch)
+
+    def _unmeasured(
+        self, gpu_type: str, tp_degree: int, microbatch: int, name: str, layer: LayerSpec, notes: list[str]
+    ) -> tuple[float, float]:
+        kind = name.split(":")[0]
+        other = self._measured_degree(gpu_type, tp_degree, name)
+        if other is not None:
+            degree, points = other
+            forward, backward = self._measured(gpu_type, degree, microbatch, name, points)
+            had = self._communication(gpu_type, degree, microbatch, name)
+            add = self._communication(gpu_type, tp_degree, microbatch, name)
+            ratio = degree / tp_degree
+            notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
+            return max(0.2 * forward, forward - had) * ratio + add, max(0.2 * backward, backward - had) * ratio + add
+        found: Estimate = estimate_layer(
+            (self.profile, default_profile()), gpu_type, self.dtype, kind, layer, self.spec, self.sequence_length, microbatch,
+            tp_degree, self.parameters,
+        )  # fmt: skip
+        communication = self._communication(gpu_type, tp_degree, microbatch, name)
+        notes.append(f"{kind} on {gpu_type} ({self.dtype}, TP {tp_degree}): {found.reason}")
+        return found.forward_s + communication, found.backward_s + communication
+
+    def _measured_degree(
+        self, gpu_type: str, tp_degree: int, name: str
+    ) -> tuple[int, Mapping[int, Measurement]] | None:
+        """The nearest TP degree at which this model's layer was measured on this GPU."""
+        degrees = sorted(
+            (k.tp_degree for k in self.profile.keys if k == self._key(gpu_type, k.tp_degree)),
+            key=lambda degree: (abs(np.log2(degree / tp_degree)), degree),
+        )
+        for degree in degrees:
+            layers = self.profile.layers(self._key(gpu_type, degree))
+            points = layers.get(name) or layers.get(name.split(":")[0])
+            if points:
+                return degree, points
+        return None
+
+
+def split_point(
+    forward_s: float, base: int, microbatch: int, communication_s: float, is_block: bool, parameters: CostParameters
+) -> tuple[float, float]:
+    """Forward and backward seconds at `microbatch` from one forward measured at `base`, whose TP communication took `communication_s`.
+
+    F = launch + work + communication: launching kernels from the host does not grow with the microbatch, work and communication do in
+    proportion. Backward: `backward_ratio` of the work, `launch_backward_ratio` of the launches, the communication once.
+    """
+    communication = min(communication_s, 0.6 * forward_s)
+    rest = forward_s - communication
+    launch = min(parameters.launch_s, parameters.launch_limit * rest) if is_block else 0.0
+    scale = microbatch / base
+    work = rest - launch
+    forward = launch + (work + communication) * scale
+    backward = parameters.launch_backward_ratio * launch + (parameters.backward_ratio * work + communication) * scale
+    return forward, backward
+
+
+def require_dtype(dtype: str) -> None:
+    """ConfigError for a precision that the model does not know."""
+    if dtype not in VALUE_BYTES:
+        raise ConfigError(f"precision is '{dtype}'; known: {', '.join(VALUE_BYTES)}")
