@@ -1,0 +1,80 @@
+"""One Ray actor per node: keeps the node's snapshots when workers die, serves them to peers, and watches for notices."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from autohet.runtime.instance_metadata import InstanceMetadata
+from autohet.runtime.messages import AgentEndpoint
+from recovery.agent_store import AgentStore
+from recovery.shard_server import ShardServer
+
+logger = logging.getLogger("autohet.agent")
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """What a node's agent knows: where it serves, what notice the instance has had, and trouble with its disk."""
+
+    node: str
+    endpoint: AgentEndpoint
+    instance_type: str | None = None
+    notice_in_s: float | None = None
+    notice: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)
+class AgentActor:
+    """Started when the node joins; holds a lease, so that a draining node stays until it is told to go."""
+
+    def __init__(self, node: str, host: str, token: str, memory_directory: str, disk_directory: str, metadata_poll_s: float | None) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+        self._node = node
+        self._store = AgentStore(memory_directory, disk_directory, node)
+        self._server = ShardServer(self._store, token, host=host)
+        self._endpoint = AgentEndpoint(node, host, self._server.port, token)
+        self._watch = None if metadata_poll_s is None else NoticeWatch(metadata_poll_s)
+
+    def report(self) -> AgentReport:
+        notice = None if self._watch is None else self._watch.notice
+        left = None if notice is None or notice[1] is None else notice[1] - time.time()
+        return AgentReport(self._node, self._endpoint, None if self._watch is None else self._watch.instance_type, left, notice and notice[0])
+
+    def inventory(self) -> list[Any]:
+        return list(self._store.inventory())
+
+    def spill(self, step: int) -> None:
+        """Keep the snapshots of `step` on disk, as the committed step."""
+        self._store.spill(step)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._server.close()
+        self._store.close()
+
+
+class NoticeWatch:
+    """Polls the EC2 instance metadata in an owned thread; gives up quietly where there is no such service."""
+
+    def __init__(self, poll_s: float) -> None:
+        self.notice: tuple[str, float | None] | None = None
+        self.instance_type: str | None = None
+        self._poll_s = poll_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notice-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        raise AssertionError("replaced below once the metadata client is in place")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)

@@ -1,0 +1,77 @@
+"""One reconfiguration, from what caused it to its first step: when each part ended, and what it cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from autohet.runtime.messages import RestoreRecord
+from planner.plan import Plan
+
+CAUSES = ("start", "notice", "death", "arrival", "slow")
+
+
+@dataclass
+class Change:
+    """A reconfiguration under way. Times are on the controller's clock; the controller fills them in as they pass."""
+
+    cause: str
+    nodes: tuple[str, ...]
+    happened_at: float
+    detected_at: float
+    step_before: int
+    plan_before: Plan | None
+    reason: str = ""
+    plan_after: Plan | None = None
+    predicted_step_s: float | None = None
+    restore_step: int | None = None
+    stood_at: float | None = None
+    replan_s: float = 0.0
+    begun_at: float | None = None
+    ready_at: float | None = None
+    first_step_at: float | None = None
+    attempts: int = 0
+    restores: dict[str, RestoreRecord] = field(default_factory=dict)
+
+    @property
+    def steps_lost(self) -> int:
+        """Committed steps that must be run again."""
+        return 0 if self.restore_step is None else max(0, self.step_before - self.restore_step)
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
+        for record in self.restores.values():
+            total.update(record.bytes_by_tier)
+        return dict(total)
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time without a step went. `detect` runs from the last sign of life of what was lost; after a notice or an
+        arrival training goes on until everybody stands, so `total` starts there."""
+        restore = max((record.restore_s for record in self.restores.values()), default=0.0)
+        stood = self.stood_at if self.stood_at is not None else self.detected_at
+        ready, first = self.ready_at or stood, self.first_step_at or self.ready_at or stood
+        start = self.happened_at if self.cause == "death" else stood
+        detect = self.detected_at - self.happened_at if self.cause == "death" else 0.0
+        total = first - start
+        rebuild = max(0.0, ready - start - detect - self.replan_s - restore)
+        if self.cause != "death":
+            rebuild = max(0.0, ready - stood - restore)
+        parts = {"detect": detect, "replan": self.replan_s, "rebuild": rebuild, "restore": restore, "first_step": first - ready, "total": total}
+        return {name: round(value, 4) for name, value in parts.items()}
+
+    def to_document(self) -> dict[str, Any]:
+        """The entry of `reconfigurations` in the summary."""
+        return {
+            "cause": self.cause,
+            "nodes": list(self.nodes),
+            "reason": self.reason,
+            "step": self.restore_step,
+            "plan_before": None if self.plan_before is None else self.plan_before.to_document(),
+            "plan_after": None if self.plan_after is None else self.plan_after.to_document(),
+            "predicted_step_s": self.predicted_step_s,
+            "steps_lost": self.steps_lost,
+            "bytes_by_tier": self.bytes_by_tier(),
+            "seconds": self.seconds(),
+            "attempts": self.attempts,
+        }

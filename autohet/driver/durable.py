@@ -1,0 +1,92 @@
+"""The driver's side of durable checkpoints: manifests are written and read in one owned thread, so that ticks never wait for S3."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from autohet.driver.observation import CheckpointState
+from recovery.checkpoint import checkpoint_uri, commit_checkpoint, newest_checkpoint, open_checkpoint
+from recovery.errors import RecoveryError
+from recovery.layout import Layout
+from recovery.manifest import Manifest
+from recovery.retention import apply_retention
+from recovery.storage import Storage
+
+logger = logging.getLogger("autohet")
+
+
+class Durable:
+    """Owns a thread and the newest committed checkpoint's manifest. `state` and `fresh` may be called at any time."""
+
+    def __init__(self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int) -> None:
+        self._storage = storage
+        self._job = job
+        self._model_config = dict(model_config)
+        self._scalars = dict(scalars)
+        self._keep = keep
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
+        self._lock = threading.Lock()
+        self._state = CheckpointState()
+        self._reads_under_way = 0
+
+    def state(self) -> CheckpointState:
+        with self._lock:
+            return self._state
+
+    def fresh(self) -> bool:
+        """Whether no reading of the newest checkpoint is under way."""
+        with self._lock:
+            return self._reads_under_way == 0
+
+    def load_newest(self) -> CheckpointState:
+        """Read the newest manifest now, in the calling thread; storage errors come through (at a job's start they are the user's)."""
+        newest = newest_checkpoint(self._storage)
+        if newest is not None:
+            self._adopt(open_checkpoint(self._storage, newest.step))
+        return self.state()
+
+    def refresh(self) -> None:
+        with self._lock:
+            self._reads_under_way += 1
+        self._pool.submit(self._guard, self._refresh)
+
+    def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
+        """Write the manifest of `step`; the result shows in `state`."""
+        self._pool.submit(self._guard, lambda: self._commit(step, generation, layout, receipts))
+
+    def _refresh(self) -> None:
+        try:
+            self.load_newest()
+        finally:
+            with self._lock:
+                self._reads_under_way -= 1
+
+    def _commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
+        scalars = {**self._scalars, "step": step}
+        manifest = commit_checkpoint(
+            self._storage, step, layout, receipts, scalars, self._model_config, job=self._job, generation=generation
+        )
+        self._adopt(manifest)
+        apply_retention(self._storage, self._keep)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        with self._lock:
+            self._state = CheckpointState(manifest.step, checkpoint_uri(self._storage, manifest.step), manifest)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """The thread's edge: whatever goes wrong is kept as the state's error, and training goes on."""
+        try:
+            work()
+        except (RecoveryError, OSError) as error:
+            logger.warning("The checkpoint storage failed: %s", error)
+            with self._lock:
+                self._state = CheckpointState(self._state.step, self._state.uri, self._state.manifest, str(error))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish what is queued; bounded by the storage's own deadlines."""
+        self._pool.shutdown(wait=True)
+        self._storage.close()

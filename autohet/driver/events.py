@@ -1,0 +1,47 @@
+"""`events.jsonl`: every decision and its cause, one JSON object a line, and the same as a sentence in the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("autohet")
+
+KINDS = (
+    "started", "plan", "step", "snapshot", "checkpoint", "notice", "death", "arrival", "slow",
+    "decision", "reconfigure", "restore", "finished", "failed",
+)  # fmt: skip
+
+
+class EventLog:
+    """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the driver alone."""
+
+    def __init__(self, path: Path | None, wall_clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        self._wall_clock = wall_clock
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = None if path is None else open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
+        """Record one event; `sentence`, if given, goes to the log and into `reason` unless one is given."""
+        assert kind in KINDS, kind
+        record: dict[str, Any] = {"time": self._wall_clock(), "generation": generation, "kind": kind, **fields}
+        if sentence is not None:
+            logger.info(sentence)
+            record.setdefault("reason", sentence)
+        if kind != "step":
+            self.records.append(record)
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,130 @@
+"""What has happened so far: losses by step, step times, reconfigurations, checkpoints; and the summary made of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from autohet.driver.change import Change
+from autohet.driver.events import EventLog
+from autohet.driver.observation import Observation
+from autohet.runtime.job import Job
+from autohet.runtime.messages import StepRecord
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from autohet.driver.controller import Controller
+
+WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
+
+
+class Ledger:
+    """The driver's memory of a run. `take` reads it out of each observation; nothing else writes it."""
+
+    def __init__(self, job: Job, events: EventLog) -> None:
+        self.job = job
+        self.events = events
+        self.records: dict[int, StepRecord] = {}
+        self.step_seconds: dict[int, list[float]] = {}
+        self.changes: list[Change] = []
+        self.open_change: Change | None = None
+        self.checkpoint_uri: str | None = None
+        self.checkpoint_step: int | None = None
+        self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
+        self._committed: set[int] = set()
+
+    @property
+    def committed_steps(self) -> int:
+        """Steps whose update is applied: the next step's number."""
+        return max(self.records, default=-1) + 1
+
+    def begin_generation(self, generation: int, change: Change) -> None:
+        """The generation stands at its first step; steps that were run beyond it are forgotten."""
+        assert change.restore_step is not None
+        self.records = {step: r for step, r in self.records.items() if step < change.restore_step}
+        self.step_seconds.setdefault(generation, [])
+        self.open_change = change
+
+    def take(self, seen: Observation, controller: Controller) -> None:
+        for report in seen.reports.values():
+            for record in report.steps:
+                self._take_step(record, controller)
+            for receipt in report.receipts:
+                self._take_receipt(report.worker, receipt, controller)
+        if seen.checkpoint.step is not None and seen.checkpoint.step != self.checkpoint_step:
+            self.checkpoint_step, self.checkpoint_uri = seen.checkpoint.step, seen.checkpoint.uri
+            self.events.emit("checkpoint", controller.generation, step=seen.checkpoint.step, uri=seen.checkpoint.uri)
+
+    def _take_step(self, record: StepRecord, controller: Controller) -> None:
+        if record.generation != controller.generation and record.step in self.records:
+            return
+        if record.step in self.records and self.records[record.step].generation >= record.generation:
+            return
+        self.records[record.step] = record
+        self.step_seconds.setdefault(record.generation, []).append(record.seconds)
+        self.events.emit(
+            "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,
+            seconds=round(record.seconds, 6),
+        )  # fmt: skip
+        if record.generation == controller.generation:
+            controller.failures_in_a_row = 0
+            self._close_change(record, controller)
+
+    def _close_change(self, record: StepRecord, controller: Controller) -> None:
+        change = self.open_change
+        if change is None:
+            return
+        change.first_step_at = record.ended_at
+        self.open_change = None
+        self.changes.append(change)
+        if change.cause != "start":
+            self.events.emit("reconfigure", controller.generation, **change.to_document())
+
+    def _take_receipt(self, worker: str, receipt: Any, controller: Controller) -> None:
+        """Collect one worker's part of a checkpoint; once all are in, have the manifest written."""
+        generation, step, parts = receipt
+        if generation != controller.generation or step in self._committed:
+            return
+        got = self._receipts.setdefault((generation, step), {})
+        got[worker] = parts
+        if set(got) >= set(controller.members):
+            self._committed.add(step)
+            controller.workforce.commit_checkpoint(step, generation, controller.orders.layout_of(generation), list(got.values()))
+            self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
+
+    def measured_step_s(self, generation: int) -> float | None:
+        """Median step time of a generation, its first step left out; None where nothing was measured."""
+        seconds = self.step_seconds.get(generation, [])[WARM_STEPS:]
+        return statistics.median(seconds) if seconds else None
+
+    def status(self) -> dict[str, Any]:
+        last = self.records.get(self.committed_steps - 1)
+        return {
+            "step": self.committed_steps,
+            "steps": self.job.training.steps,
+            "loss": None if last is None else last.loss,
+            "tokens_per_s": None if last is None or not last.seconds else last.tokens / last.seconds,
+            "checkpoint": self.checkpoint_uri,
+            "reconfigurations": len([c for c in self.changes if c.cause != "start"]),
+        }
+
+    def summary(self, generations: int, plans: Iterable[tuple[int, Plan, float | None]]) -> dict[str, Any]:
+        """The document that `autohet train --json` prints."""
+        losses = [self.records[step].loss for step in sorted(self.records)]
+        changes = [change for change in self.changes if change.cause != "start"]
+        return {
+            "steps": len(losses),
+            "first_step": min(self.records, default=0),
+            "final_loss": losses[-1] if losses else None,
+            "losses": losses,
+            "generations": generations,
+            "steps_lost": sum(change.steps_lost for change in changes),
+            "reconfigurations": [change.to_document() for change in changes],
+            "plans": [
+                {"generation": generation, "plan": plan.to_document(), "predicted_step_s": predicted, "measured_step_s": self.measured_step_s(generation)}
+                for generation, plan, predicted in plans
+            ],
+            "checkpoint": self.checkpoint_uri,
+            "events": None if self.events.path is None else str(self.events.path),
+        }

@@ -1,0 +1,125 @@
+"""What the controller sees at one tick: frozen values, gathered by a workforce (Ray's or a simulated one)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerReport
+from planner.cluster import Node
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A node will be taken away. `deadline` is on the controller's clock; None where the source names none."""
+
+    node: str
+    source: str
+    seen_at: float
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A living node: what the planner knows of it, and its agent once that is up."""
+
+    node: Node
+    joined_at: float
+    endpoint: AgentEndpoint | None = None
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(f"{self.node.name}/{index}" for index in range(self.node.node_type.num_gpus))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that is gone: its process ended, its node died, or it has said nothing for too long."""
+
+    worker: str
+    reason: str
+    seen_at: float
+    last_heard: float
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The newest committed checkpoint that is known, and what the last attempt to commit came to."""
+
+    step: int | None = None
+    uri: str | None = None
+    manifest: Any | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that a decision may depend on, at one moment."""
+
+    now: float
+    nodes: Mapping[str, NodeView]
+    notices: Mapping[str, Notice] = field(default_factory=dict)
+    reports: Mapping[str, WorkerReport] = field(default_factory=dict)
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    inventories: Mapping[str, Any] | None = None
+    checkpoint: CheckpointState = CheckpointState()
+    stop_reason: str | None = None
+
+    def node_of(self, worker: str) -> str:
+        return worker.rsplit("/", 1)[0]
+
+
+class Workforce(Protocol):
+    """The processes of a job, as the controller directs them.
+
+    Every call returns at once; its effect shows in a later observation. Names of workers are `node/gpu`.
+    """
+
+    def observe(self) -> Observation:
+        """What is known now; may wait for news up to one tick."""
+        ...
+
+    def hire(self, workers: Sequence[str]) -> None:
+        """Start a process for each worker that has none."""
+        ...
+
+    def dismiss(self, workers: Sequence[str]) -> None:
+        """End these workers' processes, whatever they are doing."""
+        ...
+
+    def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        """Send every worker its orders for a generation."""
+        ...
+
+    def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
+        """All workers stop after the same step; with `checkpoint`, that step is uploaded."""
+        ...
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        """Wake these workers out of whatever they wait for."""
+        ...
+
+    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
+        """Let prepared workers apply the step whose vote another worker saw."""
+        ...
+
+    def request_inventories(self) -> None:
+        """Ask every agent which snapshots it holds, and the durable storage for its newest checkpoint."""
+        ...
+
+    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+        """Write the manifest of a checkpoint whose every shard is uploaded."""
+        ...
+
+    def release_node(self, node: str) -> None:
+        """The node holds nothing that is needed any more: end what runs there."""
+        ...
+
+    def next_generation_store(self, generation: int) -> tuple[str, int]:
+        """Host and port of the rendezvous store for a generation."""
+        ...
+
+    def publish(self, status: Mapping[str, Any]) -> None:
+        """Make the job's status visible to `autohet status`."""
+        ...

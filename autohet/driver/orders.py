@@ -1,0 +1,116 @@
+"""From a decision to orders: who holds which shard now, from which step the state is restored, and what each worker does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autohet.driver.observation import Observation
+from autohet.driver.planning import Proposal
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.messages import GenerationOrder, WorkerReport
+from planner.plan import Plan
+from recovery.checkpoint import assign_writers
+from recovery.errors import NotRestorable
+from recovery.holdings import Holding, Source, in_lineage, require_restorable_step, restorable_step
+from recovery.layout import Layout
+from recovery.links import Links
+from recovery.schedule import TransferSchedule, schedule
+
+
+@dataclass(frozen=True)
+class Book:
+    """All orders of one generation. `schedule` is None when the state is made from the seed (or pretrained weights)."""
+
+    orders: Mapping[str, GenerationOrder]
+    start_step: int
+    schedule: TransferSchedule | None
+
+
+class OrderBook:
+    """Knows every generation's layout and the step that it began from. Pure but for that memory."""
+
+    def __init__(self, job: Job, model_config: Any, pace: Callable[[Proposal], Mapping[str, Any]] | None = None, links: Links | None = None) -> None:
+        self.job = job
+        self.model_config = model_config
+        self._pace = pace
+        self._links = links
+        self._layouts: dict[int, Layout] = {}
+        self._first_steps: dict[int, int] = {}
+
+    def layout_of(self, generation: int) -> Layout:
+        return self._layouts[generation]
+
+    def live_holdings(self, seen: Observation, workers: Collection[str]) -> list[Holding]:
+        """What the living processes hold, each at its step and in its generation's layout."""
+        found = []
+        for worker in workers:
+            report = seen.reports.get(worker)
+            if report is None or report.live_generation not in self._layouts or worker in seen.losses:
+                continue
+            found.append(self._live(report, seen.node_of(worker)))
+        return found
+
+    def _live(self, report: WorkerReport, node: str) -> Holding:
+        assert report.live_generation is not None
+        source = Source("worker", node, report.worker, report.step, report.live_generation)
+        return Holding(source, self._layouts[report.live_generation].shards_by_worker[report.worker])
+
+    def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
+        """Whether live memory alone does not hold the newest state whole."""
+        live = self.live_holdings(seen, members)
+        newest = max((holding.step for holding in live), default=None)
+        layout = layout_of_plan(plan, self.model_config)
+        return newest is None or restorable_step(layout.shards, live) != newest
+
+    def write(self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int]) -> Book:
+        """Orders for every worker of the plan, and for living workers outside it that hold state which is needed.
+
+        Raises:
+            NotRestorable: training has begun and no step has all its shards anywhere.
+        """
+        plan = proposal.plan
+        layout = layout_of_plan(plan, self.model_config)
+        live = self.live_holdings(seen, members)
+        holdings = [h for h in (*live, *self._kept(seen)) if in_lineage(h.source.generation, h.step, self._first_steps)]
+        step, transfers = self._schedule(layout, holdings, seen, bool(self._layouts))
+        self._layouts[generation], self._first_steps[generation] = layout, step
+        sources = set() if transfers is None else {w for w, part in transfers.parts.items() if part.messages} - set(plan.workers)
+        leaving = tuple(sorted(w for w in sources if w in seen.reports))
+        participants = (*plan.workers, *leaving)
+        writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
+        paces = {} if self._pace is None else self._pace(proposal)
+        agents = {name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None}
+        assert self.job.training.steps is not None
+        orders = {
+            worker: GenerationOrder(
+                generation=generation, plan=plan, layout=layout, start_step=step, end_step=self.job.training.steps, store_host=store[0],
+                store_port=store[1], participants=participants, transfers=transfers, agents=agents,
+                checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
+            )
+            for worker in participants
+        }  # fmt: skip
+        return Book(orders, step, transfers)
+
+    def _kept(self, seen: Observation) -> Iterable[Holding]:
+        """Snapshots that agents hold, and the newest durable checkpoint."""
+        for inventory in (seen.inventories or {}).values():
+            yield from inventory
+        manifest = seen.checkpoint.manifest
+        if manifest is not None:
+            yield Holding(Source("s3", "", str(seen.checkpoint.uri), manifest.step, 0), frozenset(manifest.shard_ids))
+
+    def _schedule(self, layout: Layout, holdings: list[Holding], seen: Observation, begun: bool) -> tuple[int, TransferSchedule | None]:
+        node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}
+        if not begun:
+            manifest = seen.checkpoint.manifest
+            if manifest is None:
+                return 0, None
+            # A new run trusts local copies of the committed step alone: what a node kept beyond it may be another run's.
+            holdings = [holding for holding in holdings if holding.step == manifest.step]
+        if not holdings:
+            raise NotRestorable(None, tuple(sorted(layout.shards))[:3])
+        step = require_restorable_step(layout.shards, holdings)
+        return step, schedule(layout, node_by_worker, holdings, step, self._links)

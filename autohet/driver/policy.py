@@ -1,0 +1,100 @@
+"""Decisions about the fleet, as pure functions of an observation: what is usable, what is wrong, what has come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from autohet.driver.observation import Loss, Notice, Observation
+from autohet.runtime.messages import Phase
+from planner.cluster import Fleet
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that ends the present generation. `workers` are gone or about to go; `happened_at` is the last moment at which
+    all was well as far as anyone can tell."""
+
+    cause: str
+    nodes: tuple[str, ...]
+    workers: tuple[str, ...]
+    happened_at: float
+    reason: str
+
+
+def usable_nodes(observation: Observation) -> tuple[str, ...]:
+    """Living nodes that may be planned on: agent up, no notice, and a process that answers on every GPU."""
+    return tuple(
+        name
+        for name, view in sorted(observation.nodes.items())
+        if view.endpoint is not None
+        and name not in observation.notices
+        and all(worker in observation.reports and worker not in observation.losses for worker in view.workers)
+    )
+
+
+def fleet_of(observation: Observation, names: Collection[str], generation: int) -> Fleet:
+    """The fleet that the planner is asked about."""
+    return Fleet(generation=generation, nodes=tuple(observation.nodes[name].node for name in sorted(names)))
+
+
+def workers_to_hire(observation: Observation) -> tuple[str, ...]:
+    """GPUs of living, staying nodes whose process is not there yet (or no more)."""
+    return tuple(
+        worker
+        for name, view in sorted(observation.nodes.items())
+        if view.endpoint is not None and name not in observation.notices
+        for worker in view.workers
+        if worker not in observation.reports
+    )
+
+
+def find_deaths(observation: Observation, members: Collection[str]) -> Trouble | None:
+    """Members that are gone: their process ended, their node died, or they have been silent for too long."""
+    lost: dict[str, Loss] = {worker: observation.losses[worker] for worker in members if worker in observation.losses}
+    for worker in members:
+        if worker not in lost and observation.node_of(worker) not in observation.nodes:
+            report_time = observation.now
+            lost[worker] = Loss(worker, "its node is gone", report_time, report_time)
+    if not lost:
+        return None
+    nodes = tuple(sorted({observation.node_of(worker) for worker in lost}))
+    reasons = "; ".join(f"{worker}: {loss.reason}" for worker, loss in sorted(lost.items()))
+    return Trouble("death", nodes, tuple(sorted(lost)), min(loss.last_heard for loss in lost.values()), f"lost {reasons}")
+
+
+def find_failures(observation: Observation, members: Collection[str]) -> Trouble | None:
+    """Members that stopped by themselves: an error of their own, or a peer that broke off."""
+    halted = {
+        worker: report
+        for worker, report in observation.reports.items()
+        if worker in members and report.phase in (Phase.HALTED, Phase.FAILED)
+    }
+    if not halted:
+        return None
+    failed = [f"{worker}: {report.error}" for worker, report in sorted(halted.items()) if report.phase is Phase.FAILED]
+    reason = "; ".join(failed) if failed else f"{', '.join(sorted(halted))} lost contact with a peer"
+    return Trouble("death", (), tuple(sorted(halted)), observation.now, reason)
+
+
+def find_leavers(observation: Observation, members: Collection[str], debounce_s: float) -> Trouble | None:
+    """Nodes of members that have a notice. Staggered notices are waited for, `debounce_s` at the most."""
+    nodes = {observation.node_of(worker) for worker in members}
+    notices: Mapping[str, Notice] = {name: n for name, n in observation.notices.items() if name in nodes and name in observation.nodes}
+    if not notices or observation.now - min(n.seen_at for n in notices.values()) < debounce_s:
+        return None
+    workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
+    first = min(notices.values(), key=lambda n: (n.deadline is None, n.deadline or 0.0, n.node))
+    when = "with no deadline named" if first.deadline is None else f"in {max(0.0, first.deadline - observation.now):.0f} s"
+    names = ", ".join(sorted(notices))
+    verb = "leaves" if len(notices) == 1 else "leave"
+    return Trouble("notice", tuple(sorted(notices)), workers, first.seen_at, f"{names} {verb} {when} ({first.source})")
+
+
+def find_arrivals(observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float) -> tuple[str, ...]:
+    """Usable nodes that the present plan was not made for. More may be on their way: the newest must be `debounce_s` old."""
+    new = [name for name in usable_nodes(observation) if name not in planned and name not in declined]
+    if not new or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s:
+        return ()
+    starting = [w for w in workers_to_hire(observation) if observation.node_of(w) not in planned]
+    return () if starting else tuple(new)

@@ -1,0 +1,71 @@
+"""Asks many actors the same question, over and over, without ever waiting for one that does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+
+@dataclass
+class Answer:
+    """The newest answer of one actor. `heard_at` is when it came; `error` is set once the actor is known to be dead."""
+
+    asked_at: float
+    heard_at: float | None = None
+    value: Any = None
+    error: str | None = None
+
+
+@dataclass
+class Poller:
+    """One outstanding question per actor. Owned by the workforce; called from its thread alone."""
+
+    ask: Callable[[Any], ray.ObjectRef]
+    answers: dict[Hashable, Answer] = field(default_factory=dict)
+    _handles: dict[Hashable, Any] = field(default_factory=dict)
+    _pending: dict[ray.ObjectRef, Hashable] = field(default_factory=dict)
+
+    def add(self, key: Hashable, handle: Any, now: float) -> None:
+        self._handles[key] = handle
+        self.answers[key] = Answer(asked_at=now)
+        self._pending[self.ask(handle)] = key
+
+    def remove(self, key: Hashable) -> None:
+        self._handles.pop(key, None)
+        self.answers.pop(key, None)
+        self._pending = {ref: k for ref, k in self._pending.items() if k != key}
+
+    def poll(self, wait_s: float, clock: Callable[[], float]) -> list[Any]:
+        """Take every answer that is there (waiting up to `wait_s` for a first one) and ask again; returns the new values."""
+        if not self._pending:
+            return []
+        ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        if not ready and wait_s > 0:
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
+        return [value for ref in ready if (value := self._take(ref, clock())) is not None]
+
+    def _take(self, ref: ray.ObjectRef, now: float) -> Any:
+        key = self._pending.pop(ref)
+        answer = self.answers[key]
+        try:
+            answer.value = ray.get(ref, timeout=5)
+        except GetTimeoutError:
+            self._pending[ref] = key
+            return None
+        except RayError as error:
+            answer.error = describe(error)
+            return None
+        answer.heard_at = now
+        self._pending[self.ask(self._handles[key])] = key
+        answer.asked_at = now
+        return answer.value
+
+
+def describe(error: RayError) -> str:
+    """The first line of what Ray says of a dead actor."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -1,0 +1,99 @@
+"""Ray's cluster as facts: living nodes with their labels, which of them drain, and how to drain one.
+
+The one place that touches what Ray does not document (2.60): `get_draining_nodes`, `GcsClient.drain_node`, the internal key-value store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import state as ray_state
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+from ray.experimental import internal_kv
+
+from planner.cluster import Cluster, NodeType, node_type_from_labels
+from planner.errors import ConfigError
+
+GROUP_LABEL = "ray.io/node-group"
+NAME_LABEL = "autohet-node-name"  # a node that wants a certain name in plans (emulated fleets, bare machines)
+STATUS_KEY = b"autohet:status:"
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A living Ray node with GPUs."""
+
+    node_id: str
+    address: str
+    group: str
+    num_gpus: int
+    labels: Mapping[str, str]
+
+
+def living_nodes() -> list[RayNode]:
+    """Nodes that Ray holds for alive and that have GPUs, in a stable order."""
+    found = []
+    for entry in ray.nodes():
+        gpus = int(entry.get("Resources", {}).get("GPU", 0))
+        if entry["Alive"] and gpus > 0:
+            labels = dict(entry.get("Labels") or {})
+            group = labels.get(GROUP_LABEL) or labels.get("autohet.io/gpu-type") or labels.get("ray.io/accelerator-type") or "node"
+            found.append(RayNode(entry["NodeID"], entry["NodeManagerAddress"], group, gpus, labels))
+    return sorted(found, key=lambda node: node.node_id)
+
+
+def head_address() -> str:
+    """Address at which other nodes reach this process."""
+    return str(ray.util.get_node_ip_address())
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Node id -> seconds until its deadline (None: no deadline named)."""
+    now_ms = time.time() * 1000
+    drains = ray_state.get_draining_nodes()
+    return {node_id: (None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000) for node_id, deadline_ms in drains.items()}
+
+
+def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
+    """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler replaces it. True if accepted."""
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    deadline_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
+    accepted, _ = client.drain_node(node_id, autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, message, deadline_ms)
+    return bool(accepted)
+
+
+def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | None = None) -> NodeType:
+    """The planner's facts about a live node: its labels, else its group's entry in the cluster file, else its instance type.
+
+    Raises:
+        ConfigError: a fact is missing; names the label that would supply it.
+    """
+    labels = {key: value for key, value in node.labels.items() if key.startswith(("autohet.io/", "ray.io/accelerator-type"))}
+    known = None if cluster is None else next((kind for kind in cluster.node_types if kind.name == node.group), None)
+    try:
+        return node_type_from_labels(node.group, labels, node.num_gpus, instance_type)
+    except ConfigError:
+        if known is None:
+            raise
+        return known
+
+
+def publish_status(job: str, status: Mapping[str, Any]) -> None:
+    """Leave a job's status in Ray's key-value store."""
+    internal_kv._internal_kv_put(STATUS_KEY + job.encode(), json.dumps(status).encode(), overwrite=True)
+
+
+def read_statuses() -> dict[str, dict[str, Any]]:
+    """The status that each job of this Ray cluster left last."""
+    found = {}
+    for key in internal_kv._internal_kv_list(STATUS_KEY):
+        value = internal_kv._internal_kv_get(key)
+        if value is not None:
+            found[key[len(STATUS_KEY) :].decode()] = json.loads(value)
+    return found

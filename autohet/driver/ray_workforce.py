@@ -1,0 +1,276 @@
+"""The workforce on a real Ray cluster: one agent actor per node, one worker actor per GPU, and what they report."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from autohet.driver import ray_cluster
+from autohet.driver.agent_actor import AgentActor, AgentReport
+from autohet.driver.durable import Durable
+from autohet.driver.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.polling import Poller
+from autohet.driver.ray_cluster import RayNode
+from autohet.driver.rendezvous import Rendezvous
+from autohet.driver.worker_actor import WorkerActor
+from autohet.runtime.job import Job
+from autohet.runtime.messages import GenerationOrder, WorkerPlace, WorkerReport
+from planner.cluster import Cluster, Node
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+
+NODE_POLL_S = 0.25
+
+
+@dataclass
+class Seat:
+    """A Ray node in use: its name in plans, its agent, and whether its facts are known."""
+
+    ray_node: RayNode
+    view: NodeView
+    agent: Any
+    directory: str
+
+
+class RayWorkforce:
+    """Implements `Workforce` over Ray. All calls come from the driver's one thread."""
+
+    def __init__(self, job: Job, run_id: str, durable: Durable, cluster: Cluster | None, *, worker_threads: int, clock: Callable[[], float] = time.time) -> None:
+        self.job = job
+        self.run_id = run_id
+        self.durable = durable
+        self.cluster = cluster
+        self.clock = clock
+        self.timeouts = job.elastic.timeouts()
+        self.stop_reason: str | None = None
+        self.scripted_notices: dict[str, Notice] = {}
+        self._token = secrets.token_hex(16)
+        self._worker_threads = worker_threads
+        self._seats: dict[str, Seat] = {}
+        self._names: dict[str, str] = {}
+        self._refused: set[str] = set()
+        self._workers: dict[str, Any] = {}
+        self._losses: dict[str, Loss] = {}
+        self._notices: dict[str, Notice] = {}
+        self._agents = Poller(lambda handle: handle.report.remote())
+        self._reports = Poller(lambda handle: handle.report.remote())
+        self._inventories: dict[str, Any] | None = None
+        self._asked: dict[Any, str] = {}
+        self._rendezvous = Rendezvous(ray_cluster.head_address())
+        self._nodes_read_at = 0.0
+        self._fresh: dict[str, WorkerReport] = {}
+
+    # observing -------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> Observation:
+        now = self.clock()
+        if now - self._nodes_read_at >= NODE_POLL_S:
+            self._nodes_read_at = now
+            self._read_nodes(now)
+        self._agents.poll(0.0, self.clock)
+        fresh = self._reports.poll(0.05, self.clock)
+        now = self.clock()
+        self._find_losses(now)
+        self._take_inventories()
+        reports = {w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses}
+        new = {report.worker for report in fresh}
+        reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
+        return Observation(
+            now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=self._read_notices(now), reports=reports,
+            losses=dict(self._losses), inventories=self._ready_inventories(), checkpoint=self.durable.state(), stop_reason=self.stop_reason,
+        )  # fmt: skip
+
+    def _view(self, seat: Seat) -> NodeView:
+        answer = self._agents.answers.get(seat.view.node.name)
+        report: AgentReport | None = None if answer is None else answer.value
+        return replace(seat.view, endpoint=None if report is None else report.endpoint)
+
+    def _read_nodes(self, now: float) -> None:
+        alive = {node.node_id: node for node in ray_cluster.living_nodes()}
+        for name in [name for name, seat in self._seats.items() if seat.ray_node.node_id not in alive]:
+            self._forget(name, "its node died", now)
+        for node_id, node in alive.items():
+            if node_id not in self._names and node_id not in self._refused:
+                self._seat(node, now)
+
+    def _seat(self, node: RayNode, now: float) -> None:
+        """Give a new node its name and its agent; a node whose facts are missing is refused once, with a warning."""
+        try:
+            kind = ray_cluster.node_type_of(node, self.cluster)
+        except ConfigError as error:
+            self._refused.add(node.node_id)
+            logger.warning("A node at %s is not used: %s", node.address, error)
+            return
+        name = node.labels.get(ray_cluster.NAME_LABEL) or self._free_name(node.group)
+        self._names[node.node_id] = name
+        directory = f"{self.run_id}/{name}-{node.node_id[:8]}"
+        agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
+            name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll()
+        )
+        self._seats[name] = Seat(node, NodeView(Node(name, kind), now), agent, directory)
+        self._agents.add(name, agent, now)
+
+    def _metadata_poll(self) -> float | None:
+        return self.job.elastic.metadata_poll_s if "aws" in self.job.elastic.notice_sources else None
+
+    def _memory(self, directory: str) -> str:
+        return f"{self.job.checkpoint.memory_directory}/{directory}"
+
+    def _disk(self, directory: str) -> str:
+        return f"{self.job.checkpoint.local_directory}/{directory}"
+
+    def _free_name(self, group: str) -> str:
+        taken = set(self._names.values())
+        return next(name for index in range(len(taken) + 1) if (name := f"{group}-{index}") not in taken)
+
+    def _forget(self, name: str, reason: str, now: float) -> None:
+        """The node is gone: its workers are lost, its agent and its notices with it."""
+        seat = self._seats.pop(name)
+        self._agents.remove(name)
+        for worker in seat.view.workers:
+            if worker in self._workers:
+                self._lose(worker, reason, now)
+        self.scripted_notices.pop(name, None)
+
+    def _find_losses(self, now: float) -> None:
+        for worker, answer in self._reports.answers.items():
+            if worker in self._losses:
+                continue
+            silent = answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
+            late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
+            if answer.error is not None:
+                self._lose(worker, answer.error, now)
+            elif silent or late:
+                self._lose(worker, f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s", now)
+        for name, answer in list(self._agents.answers.items()):
+            if answer.error is not None and name in self._seats:
+                self._forget(name, f"its node's agent died ({answer.error})", now)
+
+    def _lose(self, worker: str, reason: str, now: float) -> None:
+        answer = self._reports.answers.get(worker)
+        heard = now if answer is None or answer.heard_at is None else answer.heard_at
+        self._losses.setdefault(worker, Loss(worker, reason, now, heard))
+
+    def _read_notices(self, now: float) -> dict[str, Notice]:
+        """Notices of every source, each remembered from when it was first seen."""
+        sources = self.job.elastic.notice_sources
+        drains = ray_cluster.draining_nodes() if "ray" in sources else {}
+        for name, seat in self._seats.items():
+            if name in self._notices:
+                continue
+            left = drains.get(seat.ray_node.node_id, -1.0)
+            answer = self._agents.answers.get(name)
+            report: AgentReport | None = None if answer is None else answer.value
+            if report is not None and report.notice is not None:
+                deadline = None if report.notice_in_s is None else now + report.notice_in_s
+                self._notices[name] = Notice(name, f"EC2 instance metadata: {report.notice}", now, deadline)
+                ray_cluster.drain(seat.ray_node.node_id, "spot interruption notice", report.notice_in_s)
+            elif seat.ray_node.node_id in drains:
+                self._notices[name] = Notice(name, "Ray is draining it", now, None if left is None else now + left)
+            elif name in self.scripted_notices:
+                self._notices[name] = self.scripted_notices[name]
+        return {name: notice for name, notice in self._notices.items() if name in self._seats}
+
+    # inventories -----------------------------------------------------------------------------------------------------
+
+    def request_inventories(self) -> None:
+        self._inventories = {}
+        self._asked = {seat.agent.inventory.remote(): name for name, seat in self._seats.items()}
+        self.durable.refresh()
+
+    def _take_inventories(self) -> None:
+        if not self._asked or self._inventories is None:
+            return
+        ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        for ref in ready:
+            name = self._asked.pop(ref)
+            try:
+                self._inventories[name] = ray.get(ref, timeout=5)
+            except ray.exceptions.RayError as error:
+                logger.warning("The agent of %s gives no inventory: %s", name, error)
+
+    def _ready_inventories(self) -> Mapping[str, Any] | None:
+        return self._inventories if self._inventories is not None and not self._asked and self.durable.fresh() else None
+
+    # acting ----------------------------------------------------------------------------------------------------------
+
+    def hire(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            name = worker.rsplit("/", 1)[0]
+            if worker in self._workers or name not in self._seats:
+                continue
+            self._start(worker, self._seats[name])
+
+    def _start(self, worker: str, seat: Seat) -> None:
+        self._losses.pop(worker, None)
+        node = seat.view.node
+        place = WorkerPlace(worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory))
+        handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
+            place, self.job, self._worker_threads
+        )
+        self._workers[worker] = handle
+        self._reports.add(worker, handle, self.clock())
+
+    def dismiss(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            handle = self._workers.pop(worker, None)
+            if handle is not None:
+                self._reports.remove(worker)
+                ray.kill(handle)
+
+    def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        self._inventories = None
+        for worker, order in orders.items():
+            self._workers[worker].begin.remote(order)
+
+    def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
+        self._tell(workers, lambda handle: handle.request_stop.remote(checkpoint))
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        self._tell(workers, lambda handle: handle.interrupt.remote())
+
+    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
+        self._tell(workers, lambda handle: handle.roll_forward.remote(vote))
+
+    def _tell(self, workers: Sequence[str], call: Callable[[Any], Any]) -> None:
+        for worker in workers:
+            if worker in self._workers:
+                call(self._workers[worker])
+
+    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+        self.durable.commit(step, generation, layout, receipts)
+        for seat in self._seats.values():
+            seat.agent.spill.remote(step)
+
+    def release_node(self, node: str) -> None:
+        """End the agent: a draining node then has no lease left and Ray lets it go."""
+        seat = self._seats.get(node)
+        if seat is not None:
+            ray.kill(seat.agent)
+
+    def next_generation_store(self, generation: int) -> tuple[str, int]:
+        return self._rendezvous.address
+
+    def publish(self, status: Mapping[str, Any]) -> None:
+        ray_cluster.publish_status(self.job.name, status)
+
+    def close(self) -> None:
+        """End every actor of the job and the rendezvous store."""
+        closing = [handle.close.remote() for handle in self._workers.values()] + [seat.agent.close.remote() for seat in self._seats.values()]
+        ray.wait(closing, num_returns=len(closing), timeout=5) if closing else None
+        for handle in [*self._workers.values(), *(seat.agent for seat in self._seats.values())]:
+            ray.kill(handle)
+        self._workers.clear()
+        self._rendezvous.close()
+
+
+def affinity(node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -1,0 +1,99 @@
+"""Where a run's first weights come from: drawn by the library's own rule from (seed, layer), or read from a checkpoint.
+
+Both give whole tensors one layer (or one tensor) at a time, so that every plan starts from the same bits and nobody holds the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file
+
+from autohet.runtime.models import family_of
+from autohet.runtime.models.family import EMBEDDING, HEAD, skeleton
+from planner.errors import ConfigError
+
+
+def initial_parameters(config: PreTrainedConfig, names: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone, whatever else is asked for."""
+    family, wanted = family_of(config), set(names)
+    specs = family.parameter_specs(config)
+    owner = skeleton(config)
+    parts = {layer: f"{family.layers}.{layer}" for layer in range(family.num_layers(config))}
+    for layer in sorted({specs[name].layer for name in wanted}):
+        paths = [parts[layer]] if layer >= 0 else _outer_paths(family, layer, family.tied_head(config))
+        for path in paths:
+            yield from ((name, tensor) for name, tensor in _draw(owner, path, seed) if name in wanted)
+
+
+def _outer_paths(family: object, layer: int, tied: bool) -> list[str]:
+    paths = {
+        EMBEDDING: [family.token_embedding, family.position_embedding],  # type: ignore[attr-defined]
+        HEAD: [family.final_norm, None if tied else family.head],  # type: ignore[attr-defined]
+    }[layer]
+    return [path for path in paths if path]
+
+
+def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Materialise one module of the skeleton and initialise it by the library's rule, under a seed of its own."""
+    module = owner.get_submodule(path).to_empty(device="cpu")
+    digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        module.apply(owner._init_weights)  # type: ignore[arg-type]
+    for name, parameter in module.named_parameters():
+        yield f"{path}.{name}", parameter.detach().float()
+
+
+def pretrained_parameters(path: str, config: PreTrainedConfig, names: Collection[str], revision: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor) of each of `names`, read from a Hugging Face checkpoint's safetensors files, one tensor at a time.
+
+    Raises:
+        ConfigError: the checkpoint or a tensor is missing, or a shape is not the config's.
+    """
+    from safetensors import safe_open
+
+    family = family_of(config)
+    specs = family.parameter_specs(config)
+    files = _files_by_tensor(path, revision)
+    for name in sorted(names):
+        stored = name if name in files else name.removeprefix(family.base + ".")
+        if stored not in files:
+            raise ConfigError(f"checkpoint '{path}' has no tensor {name}")
+        with safe_open(files[stored], framework="pt") as reader:
+            tensor = reader.get_tensor(stored)
+        if tuple(tensor.shape) != specs[name].shape:
+            raise ConfigError(f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {specs[name].shape}")
+        yield name, tensor.float()
+
+
+def _files_by_tensor(path: str, revision: str | None) -> dict[str, str]:
+    """Tensor name -> safetensors file."""
+    from safetensors import safe_open
+
+    index = _find(path, "model.safetensors.index.json", revision)
+    if index is not None:
+        entries: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        found = {file: _find(path, file, revision) for file in set(entries.values())}
+        lacking = [file for file, where in found.items() if where is None]
+        if lacking:
+            raise ConfigError(f"checkpoint '{path}' lacks {sorted(lacking)[0]}, which its index names")
+        return {tensor: str(found[file]) for tensor, file in entries.items()}
+    single = _find(path, "model.safetensors", revision)
+    if single is None:
+        raise ConfigError(f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first")
+    with safe_open(single, framework="pt") as reader:
+        return dict.fromkeys(reader.keys(), single)
+
+
+def _find(path: str, file: str, revision: str | None) -> str | None:
+    try:
+        return cached_file(path, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise ConfigError(f"model.pretrained '{path}' cannot be read: {str(error).splitlines()[0]}") from None

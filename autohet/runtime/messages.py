@@ -1,0 +1,119 @@
+"""What crosses between the driver and the processes it directs: frozen, picklable, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from planner.plan import Plan
+from recovery.layout import Layout, ShardId
+
+
+class Phase(StrEnum):
+    """What a worker is doing, as it reports it."""
+
+    IDLE = "idle"  # process is up, part of no generation
+    BUILDING = "building"  # making the generation's groups
+    RESTORING = "restoring"  # filling its state
+    TRAINING = "training"
+    STOPPED = "stopped"  # stood still after a whole step, as asked; keeps its state
+    HALTED = "halted"  # woken out of a step or a restore by a peer's loss; keeps its state
+    RELEASED = "released"  # has served its state to the others and is not part of the plan
+    FAILED = "failed"  # an error that is not a peer's loss: `error` says which
+    FINISHED = "finished"  # ran the last step
+
+
+QUIET = frozenset({Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED})
+
+
+@dataclass(frozen=True)
+class AgentEndpoint:
+    """Where a node's agent serves the snapshots that it keeps."""
+
+    node: str
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Facts that a worker's process is started with and that never change."""
+
+    worker: str
+    node: str
+    gpu_type: str
+    memory_directory: str
+    disk_directory: str
+
+
+@dataclass(frozen=True)
+class GenerationOrder:
+    """One worker's orders for one generation: groups to build, state to fill, steps to run.
+
+    `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read from
+    the pretrained weights): every participant finds its own part in it, as receiver and as live source.
+    """
+
+    generation: int
+    plan: Plan
+    layout: Layout
+    start_step: int
+    end_step: int
+    store_host: str
+    store_port: int
+    participants: tuple[str, ...]
+    transfers: Any | None
+    agents: Mapping[str, AgentEndpoint]
+    checkpoint_shards: frozenset[ShardId]
+    pace: Any | None = None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its own."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    tokens: int
+    seconds: float
+    generation: int
+    ended_at: float
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RestoreRecord:
+    """How one worker's state was filled in one generation."""
+
+    bytes_by_tier: Mapping[str, int]
+    groups_s: float
+    restore_s: float
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What one worker says of itself when polled.
+
+    `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None: no state yet);
+    `prepared_step` is the step whose gradients are synchronised and wait for the vote's result; `vote` is the result of the
+    newest vote that this worker saw and the step it was of.
+    """
+
+    worker: str
+    process_id: int
+    generation: int
+    phase: Phase
+    step: int
+    live_generation: int | None
+    prepared_step: int | None = None
+    vote: tuple[int, Any] | None = None
+    steps: tuple[StepRecord, ...] = ()
+    restore: RestoreRecord | None = None
+    receipts: tuple[Any, ...] = ()
+    snapshot_step: int | None = None
+    error: str | None = None
+    first_step_at: float | None = None

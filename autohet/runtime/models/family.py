@@ -1,0 +1,176 @@
+"""What one family of decoders looks like to the runtime: where its parts are, and along which dimension each parameter may be cut.
+
+A family is data about the library's own modules (transformers); nothing of a model is written again here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from planner.errors import ConfigError
+
+EMBEDDING, HEAD = -1, -2
+FINEST_TP_DEGREE = 8
+COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
+ROW = ("rowwise", "rowwise_split_input")
+PARTIAL = ("replicated_with_grad_allreduce",)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the whole model.
+
+    `cuts` are its unit boundaries along `split_dim` (see `recovery.layout.TensorSpec`); `groups` counts the equal parts of a packed
+    parameter (GPT-2's query, key and value in one), each cut alike. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
+    replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the sum.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    split_dim: int | None = None
+    cuts: tuple[int, ...] = (0, 1)
+    groups: int = 1
+    partial_gradient: bool = False
+
+    @property
+    def num_units(self) -> int:
+        return len(self.cuts) - 1
+
+
+def local_units(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[int, ...]:
+    """Units of `spec` that rank `tp_rank` of `tp_degree` holds, ascending; all of a replicated parameter."""
+    if spec.split_dim is None:
+        return (0,)
+    finest = spec.num_units // spec.groups
+    assert finest % tp_degree == 0, f"{spec.name}: {finest} units do not divide by TP degree {tp_degree}"
+    share = finest // tp_degree
+    return tuple(group * finest + unit for group in range(spec.groups) for unit in range(tp_rank * share, (tp_rank + 1) * share))
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Module paths of a decoder in the library's model. `tp_plan` maps path patterns to styles; None takes the library's own plan."""
+
+    model_type: str
+    base: str = "model"
+    layers: str = "model.layers"
+    token_embedding: str = "model.embed_tokens"
+    position_embedding: str | None = None
+    rotary: str | None = "model.rotary_emb"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    tp_plan: Mapping[str, str] | None = None
+    packed_groups: int = 3
+    dropout_keys: tuple[str, ...] = ("attention_dropout",)
+
+    def num_layers(self, config: PreTrainedConfig) -> int:
+        return int(config.num_hidden_layers)
+
+    def style(self, config: PreTrainedConfig, module_path: str) -> str | None:
+        """How the module at `module_path` is split over a tensor-parallel group; None: it is replicated."""
+        if module_path in (self.token_embedding, self.head):
+            return "vocabulary"
+        plan = self.tp_plan or {f"{self.base}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
+        return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)), None)
+
+    def max_tp_degree(self, config: PreTrainedConfig) -> int:
+        """The finest TP degree: the largest power of two, at most 8, that divides attention and key-value heads."""
+        heads = int(config.num_attention_heads)
+        common = math.gcd(heads, int(getattr(config, "num_key_value_heads", None) or heads))
+        return math.gcd(common, FINEST_TP_DEGREE)
+
+    def layer_of(self, name: str) -> int:
+        """The block that a parameter belongs to, EMBEDDING or HEAD."""
+        if name.startswith(self.layers + "."):
+            return int(name[len(self.layers) + 1 :].split(".")[0])
+        embeddings = [path for path in (self.token_embedding, self.position_embedding) if path]
+        return EMBEDDING if any(name.startswith(path + ".") for path in embeddings) else HEAD
+
+    def parameter_specs(self, config: PreTrainedConfig) -> dict[str, ParameterSpec]:
+        """Every parameter of the whole model by its name in a checkpoint; a tied head is not named twice."""
+        return dict(_parameter_specs(self, _config_key(config)))
+
+    def tied_head(self, config: PreTrainedConfig) -> bool:
+        return bool(config.tie_word_embeddings)
+
+    def check_dropout(self, config: PreTrainedConfig) -> list[str]:
+        """Set every dropout to 0 (the fleet must not change the mathematics); returns the keys that were not 0."""
+        changed = [key for key in self.dropout_keys if getattr(config, key, 0.0)]
+        for key in changed:
+            setattr(config, key, 0.0)
+        return changed
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The library's model without storage, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def _config_key(config: PreTrainedConfig) -> str:
+    return json.dumps({**config.to_dict(), "model_type": config.model_type}, sort_keys=True, default=str)
+
+
+@functools.lru_cache(maxsize=8)
+def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, ParameterSpec], ...]:
+    from transformers import AutoConfig
+
+    document: dict[str, Any] = json.loads(config_key)
+    config = AutoConfig.for_model(document.pop("model_type"), **document)
+    model = skeleton(config)
+    finest = family.max_tp_degree(config)
+    specs = []
+    for path, module in model.named_modules():
+        if path == family.head and family.tied_head(config):
+            continue
+        for kind, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{kind}"
+            specs.append((name, _spec(family, config, name, path, module, kind, tuple(parameter.shape), finest)))
+    return tuple(specs)
+
+
+def _spec(
+    family: Family, config: PreTrainedConfig, name: str, path: str, module: nn.Module, kind: str, shape: tuple[int, ...], finest: int
+) -> ParameterSpec:
+    style = family.style(config, path)
+    layer = family.layer_of(name)
+    if style in PARTIAL:
+        return ParameterSpec(name, shape, layer, partial_gradient=True)
+    split_dim = _split_dim(style, module, kind)
+    if split_dim is None:
+        return ParameterSpec(name, shape, layer)
+    groups = family.packed_groups if style == "packed_colwise" else 1
+    return ParameterSpec(name, shape, layer, split_dim, _cuts(shape[split_dim], groups, finest, name), groups)
+
+
+def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
+    """The dimension along which a parameter of a module of this style is cut. Linear stores (out, in), Conv1D (in, out)."""
+    if style is None:
+        return None
+    output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
+    if style == "vocabulary":
+        return 0
+    if style in COLUMN:
+        return output if kind == "weight" else 0
+    if style in ROW:
+        return inputs if kind == "weight" else None
+    raise ConfigError(f"the model splits a module in style '{style}', which this version does not know")
+
+
+def _cuts(size: int, groups: int, finest: int, name: str) -> tuple[int, ...]:
+    part = size // groups
+    if part < finest:
+        raise ConfigError(f"{name} has only {part} rows to cut, fewer than the finest tensor-parallel degree, {finest}")
+    return (*(group * part + unit * part // finest for group in range(groups) for unit in range(finest)), size)

@@ -1,0 +1,20 @@
+"""GPT-2: learned positions, tied embedding, query, key and value in one Conv1D. The library has no TP plan for it; this is ours."""
+
+from autohet.runtime.models.family import Family
+
+FAMILY = Family(
+    "gpt2",
+    base="transformer",
+    layers="transformer.h",
+    token_embedding="transformer.wte",
+    position_embedding="transformer.wpe",
+    rotary=None,
+    final_norm="transformer.ln_f",
+    tp_plan={
+        "transformer.h.*.attn.c_attn": "packed_colwise",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    },
+    dropout_keys=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+)

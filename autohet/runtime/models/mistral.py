@@ -1,0 +1,5 @@
+"""Mistral: as Llama, with a sliding attention window."""
+
+from autohet.runtime.models.family import Family
+
+FAMILY = Family("mistral")

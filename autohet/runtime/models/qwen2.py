@@ -1,0 +1,5 @@
+"""Qwen2 and 2.5: as Llama, with biases on query, key and value."""
+
+from autohet.runtime.models.family import Family
+
+FAMILY = Family("qwen2")

@@ -1,0 +1,200 @@
+"""A stage: contiguous blocks of a decoder, with the embedding before the first and final norm and head after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_units, skeleton
+from autohet.runtime.tensor_parallel import RowParallel, TensorParallel, VocabularyEmbedding, cross_entropy_sum, enter
+from planner.errors import ConfigError
+
+
+class StageModel(nn.Module):
+    """One stage on one worker. Parameters have no storage until `load_parameters`.
+
+    `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S, h]; it returns hidden states [b, S, h], or,
+    where it is the last, this rank's logits [b, S, V_local]. With tensor parallelism every rank of the group calls forward, `loss_sum`
+    and backward together; hidden states at the borders are whole and equal on all ranks.
+    """
+
+    def __init__(
+        self, family: Family, config: PreTrainedConfig, first_layer: int, num_layers: int, tp: TensorParallel | None, device: torch.device,
+        dtype: torch.dtype, recompute: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        total = family.num_layers(config)
+        self.family, self.config, self.tp, self.recompute = family, config, tp, recompute
+        self.device, self.dtype = device, dtype
+        self.first_layer, self.num_layers = first_layer, num_layers
+        self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == total
+        self.specs: Mapping[str, ParameterSpec] = family.parameter_specs(config)
+        model = skeleton(config)
+        blocks = model.get_submodule(family.layers)
+        self.paths: dict[str, str] = {}  # our submodule -> path in the library's model
+        self.blocks = nn.ModuleList()
+        for index in range(first_layer, first_layer + num_layers):
+            self.blocks.append(self._keep(blocks[index], f"blocks.{index - first_layer}", f"{family.layers}.{index}"))
+        tied = family.tied_head(config)
+        if self.is_first:
+            self.embedding = self._keep(model.get_submodule(family.token_embedding), "embedding", family.token_embedding)
+            if family.position_embedding:
+                self.positions = self._keep(model.get_submodule(family.position_embedding), "positions", family.position_embedding)
+        if self.is_last:
+            self.norm = self._keep(model.get_submodule(family.final_norm), "norm", family.final_norm)
+            self.head = self._keep(model.get_submodule(family.head), "head", family.token_embedding if tied else family.head)
+        self.rotary = _on_device(model.get_submodule(family.rotary), config, device) if family.rotary else None
+        if tp is not None and tp.degree > 1:
+            self._cut(tp)
+
+    def _keep(self, module: nn.Module, ours: str, theirs: str) -> nn.Module:
+        self.paths[ours] = theirs
+        return module
+
+    def _cut(self, tp: TensorParallel) -> None:
+        """Give the modules that the plan splits their parallel form."""
+        for index, block in enumerate(self.blocks):
+            path = f"{self.family.layers}.{self.first_layer + index}"
+            entered: set[str] = set()
+            for name, module in list(block.named_modules()):
+                style = self.family.style(self.config, f"{path}.{name}")
+                parent_name, _, child = name.rpartition(".")
+                if style in ROW:
+                    setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
+                elif style in COLUMN:
+                    entered.add(parent_name)
+            for name in entered:
+                _enter_before(block.get_submodule(name), tp)
+                _divide_split_size(block.get_submodule(name), tp)
+        if self.is_first:
+            self.embedding = VocabularyEmbedding(self.embedding, tp, self._vocabulary_start(self.paths["embedding"]))
+
+    def _vocabulary_start(self, path: str) -> int:
+        """First row of the vocabulary that this rank holds."""
+        spec = self.specs[f"{path}.weight"]
+        return 0 if self.tp is None else spec.cuts[local_units(spec, self.tp.rank, self.tp.degree)[0]]
+
+    # state -----------------------------------------------------------------------------------------------------------
+
+    def _slots(self) -> dict[str, list[tuple[nn.Module, str]]]:
+        """Checkpoint name -> the places in this stage where that parameter stands (two for a tied head on one stage)."""
+        slots: dict[str, list[tuple[nn.Module, str]]] = {}
+        for ours, theirs in self.paths.items():
+            for path, module in self.get_submodule(ours).named_modules():
+                for kind in module._parameters:
+                    if module._parameters[kind] is not None:
+                        full = ".".join(part for part in (theirs, path, kind) if part)
+                        slots.setdefault(full, []).append((module, kind))
+        return slots
+
+    def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        """Take these local slices (fp32 masters) as the stage's parameters, cast to the compute dtype where that differs.
+
+        With fp32 the stage computes on the given tensors themselves; otherwise on copies that `refresh_parameters` renews.
+        """
+        slots = self._slots()
+        missing = sorted(set(slots) - set(parameters))
+        assert not missing, f"the stage of layers {self.first_layer}+{self.num_layers} was not given {missing[:3]}"
+        for name, places in slots.items():
+            parameter = nn.Parameter(parameters[name].detach().to(device=self.device, dtype=self.dtype))
+            for module, kind in places:
+                module._parameters[kind] = parameter
+
+    @torch.no_grad()
+    def refresh_parameters(self, masters: Mapping[str, Tensor]) -> None:
+        """Renew the compute copies after an update of the masters; nothing to do where they are the same tensors."""
+        for name, parameter in self.local_parameters().items():
+            if parameter.data_ptr() != masters[name].data_ptr():
+                parameter.copy_(masters[name])
+
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""
+        return {name: places[0][0]._parameters[places[0][1]] for name, places in self._slots().items()}  # type: ignore[misc]
+
+    # compute ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        hidden = self._embed(x, positions) if self.is_first else x
+        rotary = None if self.rotary is None else self.rotary(hidden, position_ids=positions)
+        masks: dict[str, Any] = {}
+        for index, block in enumerate(self.blocks):
+            arguments: dict[str, Any] = {"attention_mask": self._mask(index, hidden, positions, masks)}
+            if rotary is not None:
+                arguments |= {"position_embeddings": rotary, "position_ids": positions}
+            hidden = self._run(block, hidden, arguments)
+        if not self.is_last:
+            return hidden
+        return self.head(enter(self.norm(hidden), self.tp))
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        return hidden + self.positions(positions) if self.family.position_embedding else hidden
+
+    def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
+        else:
+            out = block(hidden, **arguments)
+        return out[0] if isinstance(out, tuple) else out
+
+    def _mask(self, index: int, hidden: Tensor, positions: Tensor, masks: dict[str, Any]) -> Any:
+        """The library's own mask for this block; None where plain causal attention needs none."""
+        kinds = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None)
+        kind = kinds[self.first_layer + index] if kinds else ("sliding_attention" if window else "full_attention")
+        if kind not in masks:
+            make = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+            masks[kind] = make(config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions)
+        return masks[kind]
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every rank of the group."""
+        return cross_entropy_sum(logits, targets, self.tp, self._vocabulary_start(self.paths["head"]))
+
+
+def build_stage(
+    config: PreTrainedConfig, first_layer: int, num_layers: int, tp: TensorParallel | None, device: torch.device, dtype: torch.dtype,
+    recompute: bool = False,
+) -> StageModel:  # fmt: skip
+    """The stage of blocks [first_layer, first_layer + num_layers).
+
+    Raises:
+        ConfigError: the TP degree does not divide the model's heads.
+    """
+    from autohet.runtime.models import family_of
+
+    family = family_of(config)
+    finest = family.max_tp_degree(config)
+    if tp is not None and finest % tp.degree:
+        raise ConfigError(f"TP degree {tp.degree} does not divide this model's heads; it can be 1 to {finest}, a power of two")
+    return StageModel(family, config, first_layer, num_layers, tp, device, dtype, recompute)
+
+
+def _on_device(module: nn.Module, config: PreTrainedConfig, device: torch.device) -> nn.Module:
+    """A rotary embedding has only computed buffers: make it anew where it is used."""
+    with torch.device(device):
+        return type(module)(config=config)
+
+
+def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
+    """Put Megatron's f before a module whose first linear maps are cut: once for all of them."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (enter(args[0], tp), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], tp)}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _divide_split_size(module: nn.Module, tp: TensorParallel) -> None:
+    """GPT-2's attention splits the packed projection by a stored width."""
+    if hasattr(module, "split_size"):
+        module.split_size //= tp.degree
