@@ -1,0 +1,207 @@
+"""Model spec from a transformers config: the library's own modules are built on the meta device (no weights) and measured.
+
+Works for any causal-LM config: the blocks are the largest ModuleList with one entry a layer, the embedding is what
+`get_input_embeddings` returns (with every other embedding table outside the blocks), the head is `get_output_embeddings` and
+whatever else lies outside the blocks (final norm, projections).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+from planner.model_spec import LayerSpec, ModelSpec
+
+_FUSED_PRECISIONS = ("bf16", "fp16")
+
+
+def model_spec_from_config(
+    name: str, config: Mapping[str, Any] | str | Path, *, precision: str = "bf16", revision: str | None = None
+) -> ModelSpec:
+    """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id; ConfigError where it is none.
+
+    precision decides whether the attention's scores count as kept for backward: flash kernels are 16-bit only.
+    """
+    loaded = _load_config(config, revision)
+    module = _build_on_meta(loaded)
+    return _spec(name, loaded, module, fused=precision in _FUSED_PRECISIONS)
+
+
+def _load_config(config: Mapping[str, Any] | str | Path, revision: str | None) -> Any:
+    from transformers import AutoConfig
+
+    if isinstance(config, Mapping):
+        fields = dict(config)
+        model_type = fields.pop("model_type", None)
+        try:
+            return AutoConfig.for_model(model_type, **fields)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model.config is no config of transformers: {_first_line(error)}") from error
+    try:
+        return AutoConfig.from_pretrained(str(config), revision=revision or "main")
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(f"no transformers config at '{config}': {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _build_on_meta(config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"transformers builds no causal language model from this config: {_first_line(error)}"
+        ) from error
+
+
+def _spec(name: str, config: Any, module: Any, *, fused: bool) -> ModelSpec:
+    blocks_name, blocks = _find_blocks(module, config)
+    heads = int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads"))
+    hidden = int(_first(config, "hidden_size", "n_embd", "d_model", "n_embed"))
+    kv_heads = int(
+        getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
+    )
+    head_size = int(getattr(config, "head_dim", None) or hidden // heads)
+    tied = _is_tied(module)
+    found = {id(p) for block in blocks for p in block.parameters()}
+    embedding, head = _outside(module, blocks_name, found, tied)
+    specs = [_block_spec(block, config, hidden, heads, kv_heads, head_size, fused) for block in blocks]
+    vocab = int(config.vocab_size)
+    return ModelSpec(
+        name=name,
+        model_type=str(config.model_type),
+        hidden_size=hidden,
+        vocab_size=vocab,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=_widest(blocks[0], hidden),
+        tied_embeddings=tied,
+        max_tp_degree=_power_of_two_divisor(heads, kv_heads),
+        embedding=LayerSpec(
+            parameters=embedding,
+            replicated_parameters=max(0, embedding - vocab * hidden),
+            replicated_activation_values=2.0,
+        ),
+        blocks=tuple(specs),
+        head=LayerSpec(
+            parameters=head,
+            replicated_parameters=head if tied else max(0, head - vocab * hidden),
+            matmul_parameters=vocab * hidden,
+            replicated_activation_values=2.0 * hidden,
+        ),
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    raise ConfigError(
+        f"the {config.model_type} config has none of {', '.join(names)}; the planner cannot size its layers"
+    )
+
+
+def _find_blocks(module: Any, config: Any) -> tuple[str, list[Any]]:
+    from torch.nn import ModuleList
+
+    count = int(_first(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers"))
+    lists = [
+        (name, child) for name, child in module.named_modules() if isinstance(child, ModuleList) and len(child) == count
+    ]
+    if not lists:
+        raise ConfigError(f"the {config.model_type} model has no list of {count} blocks; it cannot be cut into stages")
+    name, blocks = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return name, list(blocks)
+
+
+def _is_tied(module: Any) -> bool:
+    """Whether the head's weight is the embedding's (declared by the config: the meta device does not tie by itself everywhere)."""
+    output = module.get_output_embeddings()
+    same = output is not None and output.weight is module.get_input_embeddings().weight
+    return bool(same or module.config.tie_word_embeddings)
+
+
+def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> tuple[int, int]:
+    """Parameters outside the blocks: (embedding tables and their projections, head with final norm, without a tied weight)."""
+    from torch.nn import Embedding
+
+    tables = {
+        id(p) for m in module.modules() if isinstance(m, Embedding) for p in m.parameters() if id(p) not in in_blocks
+    }
+    output = module.get_output_embeddings()
+    shared = {id(p) for p in output.parameters()} if tied and output is not None else set()
+    if tied:
+        shared -= {id(p) for p in ([output.bias] if getattr(output, "bias", None) is not None else [])}
+    seen: set[int] = set()
+    embedding = head = 0
+    for parameter in module.parameters():
+        key = id(parameter)
+        if key in in_blocks or key in seen:
+            continue
+        seen.add(key)
+        if key in tables:
+            embedding += parameter.numel()
+        elif key not in shared:
+            head += parameter.numel()
+    return embedding, head
+
+
+def _block_spec(
+    block: Any, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, fused: bool
+) -> LayerSpec:
+    """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et al. 2022, section 4.1, without dropout)."""
+    parameters = sum(p.numel() for p in block.parameters())
+    vectors = sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
+    products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
+    width = _widest(block, hidden)
+    gated = any("gate" in name for name, _ in block.named_modules())
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    attention = (heads * 2 + kv_heads * 2) * head_size
+    feed_forward = (4 if gated else 2) * width * experts
+    return LayerSpec(
+        parameters=parameters,
+        replicated_parameters=vectors,
+        matmul_parameters=int(products),
+        attention_width=heads * head_size,
+        split_activation_values=float(attention + feed_forward),
+        replicated_activation_values=4.0 * hidden,
+        attention_heads=0 if fused else heads,
+    )
+
+
+def _used_per_token(parameter: Any, config: Any) -> float:
+    """Weights of a matrix that one token meets: all, or of a stack of experts those that it is routed to."""
+    if parameter.dim() < 3:
+        return float(parameter.numel())
+    experts = int(_first_or(config, parameter.shape[0], "num_experts", "num_local_experts", "n_routed_experts"))
+    routed = int(_first_or(config, 1, "num_experts_per_tok"))
+    return parameter.numel() * min(1.0, routed / experts)
+
+
+def _first_or(config: Any, default: int, *names: str) -> int:
+    return next((v for v in (getattr(config, name, None) for name in names) if isinstance(v, int)), default)
+
+
+def _widest(block: Any, hidden: int) -> int:
+    """The feed-forward's inner width: the largest side of a matrix whose other side is the hidden size, fused pairs halved."""
+    sizes = [
+        max(p.shape[-2:])
+        for name, p in block.named_parameters()
+        if p.dim() >= 2 and "attn" not in name and "attention" not in name
+    ]
+    return int(max(sizes, default=4 * hidden))
+
+
+def _power_of_two_divisor(*counts: int) -> int:
+    degree = 1
+    while degree < 8 and all(count % (2 * degree) == 0 for count in counts):
+        degree *= 2
+    return degree
