@@ -1,0 +1,61 @@
+"""The profile of an emulated fleet: the one table that paces the workers and from which the planner predicts.
+
+Rule with relative speeds: on a GPU type of speed v, one sequence's forward takes `block_forward_s * scale / v` in a
+block, half of that in the head and a tenth in the embedding; a backward takes twice its forward; TP degree t divides by
+t and adds 10%; times grow linearly with the microbatch.
+"""
+
+from dataclasses import replace
+
+from autohet.runtime.job.sections import EmulationSection
+from planner.profile import Measurement, ProfileTable, read_profile
+
+SHARE_BY_LAYER = {"embedding": 0.1, "block": 1.0, "head": 0.5}
+BACKWARD_PER_FORWARD = 2.0
+TP_OVERHEAD = 1.1
+TP_DEGREES = (1, 2, 4, 8)
+
+
+def emulated_profile(
+    emulation: EmulationSection, *, model: str, dtype: str, sequence_length: int, max_microbatch_sequences: int
+) -> ProfileTable:
+    """Seconds of every layer on every emulated GPU type; ConfigError when `emulation.profile` cannot be read."""
+    if emulation.profile is not None:
+        return _scaled(read_profile(emulation.profile), emulation.scale)
+    return ProfileTable(
+        Measurement(
+            model=model,
+            gpu_type=gpu_type,
+            dtype=dtype,
+            tp_degree=tp_degree,
+            sequence_length=sequence_length,
+            microbatch_sequences=microbatch,
+            layer=layer,
+            forward_s=forward_s,
+            backward_s=forward_s * BACKWARD_PER_FORWARD,
+            source="emulated",
+        )
+        for gpu_type, speed in emulation.relative_speed_by_gpu_type.items()
+        for tp_degree in TP_DEGREES
+        for microbatch in range(1, max_microbatch_sequences + 1)
+        for layer, share in SHARE_BY_LAYER.items()
+        for forward_s in [share * microbatch * _block_forward_s(emulation, speed, tp_degree)]
+    )
+
+
+def _block_forward_s(emulation: EmulationSection, speed: float, tp_degree: int) -> float:
+    overhead = TP_OVERHEAD if tp_degree > 1 else 1.0
+    return emulation.block_forward_s * emulation.scale / speed / tp_degree * overhead
+
+
+def _scaled(table: ProfileTable, scale: float) -> ProfileTable:
+    rows = (row for key in table.keys for by_size in table.layers(key).values() for row in by_size.values())
+    return ProfileTable(
+        replace(
+            row,
+            forward_s=row.forward_s * scale,
+            backward_s=None if row.backward_s is None else row.backward_s * scale,
+            update_s=None if row.update_s is None else row.update_s * scale,
+        )
+        for row in rows
+    )
