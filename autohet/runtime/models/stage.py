@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_units, skeleton
 from autohet.runtime.tensor_parallel import RowParallel, TensorParallel, VocabularyEmbedding, cross_entropy_sum, enter
@@ -69,6 +70,8 @@ class StageModel(nn.Module):
                     setattr(block.get_submodule(parent_name), child, RowParallel(module, tp))
                 elif style in COLUMN:
                     entered.add(parent_name)
+                    if isinstance(module, Conv1D):
+                        module.nf //= tp.degree
             for name in entered:
                 _enter_before(block.get_submodule(name), tp)
                 _divide_split_size(block.get_submodule(name), tp)
