@@ -1,0 +1,63 @@
+"""What can go wrong with durable storage. Each error says where, what, and what to do; each crosses a process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recovery.errors import RecoveryError
+
+
+class StorageError(RecoveryError):
+    """Durable storage refused or failed. `uri` is the object or the storage, `remedy` what a person can do about it."""
+
+    def __init__(self, uri: str, reason: str, remedy: str = "") -> None:
+        super().__init__(uri, reason, remedy)
+        self.uri = uri
+        self.reason = reason
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.uri, self.reason, self.remedy)
+
+    def __str__(self) -> str:
+        return f"{self.uri}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class StorageUriError(StorageError, ValueError):
+    """The URI names no storage that this package knows."""
+
+
+class StoragePermissionDenied(StorageError):
+    """The storage knows who asks and says no, or no credentials were found."""
+
+
+class BucketMissing(StorageError):
+    """The bucket does not exist."""
+
+
+class ObjectMissing(StorageError):
+    """The named object does not exist."""
+
+
+class ObjectExists(StorageError):
+    """A conditional put found that the object exists already."""
+
+
+class ObjectTruncated(StorageError):
+    """Fewer bytes came than the object is said to have."""
+
+
+class StorageFull(StorageError):
+    """No space left, or a quota is used up."""
+
+
+class StorageUnreachable(StorageError):
+    """No answer, or only server errors, after every attempt."""
+
+
+class StorageThrottled(StorageError):
+    """The storage asks for fewer requests (S3: 503 SlowDown), after every attempt."""
+
+
+class StorageTimeout(StorageError, TimeoutError):
+    """A call or a wait went past its deadline."""

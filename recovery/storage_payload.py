@@ -1,0 +1,97 @@
+"""What is put into storage: bytes of known size, readable from any position, so that parts travel in parallel."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+import torch
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Payload(Protocol):
+    """A sequence of `size` bytes; `read` may be called from several threads at once."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> Buffer:
+        """Exactly the bytes [offset, offset + length)."""
+        ...
+
+
+class BytesPayload:
+    """A buffer that is already in memory."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = memoryview(data).cast("B")
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def read(self, offset: int, length: int) -> memoryview:
+        return self._data[offset : offset + length]
+
+
+class TensorPayload:
+    """A tensor's elements in C order. The tensor may be a strided view (a unit of a larger tensor) on any device.
+
+    Only the rows (along dimension 0) that a read touches are copied, so a whole contiguous copy never exists.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        self._rows = tensor if tensor.dim() > 1 else tensor.reshape(-1)
+        self._row_bytes = self._rows[:1].numel() * tensor.element_size() if tensor.numel() else 0
+        self._size = tensor.numel() * tensor.element_size()
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int) -> memoryview:
+        if length <= 0 or self._row_bytes == 0:
+            return memoryview(b"")
+        first = offset // self._row_bytes
+        last = -(-(offset + length) // self._row_bytes)
+        start = offset - first * self._row_bytes
+        return tensor_bytes(self._rows[first:last])[start : start + length]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in C order: its own memory when contiguous on the CPU, else a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+class ConcatPayload:
+    """Several payloads, one after the other."""
+
+    def __init__(self, parts: Sequence[Payload]) -> None:
+        self._parts = [part for part in parts if part.size]
+        self._ends = list(accumulate(part.size for part in self._parts))
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, offset: int, length: int) -> Buffer:
+        """The bytes; without a copy when they lie within one part."""
+        end = min(offset + length, self.size)
+        index = bisect_right(self._ends, offset)
+        pieces: list[Buffer] = []
+        while offset < end:
+            start = self._ends[index] - self._parts[index].size
+            take = min(end, self._ends[index]) - offset
+            pieces.append(self._parts[index].read(offset - start, take))
+            offset += take
+            index += 1
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def as_payload(data: Buffer | Payload) -> Payload:
+    return BytesPayload(data) if isinstance(data, bytes | bytearray | memoryview) else data
