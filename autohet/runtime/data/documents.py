@@ -55,13 +55,13 @@ def read_pieces(path: Path, name: str, file_format: str, text_field: str) -> Ite
 
 @contextlib.contextmanager
 def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
+    """The file, decompressed; ConfigError when it cannot be opened, read or decompressed inside the block."""
     compression = COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
     try:
-        stream = pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
+        with pa.input_stream(str(path), compression=compression) if compression else path.open("rb") as stream:
+            yield stream
     except OSError as error:
         raise ConfigError(f"cannot read the data file {name}: {error}") from error
-    with stream:
-        yield stream
 
 
 def _text_pieces(stream: IO[bytes], name: str) -> Iterator[Piece]:

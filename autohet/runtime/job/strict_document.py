@@ -142,7 +142,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     """The words that a Literal at `place` takes; empty where there is none."""
-    for key in re.findall(r"\w+", place):
+    for key in re.findall(r"[A-Za-z_]\w*", place):  # names alone: an index leads to the element type below
         hint = typing.get_type_hints(cls).get(key)
         nested = [argument for argument in typing.get_args(hint) if isinstance(argument, type)]
         if typing.get_origin(hint) is typing.Literal:

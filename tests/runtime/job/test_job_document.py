@@ -1,0 +1,182 @@
+"""The job document: what it takes, what it refuses, and what its refusals say."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohet.runtime.job import DataSection, ElasticSection, EmulationSection, Job, TrainingSection
+from autohet.runtime.job.emulated_profile import emulated_profile
+from planner.errors import ConfigError
+from planner.profile import ProfileKey
+
+
+def minimal(**sections: Any) -> dict[str, Any]:
+    return {
+        "model": {"config": {"model_type": "llama", "hidden_size": 8}},
+        "training": {"global_batch_sequences": 8, "sequence_length": 16},
+        **sections,
+    }
+
+
+def trainable(**sections: Any) -> dict[str, Any]:
+    document = minimal(data={"source": "builtin:python-stdlib"}, **sections)
+    document["training"]["steps"] = 3
+    return document
+
+
+def test_what_plan_needs_is_enough_and_the_rest_has_defaults() -> None:
+    job = Job.from_document(minimal())
+    assert (job.training.precision, job.training.recompute, job.parallelism.strategy) == ("bf16", "none", "autohet")
+    assert job.data is None
+    assert job.emulation is None
+    assert job.checkpoint_storage == "runs/job/checkpoints"
+
+
+def test_round_trip_and_pickle() -> None:
+    job = Job.from_document(
+        trainable(
+            elastic={"script": [{"at_step": 3, "event": "death", "node_type": "g5"}]},
+            emulation={"relative_speed_by_gpu_type": {"A10G": 1, "L40S": 2.0}},
+        )
+    )
+    assert Job.from_document(job.to_document()) == job
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"trainning": {}}, ["trainning", "did you mean training?"]),
+        (
+            minimal(training={"sequnce_length": 1}),
+            ["training.sequnce_length", "did you mean training.sequence_length?"],
+        ),
+        (minimal(elastic={"script": [{"at_stp": 1}]}), ["elastic.script[0].at_stp", "at_step?"]),
+        (minimal(data={"zzz": 1}), ["data.zzz", "known here: source, format"]),
+        (minimal(training={"global_batch_sequences": 8}), ["lacks training.sequence_length"]),
+        ({"training": {"global_batch_sequences": 8, "sequence_length": 16}}, ["lacks model"]),
+        (minimal(training="x"), ["training is 'x'", "expected a mapping"]),
+        (minimal(model={}), ["exactly one of config", "pretrained"]),
+        (minimal(model={"config": {"model_type": "llama"}, "pretrained": "x"}), ["exactly one"]),
+        (minimal(model={"config": {"hidden_size": 8}}), ["model_type"]),
+        (minimal(parallelism={"microbatch_sequences": 3}), ["8", "multiple", "3", "leave microbatch_sequences"]),
+        (minimal(parallelism={"min_pipelines": 3, "max_pipelines": 2}), ["min_pipelines is 3", "2"]),
+        (minimal(elastic={"step_timeout_s": 0}), ["elastic.step_timeout_s is 0", "more than 0"]),
+        (minimal(elastic={"notice_sources": ["gcp"]}), ["'gcp'", "ray, aws, script"]),
+        (minimal(elastic={"script": [{"at_step": 1, "event": "arrival"}]}), ["arrival needs node_type"]),
+        (minimal(elastic={"script": [{"at_step": 1, "event": "storm"}]}), ["notice, death, arrival, freeze"]),
+        (minimal(emulation={}), ["exactly one of profile"]),
+        (minimal(checkpoint={"every_steps": 0}), ["checkpoint.every_steps is 0", "at least 1"]),
+        (minimal(data={"source": []}), ["data.source is empty"]),
+        (minimal(name="a/b"), ["'a/b'"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(document: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Job.from_document(document)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("steps", "ten", ["training.steps is 'ten'", "expected int"]),
+        ("steps", True, ["training.steps is True"]),
+        ("steps", 0, ["training.steps is 0", "at least 1"]),
+        ("precision", "fp8", ["training.precision is 'fp8'", "fp32, bf16, fp16"]),
+        ("betas", [0.9], ["training.betas"]),
+        ("betas", [0.9, 1.0], ["training.betas holds 1.0"]),
+        ("learning_rate", float("nan"), ["training.learning_rate is nan"]),
+        ("min_learning_rate_ratio", 2, ["min_learning_rate_ratio is 2", "[0, 1]"]),
+        ("clip_norm", -1, ["training.clip_norm is -1"]),
+        ("warmup_steps", 11, ["warmup_steps is 11", "10 steps"]),
+    ],
+)
+def test_training_values(key: str, value: object, words: list[str]) -> None:
+    document = minimal()
+    document["training"] |= {"steps": 10, key: value}
+    with pytest.raises(ConfigError) as caught:
+        Job.from_document(document)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_train_needs_steps_data_and_a_precision_that_trains() -> None:
+    assert Job.from_document(trainable()).require_training() == DataSection(source="builtin:python-stdlib")
+    with pytest.raises(ConfigError, match=r"training\.steps is missing"):
+        Job.from_document(minimal()).require_training()
+    document = trainable()
+    del document["data"]
+    with pytest.raises(ConfigError, match="lacks data"):
+        Job.from_document(document).require_training()
+    document = trainable()
+    document["training"]["precision"] = "fp16"
+    with pytest.raises(ConfigError, match="use bf16 or fp32"):
+        Job.from_document(document).require_training()
+
+
+def test_yaml_numbers_names_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "my-run.yaml"
+    path.write_text(
+        "model: {pretrained: some/where}\n"
+        "training: {global_batch_sequences: 8, sequence_length: 16, learning_rate: 3e-4, eps: 1E-8, clip_norm: null}\n"
+    )
+    job = Job.from_yaml(path)
+    assert (job.name, job.training.learning_rate, job.training.eps) == ("my-run", 3e-4, 1e-8)
+    assert job.training.clip_norm is None
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"model: [", "not valid YAML"),
+        (b"- a\n", "not a mapping"),
+        (b"", "not a mapping"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"name: a\nname: b\n", "line 2: the key 'name' is given twice"),
+        (b"training: {steps: 1, steps: 2}\n", "'steps' is given twice"),
+        (b"? [a]\n: 1\n", "a key must be"),
+    ],
+)
+def test_files_that_are_no_job(tmp_path: Path, content: bytes, word: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Job.from_yaml(path)
+    assert word in str(caught.value)
+    assert "bad.yaml" in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*No such file"):
+        Job.from_yaml(tmp_path / "nowhere.yaml")
+
+
+def test_time_outs_follow_the_step_unless_given() -> None:
+    derived = ElasticSection(step_timeout_s=120).timeouts()
+    assert (derived.heartbeat_s, derived.quiesce_s, derived.rendezvous_s) == (20, 60, 120)
+    assert (derived.worker_start_s, derived.transfer_s, derived.checkpoint_s) == (360, 600, 1200)
+    given = ElasticSection(step_timeout_s=120, heartbeat_timeout_s=3, transfer_timeout_s=7).timeouts()
+    assert (given.heartbeat_s, given.transfer_s) == (3, 7)
+    assert given.heartbeat_interval_s < given.heartbeat_s / 2
+    assert ElasticSection(step_timeout_s=60).arrivals_debounce_s == 2
+    assert ElasticSection(debounce_s=0).arrivals_debounce_s == 0
+
+
+def test_sections_check_themselves_when_built_in_code() -> None:
+    with pytest.raises(ConfigError, match="global_batch_sequences is 0"):
+        TrainingSection(global_batch_sequences=0, sequence_length=1)
+
+
+def test_emulated_profile_is_as_fast_as_its_speeds_say() -> None:
+    emulation = EmulationSection(relative_speed_by_gpu_type={"A10G": 1.0, "L40S": 2.0}, block_forward_s=0.01, scale=3)
+    table = emulated_profile(emulation, model="m", dtype="fp32", sequence_length=16, max_microbatch_sequences=2)
+    slow = table.layers(ProfileKey("m", "A10G", "fp32", 16, 1))["block"]
+    fast = table.layers(ProfileKey("m", "L40S", "fp32", 16, 1))["block"]
+    assert (slow[1].forward_s, slow[1].backward_s) == pytest.approx((0.03, 0.06))
+    assert fast[2].forward_s == pytest.approx(slow[1].forward_s)
+    split = table.layers(ProfileKey("m", "A10G", "fp32", 16, 2))["block"]
+    assert slow[1].forward_s / 2 < split[1].forward_s < slow[1].forward_s
