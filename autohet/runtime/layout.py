@@ -1,0 +1,52 @@
+"""From a plan to a layout: which worker holds which shard of the training state. The one place where planner and recovery meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models import family_of, local_units, stage_parameter_names
+from autohet.runtime.models.family import ParameterSpec
+from planner.plan import Plan
+from recovery.layout import Layout, ShardId, TensorSpec
+
+STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+def state_name(kind: str, parameter: str) -> str:
+    return f"{kind}/{parameter}"
+
+
+def parameter_name(state: str) -> str:
+    """The parameter that a tensor of state belongs to."""
+    return state.split("/", 1)[1]
+
+
+def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
+    """Every tensor of training state: fp32 masters and Adam's two moments."""
+    specs = family_of(config).parameter_specs(config)
+    return {
+        state_name(kind, name): TensorSpec(state_name(kind, name), spec.shape, "float32", spec.split_dim, spec.cuts)
+        for kind in STATE_KINDS
+        for name, spec in specs.items()
+    }
+
+
+def held_units(plan: Plan, config: PreTrainedConfig) -> Iterator[tuple[str, str, ParameterSpec, tuple[int, ...]]]:
+    """(worker, parameter name, its spec, units held) for all that the plan puts anywhere."""
+    specs = family_of(config).parameter_specs(config)
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
+            for rank, worker in enumerate(stage.workers):
+                for name in names:
+                    yield worker, name, specs[name], local_units(specs[name], rank, stage.tp_degree)
+
+
+def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
+    """Which worker holds which shards under `plan`."""
+    shards: dict[str, set[ShardId]] = {worker: set() for worker in plan.workers}
+    for worker, name, _, units in held_units(plan, config):
+        shards[worker].update(ShardId(state_name(kind, name), unit) for kind in STATE_KINDS for unit in units)
+    return Layout(tensor_specs(config), {worker: frozenset(held) for worker, held in shards.items()})

@@ -1,0 +1,49 @@
+"""The same job in one process by plain means: the library's whole model and torch.optim.AdamW. What an undisturbed run is held against.
+
+Shares with the trainer only what defines the job: the first weights, the sample order, the learning rate's formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from autohet.runtime.job import TrainingSection
+from autohet.runtime.optimizer import learning_rate
+
+Rows = Callable[[int, range], tuple[Tensor, Tensor]]
+
+
+def reference_model(config: PreTrainedConfig, parameters: Iterator[tuple[str, Tensor]]) -> PreTrainedModel:
+    """The library's model with these parameters."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in parameters:
+            named[name].copy_(tensor)
+    return model
+
+
+def train_reference(model: PreTrainedModel, training: TrainingSection, rows: Rows, steps: int, microbatch_sequences: int = 8) -> Iterator[float]:
+    """Train in place; yields each step's loss (mean over the targets of the global batch)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay)
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, step)
+        optimizer.zero_grad()
+        tokens, targets = rows(step, range(training.global_batch_sequences))
+        num_targets = int((targets >= 0).sum())
+        total = 0.0
+        for part, wanted in zip(tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True):
+            loss = F.cross_entropy(model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum") / num_targets
+            loss.backward()
+            total += float(loss.detach())
+        if training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        optimizer.step()
+        yield total
