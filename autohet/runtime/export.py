@@ -1,0 +1,163 @@
+"""A committed checkpoint as a Hugging Face checkpoint: config.json and sharded safetensors, streamed.
+
+Memory: one output tensor and the read-ahead, never the model. Files are written under temporary names and renamed, the
+index last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from planner.errors import ConfigError
+from recovery.checkpoint_read import read_shards
+from recovery.layout import TensorSpec
+from recovery.manifest import Manifest
+from recovery.slices import TORCH_DTYPES
+from recovery.storage import Storage
+from recovery.storage_payload import tensor_bytes
+
+PARAMETER_KIND = "param/"
+MAX_SHARD_BYTES = 2 << 30
+READ_AHEAD_BYTES = 128 << 20
+EXPORT_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""dtype -> its name in the safetensors header (huggingface/safetensors, README, Format)."""
+INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What an export wrote."""
+
+    step: int
+    directory: str
+    dtype: str
+    num_tensors: int
+    num_bytes: int
+    files: tuple[str, ...]
+
+
+def export_checkpoint(
+    storage: Storage,
+    manifest: Manifest,
+    directory: str | Path,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportSummary:
+    """Write `directory` so that `AutoModelForCausalLM.from_pretrained(directory)` loads the checkpoint's weights.
+
+    A tied output embedding is no tensor of the state, so it is none of the export: from_pretrained ties it again.
+    `progress(done_bytes, total_bytes)` counts output bytes.
+
+    Raises:
+        ConfigError: a dtype that cannot be exported, a directory that is not empty, or no parameters or config.
+        CheckpointCorrupt, StorageError: the checkpoint cannot be read; no index or single file is left behind.
+    """
+    folder = Path(directory)
+    specs = _parameter_specs(manifest)
+    _check_request(folder, manifest, specs, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = _plan_files(specs, dtype, max_shard_bytes)
+    total = sum(_export_bytes(spec, dtype) for spec in specs.values())
+    done = 0
+    for file_name, names in files.items():
+        with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
+            output.write(_header({name: specs[name] for name in names}, dtype))
+            for name in names:
+                output.write(tensor_bytes(_full_tensor(storage, manifest, specs[name], dtype)))
+                done += _export_bytes(specs[name], dtype)
+                if progress:
+                    progress(done, total)
+            output.flush()
+            os.fsync(output.fileno())
+    _write_json(folder / "config.json", {**manifest.model_config, "dtype": dtype})
+    if len(files) > 1:
+        weight_map = {name: file_name for file_name, names in files.items() for name in names}
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files))
+
+
+def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
+    """Specs of the parameters by their Hugging Face names, sorted."""
+    kept = {name: spec for name, spec in manifest.specs.items() if name.startswith(PARAMETER_KIND)}
+    return {name.removeprefix(PARAMETER_KIND): kept[name] for name in sorted(kept)}
+
+
+def _check_request(folder: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], dtype: str) -> None:
+    if dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"cannot export as dtype {dtype!r}: use one of {', '.join(EXPORT_DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"export directory {folder} is not an empty directory: name a new one")
+    if not specs:
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} holds no parameters (tensors named {PARAMETER_KIND}*)"
+        )
+    if "model_type" not in manifest.model_config:
+        raise ConfigError(f"the checkpoint of step {manifest.step} carries no model config with a model_type to export")
+
+
+def _export_bytes(spec: TensorSpec, dtype: str) -> int:
+    return spec.num_bytes // spec.item_bytes * TORCH_DTYPES[dtype].itemsize
+
+
+def _plan_files(specs: Mapping[str, TensorSpec], dtype: str, max_shard_bytes: int) -> dict[str, list[str]]:
+    """File name -> its tensors: in order, as many as fit into `max_shard_bytes`, at least one."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, spec in specs.items():
+        size = _export_bytes(spec, dtype)
+        if not groups or filled + size > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {_SINGLE_NAME: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _header(specs: Mapping[str, TensorSpec], dtype: str) -> bytes:
+    """A safetensors header: its length (u64), then JSON padded so that the tensors start at a multiple of 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, spec in specs.items():
+        end = position + _export_bytes(spec, dtype)
+        entries[name] = {"dtype": EXPORT_DTYPES[dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _full_tensor(storage: Storage, manifest: Manifest, spec: TensorSpec, dtype: str) -> torch.Tensor:
+    """The whole tensor put together from its units, converted as they come."""
+    full = torch.empty(spec.shape, dtype=TORCH_DTYPES[dtype])
+    for shard, unit in read_shards(storage, manifest, spec.shards, max_memory_bytes=READ_AHEAD_BYTES):
+        full[spec.unit_slices(shard.unit)].copy_(unit)
+    return full
+
+
+@contextmanager
+def _atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; renamed to `path` when the block ends well, removed when it does not."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, document: Mapping[str, object]) -> None:
+    with _atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
