@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from autohet.runtime.data.dataset import (
     FORMAT_VERSION,
@@ -24,7 +23,7 @@ from autohet.runtime.data.dataset import (
 )
 from autohet.runtime.data.documents import Piece, read_pieces
 from autohet.runtime.data.sources import SourceFile, list_sources, local_copy
-from autohet.runtime.data.tokenization import Tokenizer, load_tokenizer
+from autohet.runtime.data.tokenization import Tokenizer, Tokens, load_tokenizer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
@@ -149,7 +148,7 @@ def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int)
 
 def _token_stream(
     data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, scratch: Path, writer: "_RowWriter"
-) -> Iterator[NDArray[np.int64]]:
+) -> Iterator[Tokens]:
     """The tokens of all documents in order, each followed by the end token."""
     end = np.array([tokenizer.end_token], np.int64)
     for file in files:
@@ -206,8 +205,8 @@ class _RowWriter:
             self._flush()
         self._writer.close()
 
-    def write(self, tokens: NDArray[np.int64]) -> None:
-        """Appends int64 tokens, shape [any]."""
+    def write(self, tokens: Tokens) -> None:
+        """Appends tokens, shape [any]."""
         self.num_tokens += len(tokens)
         while len(tokens):
             part = tokens[: len(self._buffer) - self._filled]

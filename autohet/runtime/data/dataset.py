@@ -85,12 +85,15 @@ class TokenDataset:
 
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows in the order of `indices`, int64, shape [len(indices), sequence_length + 1]."""
-        rows = np.empty((len(indices), self.facts.row_tokens), np.int64)
-        for place, index in enumerate(indices):
-            batch, offset = divmod(int(index), self.facts.rows_per_batch)
-            if not 0 <= index < self.facts.num_rows:
-                raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
-            rows[place] = self._batch(batch)[offset]
+        wanted = np.asarray(indices, np.int64)
+        outside = wanted[(wanted < 0) | (wanted >= self.facts.num_rows)]
+        if outside.size:
+            raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
+        rows = np.empty((len(wanted), self.facts.row_tokens), np.int64)
+        batches, offsets = np.divmod(wanted, self.facts.rows_per_batch)
+        for batch in np.unique(batches):
+            places = np.flatnonzero(batches == batch)
+            rows[places] = self._batch(int(batch))[offsets[places]]
         return rows
 
     def _batch(self, index: int) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import os
 import sys
 import sysconfig
 import tempfile
@@ -91,12 +92,15 @@ def _stdlib_files() -> list[SourceFile]:
     """The running Python's own library sources: real text on any machine, the same for equal Python versions."""
     root = Path(sysconfig.get_path("stdlib"))
     version = sys.version.split()[0]
+    paths = []
+    for directory, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in STDLIB_LEFT_OUT and not name.startswith("config-")]
+        chosen = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        paths += [Path(directory, name) for name in chosen]
     files = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        inside = path.relative_to(root).parts
-        if not STDLIB_LEFT_OUT.intersection(inside) and not inside[0].startswith(("config-", "_sysconfigdata")):
-            size = path.stat().st_size
-            files.append(SourceFile(str(path), "text", size, f"{version}:{size}"))
+    for path in sorted(paths, key=lambda path: path.relative_to(root).parts):
+        size = path.stat().st_size
+        files.append(SourceFile(str(path), "text", size, f"{version}:{size}"))
     if not files:
         raise ConfigError(f"{PYTHON_STDLIB}: this Python has no library sources under {root}; name a text file instead")
     return files

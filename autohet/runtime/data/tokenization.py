@@ -16,6 +16,9 @@ BYTES_END_TOKEN = 0
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
+Tokens = NDArray[np.uint8] | NDArray[np.int64]
+
+
 class Tokenizer(Protocol):
     """Text to ids. `identity` changes whenever the ids could."""
 
@@ -23,8 +26,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_token: int
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The ids of each text, without special tokens added."""
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """The ids of each text, shape [any], without special tokens added."""
 
 
 class ByteTokenizer:
@@ -34,8 +37,8 @@ class ByteTokenizer:
     vocab_size = BYTES_VOCAB_SIZE
     end_token = BYTES_END_TOKEN
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
 
 
 class LibraryTokenizer:
@@ -49,7 +52,7 @@ class LibraryTokenizer:
         self.end_token = end_token
         self.identity = f"{name}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}-{end_token}"
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # JSON can hold half a surrogate pair, UTF-8 cannot
