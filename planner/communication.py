@@ -107,5 +107,6 @@ class Links:
             slowest = max(volume / self.bandwidth(k, k, True, chunk, 1.0) for k in kinds)
         if len(nodes) > 1:
             pairs = [(a, b) for i, a in enumerate(kinds) for b in kinds[i:]]
-            slowest = max(slowest, *(volume / self.bandwidth(a, b, False, chunk, flows) for a, b in pairs))
+            reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
+            slowest = max(slowest, *(volume / (reached * self.bandwidth(a, b, False, chunk, flows)) for a, b in pairs))
         return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)

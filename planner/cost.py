@@ -160,8 +160,8 @@ class CostModel:
                 activation_bytes=memory.activation_bytes,
                 peak_bytes=memory.peak_bytes,
                 sync_bytes=self._sync_bytes(tp_degree),
-                fixed_bytes=self.fixed_bytes,
-                limit_bytes=float(node_type.gpu_memory_bytes),
+                fixed_bytes=self.fixed_bytes(node_type),
+                limit_bytes=self.limit_bytes(node_type),
                 estimated=times.estimated,
             )
         return self._costs[key]
@@ -170,10 +170,13 @@ class CostModel:
         """Forward, backward (recomputation included) and update seconds of every layer."""
         return self._layer_times.times(gpu_type, tp_degree, microbatch)
 
-    @property
-    def fixed_bytes(self) -> float:
+    def fixed_bytes(self, node_type: NodeType) -> float:
         """Bytes that any worker needs whatever its layers."""
-        return self.parameters.context_bytes
+        return self.parameters.context_bytes + self.parameters.context_share * node_type.gpu_memory_bytes
+
+    def limit_bytes(self, node_type: NodeType) -> float:
+        """Bytes of a GPU that a plan may use: its memory less the margin."""
+        return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
 
     @property
     def stage_overhead_s(self) -> float:
@@ -232,7 +235,9 @@ class CostModel:
             usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
             breakdown_s=self._breakdown(simulation),
             memory_bytes_by_worker=self._memory_by_worker(plan),
-            memory_limit_bytes_by_worker={w: self.fleet.node_of(w).node_type.gpu_memory_bytes for w in plan.workers},
+            memory_limit_bytes_by_worker={
+                w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
+            },
             estimated=self._estimated(plan),
         )
 
@@ -282,7 +287,7 @@ class CostModel:
             backward_s=tuple(b for _, b in seconds),
             send_forward_s=tuple(sends),
             send_backward_s=tuple(sends),
-            blocking=self.parameters.blocking_sends,
+            transfers=self.parameters.transfers,
         )
 
     def stage_seconds(self, pipeline: Pipeline, index: int) -> tuple[float, float]:
@@ -359,12 +364,13 @@ class CostModel:
         stage, count = pipeline.stages[index], len(pipeline.stages)
         terms = self._memory(stage.tp_degree, pipeline.microbatch_sequences)
         chosen = _entries(stage, index, count)
+        fixed = max(self.fixed_bytes(self.fleet.node_of(worker).node_type) for worker in stage.workers)
         depth = in_flight(index, count, pipeline.num_microbatches)
         kept = terms.state_bytes[chosen].sum() + depth * terms.activation_bytes[chosen].sum()
         if count == 1 and self.spec.tied_embeddings:
             layers_state = terms.state_bytes[0] * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
             kept -= layers_state
-        return float(kept + terms.peak_bytes[chosen].max() + self.fixed_bytes)
+        return float(kept + terms.peak_bytes[chosen].max() + fixed)
 
     def _usd_per_hour(self, plan: Plan) -> float | None:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}

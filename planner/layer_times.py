@@ -2,7 +2,7 @@
 
 Order of preference, for one (GPU type, dtype, sequence length, TP degree):
 1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended by the slope of its last half;
-2. one measured point: split into launch, work and tensor-parallel communication, of which only the last two grow (`split_point`);
+2. one measured point: split into launch, work and tensor-parallel communication, of which only the last two grow (`PointSplit`);
 3. another TP degree of this model and GPU: work divided, communication added from the link (flagged);
 4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
 """
@@ -57,6 +57,12 @@ class Curve:
             slope = float(y[1] - y[0]) / float(x[1] - x[0])
             return max(float(y[0] * microbatch / x[0]), float(y[0] - slope * (x[0] - microbatch)))
         return float(np.interp(microbatch, x, y))
+
+    def in_run(self, microbatch: int, launch_exposure: float) -> float:
+        """`at`, with only a share of what exceeds work in proportion to the largest measured microbatch."""
+        seconds = self.at(microbatch)
+        work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
+        return seconds - (1.0 - launch_exposure) * max(0.0, seconds - work)
 
 
 def make_curve(points: Mapping[int, float]) -> Curve:
@@ -154,14 +160,41 @@ class LayerTimeModel:
         forward_points = {b: p.forward_s for b, p in points.items()}
         backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
         if len(points) == 1 and not backward_points:
-            ((base, forward),) = forward_points.items()
-            communication = self._communication(gpu_type, tp_degree, base, name)
-            return split_point(forward, base, microbatch, communication, name.startswith("block"), self.parameters)
+            split = self._split(gpu_type, tp_degree, name, points)
+            return split.at(microbatch, self.parameters)
         key = self._key(gpu_type, tp_degree)
-        forward = self._curve(key, name, True, forward_points).at(microbatch)
+        exposure = self.parameters.launch_exposure
+        forward = self._curve(key, name, True, forward_points).in_run(microbatch, exposure)
         if backward_points:
-            return forward, self._curve(key, name, False, backward_points).at(microbatch)
+            return forward, self._curve(key, name, False, backward_points).in_run(microbatch, exposure)
         return forward, self.parameters.backward_ratio * forward
+
+    def _split(self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]) -> "PointSplit":
+        """Launch, work and communication of a layer with one measured forward.
+
+        At the smallest measured TP degree the launch is `launch_s`; at larger ones the work is divided, and the rest is launch.
+        """
+        ((base, measurement),) = points.items()
+        communication = min(self._communication(gpu_type, tp_degree, base, name), 0.6 * measurement.forward_s)
+        rest = measurement.forward_s - communication
+        if not name.startswith("block"):
+            return PointSplit(base, 0.0, rest, communication)
+        smallest = self._smallest_degree(gpu_type, tp_degree, name, base)
+        if smallest is None:
+            launch = min(self.parameters.launch_s, self.parameters.launch_limit * rest)
+            return PointSplit(base, launch, rest - launch, communication)
+        degree, other = smallest
+        work = min(rest, self._split(gpu_type, degree, name, {base: other}).work_s * degree / tp_degree)
+        return PointSplit(base, rest - work, work, communication)
+
+    def _smallest_degree(self, gpu_type: str, tp_degree: int, name: str, base: int) -> tuple[int, Measurement] | None:
+        """The smallest TP degree below `tp_degree` at which the layer was measured at that microbatch."""
+        for degree in (2**i for i in range(tp_degree.bit_length() - 1)):
+            layers = self.profile.layers(self._key(gpu_type, degree))
+            points = layers.get(name) or layers.get(name.split(":")[0]) or {}
+            if base in points:
+                return degree, points[base]
+        return None
 
     def _curve(self, key: ProfileKey, name: str, forward: bool, points: Mapping[int, float]) -> Curve:
         cache_key = (key, name, forward)
@@ -211,22 +244,21 @@ class LayerTimeModel:
         return None
 
 
-def split_point(
-    forward_s: float, base: int, microbatch: int, communication_s: float, is_block: bool, parameters: CostParameters
-) -> tuple[float, float]:
-    """Forward and backward seconds at `microbatch` from one forward measured at `base`, whose TP communication took `communication_s`.
+@dataclass(frozen=True, slots=True)
+class PointSplit:
+    """One forward measured at microbatch `base`, in seconds: launches do not grow with the microbatch, the others in proportion."""
 
-    F = launch + work + communication: launching kernels from the host does not grow with the microbatch, work and communication do in
-    proportion. Backward: `backward_ratio` of the work, `launch_backward_ratio` of the launches, the communication once.
-    """
-    communication = min(communication_s, 0.6 * forward_s)
-    rest = forward_s - communication
-    launch = min(parameters.launch_s, parameters.launch_limit * rest) if is_block else 0.0
-    scale = microbatch / base
-    work = rest - launch
-    forward = launch + (work + communication) * scale
-    backward = parameters.launch_backward_ratio * launch + (parameters.backward_ratio * work + communication) * scale
-    return forward, backward
+    base: int
+    launch_s: float
+    work_s: float
+    communication_s: float
+
+    def at(self, microbatch: int, parameters: CostParameters) -> tuple[float, float]:
+        """Forward and backward seconds. Backward: each part times its ratio, the communication once."""
+        scale, launch = microbatch / self.base, parameters.launch_exposure * self.launch_s
+        forward = launch + (self.work_s + self.communication_s) * scale
+        growing = (parameters.backward_ratio * self.work_s + self.communication_s) * scale
+        return forward, parameters.launch_backward_ratio * launch + growing
 
 
 def require_dtype(dtype: str) -> None:

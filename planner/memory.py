@@ -4,7 +4,6 @@ Activations per layer: Korthikanti et al., "Reducing activation recomputation in
 per token in the model spec, split or not by tensor parallelism, with the S x S scores where attention is not fused.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +14,15 @@ from planner.parameters import CostParameters
 
 Floats = NDArray[np.float64]
 
-# Compute copy, gradient (fp32 buckets, as they are summed over pipelines), fp32 master and the two moments of AdamW.
-STATE_BYTES = {"fp32": 4 + 4 + 4 + 4, "tf32": 4 + 4 + 4 + 4, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
+# Compute copy (its own only beside a 16-bit one), fp32 gradient, the two moments of AdamW, fp32 master of a 16-bit copy,
+# and one flat fp32 buffer for the gradients' all-reduce.
+STATE_BYTES = {"fp32": 4 + 4 + 8 + 4, "tf32": 4 + 4 + 8 + 4, "bf16": 2 + 4 + 4 + 8 + 4, "fp16": 2 + 4 + 4 + 8 + 4}
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker, fragmentation included.
+    """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
     state_bytes: held all step long. activation_bytes: kept for each microbatch in flight. peak_bytes: extra while the layer runs
     (logits and their gradient; recomputed activations of one block).
@@ -50,37 +50,34 @@ def memory_terms(
         state[-1] += spec.tied_parameters / tp_degree * per_parameter
     tokens = microbatch * sequence_length
     kept = np.array([activation_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers])
-    peak = np.zeros(len(layers))
+    peak = np.array([backward_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers])
     peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype)
     if recompute:
         whole = kept[1:-1].copy()
         kept[1:-1] = np.minimum(whole, tokens * spec.hidden_size * VALUE_BYTES[dtype])
-        peak[1:-1] = whole
-    margin = 1.0 + parameters.fragmentation
-    return MemoryTerms(state * margin, kept * margin, peak * margin)
+        peak[1:-1] += whole
+    return MemoryTerms(state, kept, peak)
 
 
 def activation_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int) -> float:
     """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer."""
     values = layer.replicated_activation_values + layer.split_activation_values / tp_degree
-    scores = layer.attention_heads * sequence_length * 2.5 / tp_degree
+    scores = layer.attention_heads * sequence_length / tp_degree
     return float((values + scores) * tokens * VALUE_BYTES[dtype])
 
 
+def backward_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int) -> float:
+    """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the widest product."""
+    scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
+    widest = layer.split_activation_values / tp_degree / 2
+    return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
+
+
 def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str) -> float:
-    """Logits, their fp32 copy in the loss and the gradient of it: alive together at the end of the last stage's forward."""
-    return float(tokens * spec.vocab_size / tp_degree * (VALUE_BYTES[dtype] + 2 * 4))
+    """Logits, the loss's fp32 log-probabilities and their gradient, and the logits' gradient: alive together after the forward."""
+    return float(tokens * spec.vocab_size / tp_degree * 2 * (VALUE_BYTES[dtype] + 4))
 
 
 def in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
     """Microbatches whose activations stage `stage` holds at once under 1F1B (Narayanan et al. 2021)."""
     return min(num_stages - stage, num_microbatches)
-
-
-def stage_memory_bytes(
-    terms: MemoryTerms, layers: Sequence[int], num_in_flight: int, fixed_bytes: float, tied_once: float = 0.0
-) -> float:
-    """Bytes a worker of a stage with the entries `layers` (0 embedding, 1.. blocks, -1 head); `tied_once` is subtracted."""
-    chosen = np.asarray(layers)
-    kept = terms.state_bytes[chosen].sum() + num_in_flight * terms.activation_bytes[chosen].sum()
-    return float(kept + terms.peak_bytes[chosen].max() + fixed_bytes - tied_once)

@@ -3,39 +3,49 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.pipeline_simulation import Transfers
+
 
 @dataclass(frozen=True, slots=True)
 class CostParameters:
     """Defaults come from data sheets and published measurements; sources in README.md.
 
-    Compute, where only one microbatch size and no backward was measured (`split_point`): launch_s is the host's time to launch
-    one block's forward kernels, at most launch_limit of the measurement; backward_ratio and launch_backward_ratio are backward
+    Compute. launch_exposure: share of the launch time in a measured curve (what exceeds its work at the largest microbatch, in
+    proportion) that a run pays; the rest is an artefact of measuring one layer at a time. Where only one microbatch size and no backward was measured (`PointSplit`): launch_s is the host's time to launch
+    one block's forward kernels without tensor parallelism, at most launch_limit of the measurement; backward_ratio and launch_backward_ratio are backward
     over forward for work and for launches. stage_overhead_s: what a framework adds to each forward and each backward of a stage.
-    Links. efficiency_intra and efficiency_inter: reached share of nominal bandwidth where no link table says it;
-    latency_intra_s, latency_inter_s: of one message. blocking_sends: a sender waits until its message has left.
+    Links. efficiency_intra and efficiency_inter: share of nominal bandwidth that a message reaches where no link table says it; all_reduce_efficiency: share of
+    that which rings of more than two members over several nodes reach;
+    latency_intra_s, latency_inter_s: of one message. transfers: whom a transfer between
+    stages occupies beside the link: "both" sender and receiver (blocking calls, as in DeepSpeed), the "receiver" alone (fused or
+    asynchronous sends, as in Megatron-LM and in this project's runtime), or "none".
     sync_bytes_per_parameter: width of a gradient on the wire. tied_sync: "union" sums a tied embedding over the holders in first
     and last stages at once, "two_step" first within each stage and then between the two (Megatron-LM).
     Step. optimizer_bytes_per_parameter: memory traffic of one AdamW update; memory_efficiency: reached share of a device's
     memory bandwidth; step_overhead_s: once a step.
-    Memory. state_bytes_per_parameter None takes the precision's own (memory.py); context_bytes: CUDA context, communicators,
-    library workspace; fragmentation: share added to all that the allocator holds.
+    Memory. state_bytes_per_parameter None takes the precision's own (memory.py); context_bytes, and context_share of the device's
+    memory: CUDA context, communicators, library workspace; memory_margin: share of the device's
+    memory that a plan must leave free (fragmentation, other processes).
     """
 
+    launch_exposure: float = 0.9
     launch_s: float = 1.6e-3
     launch_limit: float = 0.5
-    launch_backward_ratio: float = 2.0
+    launch_backward_ratio: float = 1.0
     backward_ratio: float = 2.0
     stage_overhead_s: float = 0.0
-    efficiency_intra: float = 0.75
-    efficiency_inter: float = 0.75
+    efficiency_intra: float = 0.7
+    efficiency_inter: float = 0.85
+    all_reduce_efficiency: float = 0.75
     latency_intra_s: float = 10e-6
     latency_inter_s: float = 30e-6
-    blocking_sends: bool = False
+    transfers: Transfers = "both"
     sync_bytes_per_parameter: float = 4.0
     tied_sync: Literal["union", "two_step"] = "union"
-    optimizer_bytes_per_parameter: float = 30.0
+    optimizer_bytes_per_parameter: float = 48.0
     memory_efficiency: float = 0.75
     step_overhead_s: float = 0.0
     state_bytes_per_parameter: float | None = None
-    context_bytes: float = 1.0 * 2**30
-    fragmentation: float = 0.04
+    context_bytes: float = 0.8e9
+    context_share: float = 0.03
+    memory_margin: float = 0.03

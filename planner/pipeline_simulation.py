@@ -6,25 +6,28 @@ runs min(P - i - 1, K) warm-up forwards, then one forward and one backward in tu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+Transfers = Literal["both", "receiver", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
     """Seconds of one microbatch: per stage [P] forward and backward, per boundary [P - 1] activation and gradient transfer.
 
-    A transfer follows its producer and delays its consumer. `blocking` transfers also keep the sender from its next action.
+    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies besides: "both" the receiver before its
+    action and the sender after it (blocking calls that meet), the "receiver" alone, or "none" (it runs beside all work).
     """
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     send_forward_s: Sequence[float]
     send_backward_s: Sequence[float]
-    blocking: bool = False
+    transfers: Transfers = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,57 +58,92 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[tupl
 
 
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
-    """Runs every stage's actions as soon as its worker is free and its input has arrived. Cost O(P K).
+    """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K).
 
-    The dependency graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends; the order in which
-    stages are swept does not change any time.
+    The dependency graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends, and
+    the order in which stages are swept does not change any time.
     """
     num_stages = len(times.forward_s)
-    shape = (num_stages, num_microbatches)
-    f_start, f_end, b_start, b_end = (np.full(shape, np.nan) for _ in range(4))
-    arrive_f = [[0.0 if s == 0 else -1.0] * num_microbatches for s in range(num_stages)]
-    arrive_b = [[-1.0] * num_microbatches for _ in range(num_stages)]
-    actions = [one_f_one_b(s, num_stages, num_microbatches) for s in range(num_stages)]
-    position, free = [0] * num_stages, [0.0] * num_stages
+    state = _Simulation(times, num_stages, num_microbatches)
     waiting = list(range(num_stages - 1, -1, -1))
     while waiting:
-        stage = waiting.pop()
-        while position[stage] < len(actions[stage]):
-            is_forward, m = actions[stage][position[stage]]
-            ready = (arrive_f if is_forward else arrive_b)[stage][m]
-            if ready < 0.0:
+        waiting += state.advance(waiting.pop())
+    return Timeline(*(np.array(table) for table in (state.f_start, state.f_end, state.b_start, state.b_end)))
+
+
+class _Simulation:
+    """What `simulate_pipeline` knows: per stage its next action and when it is free, per input when it is there (None: not yet)."""
+
+    def __init__(self, times: PipelineTimes, num_stages: int, num_microbatches: int) -> None:
+        self.times, self.last = times, num_stages - 1
+        self.receiver_waits, self.sender_waits = times.transfers != "none", times.transfers == "both"
+        self.f_start, self.f_end, self.b_start, self.b_end = (
+            [[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(4)
+        )
+        self.inputs: list[list[list[float | None]]] = [
+            [[None] * num_microbatches for _ in range(num_stages)] for _ in range(2)
+        ]
+        self.inputs[0][0] = [0.0] * num_microbatches
+        self.actions = [one_f_one_b(s, num_stages, num_microbatches) for s in range(num_stages)]
+        self.position, self.free = [0] * num_stages, [0.0] * num_stages
+
+    def advance(self, stage: int) -> list[int]:
+        """Runs the stage's actions until one lacks its input; returns the stages that got new input."""
+        woken: list[int] = []
+        actions = self.actions[stage]
+        while self.position[stage] < len(actions):
+            is_forward, m = actions[self.position[stage]]
+            ready = self.inputs[0 if is_forward else 1][stage][m]
+            if ready is None:
                 break
-            start = max(free[stage], ready)
+            self.position[stage] += 1
             if is_forward:
-                end = start + times.forward_s[stage]
-                f_start[stage, m], f_end[stage, m] = start, end
-                last = stage == num_stages - 1
-                sent = end if last else end + times.send_forward_s[stage]
-                if last:
-                    arrive_b[stage][m] = end
-                else:
-                    arrive_f[stage + 1][m] = sent
-                    waiting.append(stage + 1)
+                self._forward(stage, m, ready)
+                woken += [stage + 1] if stage < self.last else []
             else:
-                end = start + times.backward_s[stage]
-                b_start[stage, m], b_end[stage, m] = start, end
-                sent = end if stage == 0 else end + times.send_backward_s[stage - 1]
-                if stage > 0:
-                    arrive_b[stage - 1][m] = sent
-                    waiting.append(stage - 1)
-            free[stage] = sent if times.blocking else end
-            position[stage] += 1
-    return Timeline(f_start, f_end, b_start, b_end)
+                self._backward(stage, m, ready)
+                woken += [stage - 1] if stage > 0 else []
+        return woken
+
+    def _forward(self, stage: int, m: int, ready: float) -> None:
+        receive = self.times.send_forward_s[stage - 1] if stage > 0 else 0.0
+        start = max(self.free[stage], ready) + (receive if self.receiver_waits else 0.0)
+        end = start + self.times.forward_s[stage]
+        self.f_start[stage][m], self.f_end[stage][m], self.free[stage] = start, end, end
+        if stage == self.last:
+            self.inputs[1][stage][m] = end
+            return
+        send = self.times.send_forward_s[stage]
+        self.inputs[0][stage + 1][m] = end if self.receiver_waits else end + send
+        self.free[stage] = end + send if self.sender_waits else end
+
+    def _backward(self, stage: int, m: int, ready: float) -> None:
+        receive = self.times.send_backward_s[stage] if stage < self.last else 0.0
+        start = max(self.free[stage], ready) + (receive if self.receiver_waits else 0.0)
+        end = start + self.times.backward_s[stage]
+        self.b_start[stage][m], self.b_end[stage][m], self.free[stage] = start, end, end
+        if stage == 0:
+            return
+        send = self.times.send_backward_s[stage - 1]
+        self.inputs[1][stage - 1][m] = end if self.receiver_waits else end + send
+        self.free[stage] = end + send if self.sender_waits else end
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
-    """A lower bound of `simulate_pipeline(...).total_s`: for each stage, the first microbatch's way to it, its work, the last one's way back.
+    """A lower bound of `simulate_pipeline(...).total_s`: each stage's work, after the way of a first microbatch to it and back.
 
-    max over s of: sum over stages before s of (f + send) + K (f_s + b_s) + sum over stages before s of (b + send), and the whole way of one
-    microbatch. Equality holds for a single stage, and for equal stages without transfers.
+    max over s of: sum over stages before s of (f + b) and their transfers, + K (f_s + b_s) (and the transfers that
+    occupy the stage for all but one microbatch), and the whole way of one microbatch. Equality holds for one stage, and for
+    equal stages without transfers.
     """
-    forward, backward = np.asarray(times.forward_s), np.asarray(times.backward_s)
+    work = np.asarray(times.forward_s) + np.asarray(times.backward_s)
     send = np.asarray(times.send_forward_s) + np.asarray(times.send_backward_s)
-    reach = np.concatenate([[0.0], np.cumsum(forward[:-1] + backward[:-1] + send)])
-    whole = float((forward + backward).sum() + send.sum())
-    return max(whole, float((reach + num_microbatches * (forward + backward)).max()))
+    reach = np.concatenate([[0.0], np.cumsum(work[:-1] + send)])
+    busy = num_microbatches * work
+    if times.transfers != "none":
+        received = np.concatenate([[0.0], times.send_forward_s]) + np.concatenate([times.send_backward_s, [0.0]])
+        busy = busy + (num_microbatches - 1) * received
+    if times.transfers == "both":
+        sent = np.concatenate([times.send_forward_s, [0.0]]) + np.concatenate([[0.0], times.send_backward_s])
+        busy = busy + (num_microbatches - 1) * sent
+    return max(float(work.sum() + send.sum()), float((reach + busy).max()))
