@@ -20,7 +20,7 @@ from recovery.checkpoint_errors import (
     CheckpointIncomplete,
     CheckpointMissing,
 )
-from recovery.checkpoint_write import WorkerReceipt, step_prefix
+from recovery.checkpoint_write import WorkerReceipt, assign_writers, step_prefix, write_shards
 from recovery.layout import Layout, ShardId, TensorSpec
 from recovery.manifest import (
     MANIFEST_NAME,
@@ -33,6 +33,19 @@ from recovery.manifest import (
 )
 from recovery.storage import Storage
 from recovery.storage_errors import ObjectExists, ObjectMissing
+
+__all__ = [
+    "CheckpointInfo",
+    "WorkerReceipt",
+    "assign_writers",
+    "checkpoint_uri",
+    "commit_checkpoint",
+    "list_checkpoints",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "step_prefix",
+    "write_shards",
+]
 
 _MANIFEST_PATTERN = re.compile(r"^step-(\d{8,})/" + re.escape(MANIFEST_NAME) + "$")
 
