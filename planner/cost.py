@@ -234,7 +234,7 @@ class CostModel:
             usd_per_hour=usd,
             usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
             breakdown_s=self._breakdown(simulation),
-            memory_bytes_by_worker=self._memory_by_worker(plan),
+            memory_bytes_by_worker=self.memory_by_worker(plan),
             memory_limit_bytes_by_worker={
                 w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
             },
@@ -351,7 +351,8 @@ class CostModel:
         size = pipeline.microbatch_sequences
         return max(float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum()) for k in kinds)
 
-    def _memory_by_worker(self, plan: Plan) -> dict[str, int]:
+    def memory_by_worker(self, plan: Plan) -> dict[str, int]:
+        """Peak bytes of every worker of a plan."""
         found = {}
         for pipeline in plan.pipelines:
             for i, stage in enumerate(pipeline.stages):

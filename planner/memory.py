@@ -49,7 +49,9 @@ def memory_terms(
     if spec.tied_embeddings:
         state[-1] += spec.tied_parameters / tp_degree * per_parameter
     tokens = microbatch * sequence_length
-    kept = np.array([activation_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers])
+    kept = parameters.activation_scale * np.array(
+        [activation_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers]
+    )
     peak = np.array([backward_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers])
     peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype)
     if recompute:

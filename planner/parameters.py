@@ -23,7 +23,8 @@ class CostParameters:
     and last stages at once, "two_step" first within each stage and then between the two (Megatron-LM).
     Step. optimizer_bytes_per_parameter: memory traffic of one AdamW update; memory_efficiency: reached share of a device's
     memory bandwidth; step_overhead_s: once a step.
-    Memory. state_bytes_per_parameter None takes the precision's own (memory.py); context_bytes, and context_share of the device's
+    Memory. state_bytes_per_parameter None takes the precision's own (memory.py); activation_scale: kept activations over
+    the formula's; context_bytes, and context_share of the device's
     memory: CUDA context, communicators, library workspace; memory_margin: share of the device's
     memory that a plan must leave free (fragmentation, other processes).
     """
@@ -46,6 +47,7 @@ class CostParameters:
     memory_efficiency: float = 0.75
     step_overhead_s: float = 0.0
     state_bytes_per_parameter: float | None = None
+    activation_scale: float = 1.0
     context_bytes: float = 0.8e9
     context_share: float = 0.03
     memory_margin: float = 0.03
