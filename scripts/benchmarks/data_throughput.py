@@ -5,11 +5,13 @@ python scripts/benchmarks/data_throughput.py [--megabytes 200] [--out FILE]
 
 import argparse
 import json
+import multiprocessing
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,10 @@ def main() -> None:
         corpus, bpe = directory / "corpus.jsonl", directory / "bpe.json"
         write_corpus(corpus, arguments.megabytes)
         train_bpe(corpus, bpe)
-        results = [measure(corpus, tokenizer, directory) for tokenizer in ("bytes", str(bpe))]
+        spawn = multiprocessing.get_context("spawn")  # a process for each, so that its peak memory is its own
+        with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+            tokenizers = ("bytes", str(bpe))
+            results = list(pool.map(measure, [corpus] * 2, tokenizers, [directory] * 2, timeout=1800))
     text = json.dumps({"results": results}, indent=2)
     if arguments.out:
         arguments.out.write_text(text + "\n")
