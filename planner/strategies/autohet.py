@@ -1,0 +1,190 @@
+"""The strategy `autohet`: the engine's drafts placed on the fleet, the best of them chosen by the cost model's own prediction."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from planner.cost import Prediction
+from planner.errors import InfeasibleError
+from planner.plan import Plan, check_plan
+from planner.strategies.cost_tables import GIB, check_request, tables_of
+from planner.strategies.drafts import Estimator
+from planner.strategies.engine import Effort, Engine, Found
+from planner.strategies.placement import place
+from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
+from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
+from planner.strategies.tables import Tables
+
+CANDIDATES = 6
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A plan with its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort | None = None) -> Answer:
+    """The best plan of unequal pipelines. InfeasibleError names the tightest limit."""
+    check_request(request)
+    begin = request.clock()
+    tables = tables_of(request)
+    effort = effort or effort_for(tables)
+    engine = Engine(
+        tables, request.global_batch_sequences, request.max_stages or tables.num_blocks, effort,
+        lambda: request.clock() - begin > request.time_limit_s, request.mixed_microbatch, request.mixed_tp,
+    )  # fmt: skip
+    known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
+    drafts = [d for d in (draft_of(tables, plan, request.fleet) for plan in known) if d is not None]
+    grids = _grids(request, tables, engine.estimator)
+    found = engine.run(
+        tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in grids[:2]) if d is not None])
+    )
+    plans = [*known, *_placed(request, tables, found), *grids]
+    best, rejected = choose(request, plans)
+    if best is None:
+        raise InfeasibleError(why_infeasible(request, tables))
+    bound = found.lower_bound_s or None
+    step = best.prediction.step_time_s
+    gap = None if bound is None else max(0.0, step / bound - 1)
+    report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound and min(bound, step), gap)
+    return Answer(
+        "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
+    )
+
+
+def effort_for(tables: Tables) -> Effort:
+    """A large fleet gets fewer orders a column; a small one everything."""
+    gpus = sum(r.num_gpus for r in tables.resources)
+    return Effort() if gpus > 64 else Effort(columns=40_000, exact=600, candidates=5, packed=80)
+
+
+def _grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
+    """The best symmetric grids: equal GPUs must never get less than those."""
+    if sum(r.num_gpus for r in tables.resources) > 128:
+        return []
+    plans = grid_plans(
+        request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
+        max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=False,
+    )  # fmt: skip
+    return [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator)[:3]]
+
+
+def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
+    count = 0
+    for _, draft in found.drafts:
+        plan = place(tables, draft, request.spec.name, request.global_batch_sequences, request.sequence_length)
+        if plan is not None:
+            yield plan
+            count += 1
+        if count == CANDIDATES:
+            return
+
+
+def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
+    """The plan with the least predicted step time among those that fit memory, price and redundancy; the first of equals."""
+    best: Costed | None = None
+    rejected: list[Rejected] = []
+    seen: set[Plan] = set()
+    for plan in plans:
+        if plan in seen:
+            continue
+        seen.add(plan)
+        check_plan(plan, request.spec.num_layers)
+        prediction = request.cost.predict(plan)
+        why = unacceptable(request, plan, prediction)
+        if why is not None:
+            rejected.append(Rejected(describe(plan), why))
+        elif best is None or prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
+            if best is not None:
+                rejected.append(
+                    Rejected(
+                        describe(best.plan), f"{best.prediction.step_time_s:.4g} s a step, slower than the chosen plan"
+                    )
+                )
+            best = Costed(plan, prediction)
+        else:
+            rejected.append(
+                Rejected(describe(plan), f"{prediction.step_time_s:.4g} s a step, slower than the chosen plan")
+            )
+    return best, rejected
+
+
+def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
+    """Why a plan may not be chosen, or None."""
+    if not prediction.fits:
+        worker, share = prediction.tightest_worker
+        return f"worker {worker} would need {share:.0%} of its memory"
+    limit, price = request.max_usd_per_hour, prediction.usd_per_hour
+    if limit is not None and price is not None and price > limit:
+        return f"{price:.2f} $/h, above the limit of {limit:.2f}"
+    return None
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words."""
+    depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
+    degrees = sorted({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages})
+    sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
+    text = [
+        f"{len(plan.pipelines)} pipelines",
+        f"{_either(depths)} stages",
+        f"TP {_either(degrees)}",
+        f"microbatch {_either(sizes)}",
+    ]
+    return ", ".join(text)
+
+
+def _either(numbers: list[int]) -> str:
+    return "/".join(map(str, numbers))
+
+
+def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ...]:
+    """What the plan leaves unused, by node type, with the reason."""
+    used = set(plan.workers)
+    usable = {tables.kinds[row.kind].resource for row in tables.rows}
+    out = []
+    for index, resource in enumerate(tables.resources):
+        workers = tuple(
+            f"{name}/{gpu}"
+            for name in resource.node_names
+            for gpu in range(resource.node_type.num_gpus)
+            if f"{name}/{gpu}" not in used
+        )
+        if not workers:
+            continue
+        gpu = resource.node_type.gpu_type
+        if index not in usable:
+            why = f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of this model at any allowed TP degree"
+        elif not any(worker.split("/")[0] in resource.node_names for worker in used):
+            why = f"a stage on {gpu} would slow its pipeline or the gradient sync more than it would add"
+        else:
+            why = f"{len(workers)} {gpu} left over: neither one more pipeline nor one more stage with them shortens the step"
+        out.append(Idle(workers, why))
+    return tuple(out)
+
+
+def why_infeasible(request: Request, tables: Tables) -> str:
+    """The tightest limit and by how much it is broken."""
+    if request.max_usd_per_hour is not None:
+        prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
+        if prices and min(prices) > request.max_usd_per_hour:
+            return f"the cheapest node costs {min(prices):.2f} $/h, {min(prices) - request.max_usd_per_hour:.2f} above max_usd_per_hour {request.max_usd_per_hour:.2f}"
+    have = sum(r.num_gpus * float(r.node_type.gpu_memory_bytes) for r in tables.resources)
+    need = []
+    for row in tables.rows:
+        kind = tables.kinds[row.kind]
+        room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
+        whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes) * kind.tp_degree
+        need.append((whole / room, kind.tp_degree, row.microbatch))
+    least, tp, size = min(need)
+    over = (
+        f"{(least - have) / GIB:.1f} GiB too little"
+        if least > have
+        else "enough in sum, but no cut of the layers fits each GPU"
+    )
+    return (
+        f"the model does not fit: with TP {tp} and microbatch {size} one copy needs {least / GIB:.1f} GiB of GPU memory, the fleet's"
+        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB: {over}. Add GPUs, or use recomputation or a shorter sequence"
+    )

@@ -1,0 +1,124 @@
+"""The best cut of the layers for many pipelines at once: smallest bottleneck under memory, stages in a given order.
+
+For a fixed order of stages and a fixed bottleneck, giving each stage as many layers as time and memory allow is optimal
+(any other cut ends no later at every stage), so a bisection on the bottleneck finds the optimum; every step is done for all
+pipelines together, stage by stage.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.strategies.tables import Floats, Ints, Tables
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """One entry a pipeline. ends: (n, P) end layer of each stage; stage_s: (n, P) seconds a microbatch; bottleneck_s, fill_s: (n,).
+
+    fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has bottleneck inf.
+    """
+
+    ends: Ints
+    stage_s: Floats
+    bottleneck_s: Floats
+    fill_s: Floats
+
+
+class Balancer:
+    """Cuts pipelines over one set of tables. `max_stages` is the deepest pipeline asked for."""
+
+    def __init__(self, tables: Tables, max_stages: int):
+        self.tables = tables
+        self.fits = tables.last_layer_that_fits(max_stages)
+        sums = tables.time_sums
+        self._gap = float(sums.max()) * 4 + 1.0
+        self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
+        self._width = sums.shape[1]
+
+    def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None, steps: int = 14) -> Cuts:
+        """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than the bottleneck a stage may be."""
+        extra = self._boundary(rows, num_stages)
+        own = extra * (2 * self.tables.boundary_share)
+        own, extra = own + self.tables.stage_overhead_s, extra + self.tables.stage_overhead_s
+        scale = np.ones_like(extra) if weights is None else weights
+        order = np.argsort(-num_stages, kind="stable")
+        rows, num_stages, own, scale = rows[order], num_stages[order], own[order], scale[order]
+        ends = self._search(rows, num_stages, own, scale, steps)
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return self._measure(rows[back], num_stages[back], ends[back], extra, own[back], scale[back])
+
+    def _boundary(self, rows: Ints, num_stages: Ints) -> Floats:
+        """(n, P) seconds of boundaries charged to each stage: half of each of its neighbours'."""
+        out = np.zeros(rows.shape)
+        if rows.shape[1] < 2:
+            return out
+        table = self.tables.boundaries
+        between = table[rows[:, :-1], rows[:, 1:]]
+        between = np.where(np.arange(1, rows.shape[1])[None, :] < num_stages[:, None], between, 0.0)
+        out[:, :-1] += between / 2
+        out[:, 1:] += between / 2
+        weights = np.array([self.tables.boundary_ends(p) for p in range(rows.shape[1] + 1)])
+        out[:, 0] *= weights[num_stages, 0]
+        out[np.arange(len(rows)), num_stages - 1] *= weights[num_stages, 1]
+        return out
+
+    def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats, steps: int) -> Ints:
+        sums = self.tables.time_sums
+        valid = rows >= 0
+        whole = sums[:, -1]
+        speed = np.where(valid, 1.0 / whole[rows], 0.0).sum(axis=1)
+        low = 0.5 / speed
+        high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
+        ends = self._greedy(rows, num_stages, high, own, scale)
+        dead = ends[np.arange(len(rows)), num_stages - 1] < self.tables.num_layers
+        best = np.where(dead[:, None], -1, ends)
+        for _ in range(steps):
+            middle = np.sqrt(low * high)
+            ends = self._greedy(rows, num_stages, middle, own, scale)
+            good = (ends[np.arange(len(rows)), num_stages - 1] >= self.tables.num_layers) & ~dead
+            best[good] = ends[good]
+            high = np.where(good, middle, high)
+            low = np.where(good, low, middle)
+        return best
+
+    def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:
+        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is num_layers. Pipelines sorted by depth, deepest first."""
+        n, width = rows.shape
+        layers = self.tables.num_layers
+        sums = self.tables.time_sums
+        ends = np.zeros((n, width), dtype=np.int64)
+        start = np.zeros(n, dtype=np.int64)
+        alive = np.searchsorted(-num_stages, -np.arange(width), side="left")
+        for s in range(width):
+            m = int(alive[s])
+            if m == 0:
+                break
+            r, at = rows[:m, s], start[:m]
+            allowed = limit[:m] * scale[:m, s] - own[:m, s]
+            target = sums[r, at] + np.minimum(np.maximum(allowed, 0.0), self._gap / 2) + self._gap * r
+            end = np.searchsorted(self._flat, target * (1 + 1e-12), side="right") - 1 - r * self._width
+            left = num_stages[:m] - 1 - s
+            end = np.minimum(np.minimum(end, self.fits[r, left, at]), layers)
+            end = np.where(left > 0, np.minimum(end, layers - 1 - left), end)
+            least = at + (2 if s == 0 else 1)
+            end = np.where(end < least, -layers, end)  # no block of its own: fails
+            end = np.where((left == 0) & (end < layers), -layers, end)
+            ends[:m, s] = end
+            start[:m] = np.maximum(end, 0)
+        failed = (ends < 0).any(axis=1)
+        ends[failed] = -1
+        return ends
+
+    def _measure(self, rows: Ints, num_stages: Ints, ends: Ints, extra: Floats, own: Floats, scale: Floats) -> Cuts:
+        sums = self.tables.time_sums
+        valid = np.arange(rows.shape[1])[None, :] < num_stages[:, None]
+        starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
+        dead = (ends < 0).any(axis=1)
+        safe_ends, safe_starts = np.maximum(ends, 0), np.maximum(starts, 0)
+        work = np.where(valid, sums[rows, safe_ends] - sums[rows, safe_starts], 0.0)
+        busy = np.where(valid, work + own, 0.0)
+        bottleneck = np.where(dead, np.inf, busy.max(axis=1))
+        fill = np.where(dead, np.inf, (work + np.where(valid, extra, 0.0)).sum(axis=1))
+        return Cuts(ends, busy, bottleneck, fill)

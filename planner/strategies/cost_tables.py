@@ -1,0 +1,178 @@
+"""The search's tables from the cost model: one row for each way to use a node type at each microbatch size."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from planner.cluster import NodeType
+from planner.cost import CostModel, LayerCosts
+from planner.errors import ConfigError, InfeasibleError
+from planner.strategies.request import Request
+from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
+
+GIB = 2**30
+
+
+def tables_of(request: Request) -> Tables:
+    """Tables of a request. InfeasibleError names the tightest limit where no GPU can hold any part of the model."""
+    cost = request.cost
+    resources = _resources(request)
+    kinds = tuple(_kinds(request, resources))
+    if not kinds:
+        raise InfeasibleError(_no_kind(request))
+    rows = []
+    for index, kind in enumerate(kinds):
+        node_type = resources[kind.resource].node_type
+        for size in microbatch_sizes(request):
+            row = _row(
+                cost.layer_costs(node_type, kind.tp_degree, size), index, size, _tied_bytes(cost, kind, node_type, size)
+            )
+            if _holds_a_block(row):
+                rows.append(row)
+    if not rows:
+        raise InfeasibleError(_no_block(request, resources, kinds))
+    return Tables(
+        resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
+        _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
+    )  # fmt: skip
+
+
+def microbatch_sizes(request: Request) -> list[int]:
+    """Powers of two, those divisors of the batch that lie between, and the size asked for."""
+    if request.microbatch_sequences is not None:
+        return [request.microbatch_sequences]
+    top = min(request.max_microbatch_sequences, request.global_batch_sequences)
+    return [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= top]
+
+
+def _resources(request: Request) -> tuple[Resource, ...]:
+    by_type: dict[NodeType, list[str]] = {}
+    for node in request.fleet.nodes:
+        if node.node_type.num_gpus > 0:
+            by_type.setdefault(node.node_type, []).append(node.name)
+    if not by_type:
+        raise InfeasibleError("the fleet has no GPU; at least one is needed")
+    return tuple(Resource(node_type, tuple(names)) for node_type, names in by_type.items())
+
+
+def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
+    top = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
+    for index, resource in enumerate(resources):
+        degree = 1
+        while degree <= min(top, resource.node_type.num_gpus):
+            if degree >= request.min_tp_degree:
+                yield Kind(index, degree, len(resource.node_names) * (resource.node_type.num_gpus // degree))
+            degree *= 2
+
+
+def _no_kind(request: Request) -> str:
+    most = max(node.node_type.num_gpus for node in request.fleet.nodes)
+    return (
+        f"min_tp_degree is {request.min_tp_degree}, but the largest node has {most} GPUs and the model allows TP {request.spec.max_tp_degree}"
+        f" (max_tp_degree {request.max_tp_degree}); lower min_tp_degree"
+    )
+
+
+def _row(costs: LayerCosts, kind: int, size: int, tied: float) -> Row:
+    """The peaks of equal blocks become part of what every stage holds, the head's excess part of the head."""
+    common = float(costs.peak_bytes[1:-1].max())
+    state = costs.state_bytes.copy()
+    state[0] += max(0.0, float(costs.peak_bytes[0]) - common)
+    state[-1] += max(0.0, float(costs.peak_bytes[-1]) - common)
+    return Row(
+        kind=kind, microbatch=size, forward_s=costs.forward_s, backward_s=costs.backward_s, state_bytes=state,
+        activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes, fixed_bytes=costs.fixed_bytes + common,
+        limit_bytes=costs.limit_bytes, tied_bytes=tied,
+    )  # fmt: skip
+
+
+def _tied_bytes(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> float:
+    """State bytes of the tied tensor, which a stage with embedding and head holds once."""
+    if not cost.spec.tied_embeddings:
+        return 0.0
+    state = cost.layer_costs(node_type, kind.tp_degree, size).state_bytes[0]
+    return float(state * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters))
+
+
+def _holds_a_block(row: Row) -> bool:
+    return bool((row.state_bytes[1:-1] + row.activation_bytes[1:-1]).min() + row.fixed_bytes <= row.limit_bytes)
+
+
+def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> str:
+    size = microbatch_sizes(request)[0]
+    found = []
+    for index, kind in enumerate(kinds):
+        node_type = resources[kind.resource].node_type
+        row = _row(request.cost.layer_costs(node_type, kind.tp_degree, size), index, size, 0.0)
+        need = float((row.state_bytes[1:-1] + row.activation_bytes[1:-1]).min() + row.fixed_bytes)
+        found.append((need - row.limit_bytes, need, node_type.name, kind.tp_degree, row.limit_bytes))
+    over, need, name, tp, limit = min(found)
+    return (
+        f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}' at TP {tp}, which has {limit / GIB:.2f} GiB:"
+        f" {over / GIB:.2f} GiB too little. Use larger GPUs, a higher TP degree, a shorter sequence or recomputation"
+    )
+
+
+def _boundary(
+    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row]
+) -> Callable[[int, int], float]:
+    """Both directions of a boundary. Neighbours of one node type share a node where two groups fit into one."""
+
+    def seconds(one: int, other: int) -> float:
+        a, b = kinds[rows[one].kind], kinds[rows[other].kind]
+        sender, receiver = resources[a.resource].node_type, resources[b.resource].node_type
+        same = a.resource == b.resource and a.tp_degree + b.tp_degree <= sender.num_gpus
+        flows = 1.0 if same else float(b.tp_degree)
+        return 2 * cost.boundary_s(sender, receiver, rows[one].microbatch, same_node=same, flows=flows)
+
+    return seconds
+
+
+def _sync(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[SyncShape], float]:
+    """Gradient sync and update of the fullest worker; see `SyncShape`."""
+    layers = cost.layer_costs(resources[0].node_type, 1, 1)
+    whole = float(layers.sync_bytes.sum())
+    per_byte = [float(cost.layer_costs(r.node_type, 1, 1).update_s.sum()) / max(whole, 1.0) for r in resources]
+    overhead = cost.parameters.step_overhead_s
+
+    def bound(shape: SyncShape) -> float:
+        update = shape.worker_bytes * min(per_byte)
+        if shape.pipelines < 2:
+            return update + overhead
+        types = [r.node_type for r in resources]
+        least = []
+        for kind in types:
+            members = [(str(i), kind) for i in range(shape.pipelines)]
+            least.append(cost.sync_s(members, shape.worker_bytes, flows=float(shape.least_tp)))
+            if shape.pipelines <= max(t.num_gpus for t in types):
+                least.append(cost.sync_s([("node", kind)] * shape.pipelines, shape.worker_bytes))
+        return min(least) + update + overhead
+
+    def seconds(shape: SyncShape) -> float:
+        if not shape.resources:
+            return bound(shape)
+        used = [resources[r].node_type for r in shape.resources]
+        update = shape.worker_bytes * max(per_byte[r] for r in shape.resources)
+        if shape.pipelines < 2:
+            return update + overhead
+        gpus = np.ceil(whole / max(shape.worker_bytes, 1.0))
+        inside = len(used) == 1 and len(resources[shape.resources[0]].node_names) == 1
+        members = [("node" if inside else str(i), used[i % len(used)]) for i in range(max(shape.pipelines, len(used)))]
+        flows = 1.0 if inside else float(min(gpus, max(kind.num_gpus for kind in used)))
+        return cost.sync_s(members, shape.worker_bytes, flows=flows) + update + overhead
+
+    return seconds
+
+
+def check_request(request: Request) -> None:
+    """ConfigError for numbers that no fleet could meet."""
+    for name in ("global_batch_sequences", "sequence_length"):
+        if getattr(request, name) < 1:
+            raise ConfigError(f"{name} is {getattr(request, name)}; it must be at least 1")
+    size = request.microbatch_sequences
+    if size is not None and request.global_batch_sequences % size:
+        raise ConfigError(
+            f"global_batch_sequences {request.global_batch_sequences} is not divisible by microbatch_sequences {size};"
+            f" the nearest batches that are: {request.global_batch_sequences // size * size or size} and"
+            f" {(request.global_batch_sequences // size + 1) * size}"
+        )

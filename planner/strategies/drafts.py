@@ -1,0 +1,232 @@
+"""Plans before they have workers: pipelines as stages of table rows, their time, and how many microbatches each should do."""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.pipeline_simulation import Transfers
+from planner.strategies.tables import SyncShape, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One pipeline: the table row of each stage and the layer that each stage ends before (embedding is layer 0)."""
+
+    rows: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return (0, *self.ends[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Pipelines with their numbers of microbatches."""
+
+    pipelines: tuple[tuple[Shape, int], ...]
+
+
+class Estimator:
+    """Seconds of pipelines and drafts by the tables; remembers what it has computed."""
+
+    def __init__(self, tables: Tables):
+        self.tables = tables
+        self._times: dict[tuple[Shape, int], float] = {}
+        self._stages: dict[Shape, tuple[list[float], list[float], list[float]]] = {}
+        self.evaluated = 0
+
+    def stages(self, shape: Shape) -> tuple[list[float], list[float], list[float]]:
+        """Forward and backward seconds of each stage, and of each boundary both ways together."""
+        if shape not in self._stages:
+            time, forward = self.tables.time_sums, self.tables.forward_sums
+            first = [float(forward[r, e] - forward[r, s]) for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
+            both = [float(time[r, e] - time[r, s]) for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
+            send = [float(self.tables.boundaries[a, b]) for a, b in zip(shape.rows[:-1], shape.rows[1:])]
+            half = self.tables.stage_overhead_s / 2
+            self._stages[shape] = ([f + half for f in first], [b - f + half for b, f in zip(both, first)], send)
+        return self._stages[shape]
+
+    def pipeline_s(self, shape: Shape, microbatches: int) -> float:
+        """Seconds of one pipeline's part of a step, without gradient sync."""
+        key = (shape, microbatches)
+        if key not in self._times:
+            self.evaluated += 1
+            self._times[key] = self._time(shape, microbatches)
+        return self._times[key]
+
+    def _time(self, shape: Shape, microbatches: int) -> float:
+        forward, backward, send = self.stages(shape)
+        if not self.tables.overlaps_warmup:
+            return (microbatches - 1) * self._period(shape) + sum(forward) + sum(backward) + sum(self._tolls(shape))
+        depth = len(forward)
+        near = 4 * depth + 4
+        if microbatches <= near + depth:
+            return _simulate(forward, backward, send, microbatches, self.tables.transfers)
+        low, high = (_simulate(forward, backward, send, k, self.tables.transfers) for k in (near, near + depth))
+        return high + (microbatches - near - depth) * (high - low) / depth
+
+    def sync_s(self, draft: Draft) -> float:
+        """Estimated seconds after the pipelines end."""
+        return self.tables.sync_s(self.sync_shape(draft))
+
+    def sync_shape(self, draft: Draft) -> SyncShape:
+        tables = self.tables
+        worker = stage = 0.0
+        least = 10**6
+        resources: set[int] = set()
+        for shape in {shape for shape, _ in draft.pipelines}:
+            for row, start, end in zip(shape.rows, shape.starts, shape.ends):
+                kind = tables.kinds[tables.rows[row].kind]
+                size = float(tables.sync_sums[row, end] - tables.sync_sums[row, start])
+                worker, stage = max(worker, size), max(stage, size * kind.tp_degree)
+                least = min(least, kind.tp_degree)
+                resources.add(kind.resource)
+        return SyncShape(worker, stage, least, len(draft.pipelines), tuple(sorted(resources)))
+
+    def draft_s(self, draft: Draft) -> float:
+        """Estimated seconds of a step."""
+        return max(self.pipeline_s(shape, k) for shape, k in set(draft.pipelines)) + self.sync_s(draft)
+
+    def microbatch(self, shape: Shape) -> int:
+        return self.tables.rows[shape.rows[0]].microbatch
+
+    def affine(self, shape: Shape) -> tuple[float, float]:
+        """(seconds of the first microbatch, seconds of each further one) in the steady state."""
+        forward, backward, _ = self.stages(shape)
+        return sum(forward) + sum(backward) + sum(self._tolls(shape)), self._period(shape)
+
+    def _tolls(self, shape: Shape) -> list[float]:
+        """Seconds of boundaries charged to each stage: half of each of its neighbours'."""
+        send = [0.0, *self.stages(shape)[2], 0.0]
+        tolls = [(a + b) / 2 for a, b in itertools.pairwise(send)]
+        first, last = self.tables.boundary_ends(len(tolls))
+        tolls[0] *= first
+        tolls[-1] *= last
+        return tolls
+
+    def _period(self, shape: Shape) -> float:
+        forward, backward, _ = self.stages(shape)
+        tolls, share = self._tolls(shape), 2 * self.tables.boundary_share
+        return max(f + b + share * t for f, b, t in zip(forward, backward, tolls))
+
+    def most_in(self, shape: Shape, seconds: float) -> int:
+        """The most microbatches that the pipeline completes in so many seconds."""
+        fill, period = self.affine(shape)
+        guess = max(0, int((seconds - fill) / period) + 1) if seconds >= fill else 0
+        while self.pipeline_s(shape, guess + 1) <= seconds:
+            guess += 1
+        while guess > 0 and self.pipeline_s(shape, guess) > seconds:
+            guess -= 1
+        return guess
+
+
+def _simulate(forward: list[float], backward: list[float], send: list[float], k: int, transfers: Transfers) -> float:
+    """End of the last backward under 1F1B, as `planner.pipeline_simulation` has it, on plain floats."""
+    depth = len(forward)
+    half = [0.0, *(s / 2 for s in send), 0.0]
+    wait = 1.0 if transfers != "none" else 0.0
+    travel, hold = 1.0 - wait, 1.0 if transfers == "both" else 0.0
+    done_f = [[0.0] * k for _ in range(depth)]
+    done_b = [[0.0] * k for _ in range(depth)]
+    free = [0.0] * depth
+    next_f, next_b = [0] * depth, [0] * depth
+    todo = list(range(depth - 1, -1, -1))
+    end = 0.0
+    while todo:
+        s = todo.pop()
+        f, b = next_f[s], next_b[s]
+        while f < k or b < k:
+            if f < k and f - b < depth - s:
+                if s and f >= next_f[s - 1]:
+                    break
+                ready = done_f[s - 1][f] + travel * half[s] if s else 0.0
+                at = (ready if ready > free[s] else free[s]) + wait * half[s] + forward[s]
+                done_f[s][f] = at
+                free[s] = at + hold * half[s + 1]
+                f += 1
+                if s + 1 < depth:
+                    todo.append(s + 1)
+            else:
+                if s + 1 < depth and b >= next_b[s + 1]:
+                    break
+                ready = done_b[s + 1][b] + travel * half[s + 1] if s + 1 < depth else done_f[s][b]
+                at = (ready if ready > free[s] else free[s]) + wait * half[s + 1] + backward[s]
+                done_b[s][b] = at
+                free[s] = at + hold * half[s]
+                end = at if at > end else end
+                b += 1
+                if s:
+                    todo.append(s - 1)
+            next_f[s], next_b[s] = f, b
+    return end
+
+
+def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:
+    """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends earliest; None if sizes cannot meet it.
+
+    For a trial time each pipeline can do so many; per microbatch size a total between one each and that is chosen; the surplus is taken
+    from whichever pipeline would end last.
+    """
+    low = 0.0
+    high = max(estimator.pipeline_s(s, -(-batch // estimator.microbatch(s))) for s in set(shapes))
+    if _totals(estimator, shapes, batch, high) is None:
+        return None
+    for _ in range(30):
+        middle = (low + high) / 2
+        if _totals(estimator, shapes, batch, middle) is None:
+            low = middle
+        else:
+            high = middle
+        if high - low < 1e-5 * high:
+            break
+    totals = _totals(estimator, shapes, batch, high)
+    assert totals is not None
+    counts = _trim(estimator, shapes, high, totals)
+    return Draft(tuple((shape, k) for shape, k in zip(shapes, counts)))
+
+
+def _totals(estimator: Estimator, shapes: Sequence[Shape], batch: int, seconds: float) -> dict[int, int] | None:
+    most: dict[int, int] = {}
+    least: dict[int, int] = {}
+    can = {shape: estimator.most_in(shape, seconds) for shape in set(shapes)}
+    if min(can.values()) < 1:
+        return None
+    for shape in shapes:
+        size = estimator.microbatch(shape)
+        most[size] = most.get(size, 0) + can[shape]
+        least[size] = least.get(size, 0) + 1
+    sizes = sorted(most, reverse=True)
+    return next(_split(sizes, least, most, batch), None)
+
+
+def _split(sizes: list[int], least: dict[int, int], most: dict[int, int], rest: int) -> Iterator[dict[int, int]]:
+    """Numbers of microbatches a size that sum to `rest` sequences, largest sizes first as full as possible."""
+    size, others = sizes[0], sizes[1:]
+    if not others:
+        if rest % size == 0 and least[size] <= rest // size <= most[size]:
+            yield {size: rest // size}
+        return
+    reserve = sum(b * least[b] for b in others)
+    room = sum(b * most[b] for b in others)
+    top = min(most[size], (rest - reserve) // size)
+    bottom = max(least[size], -(-(rest - room) // size))
+    for count in range(top, max(bottom, top - 64) - 1, -1):
+        for tail in _split(others, least, most, rest - count * size):
+            yield {size: count} | tail
+
+
+def _trim(estimator: Estimator, shapes: Sequence[Shape], seconds: float, totals: dict[int, int]) -> list[int]:
+    counts = [estimator.most_in(shape, seconds) for shape in shapes]
+    for size, total in totals.items():
+        mine = [i for i, shape in enumerate(shapes) if estimator.microbatch(shape) == size]
+        surplus = sum(counts[i] for i in mine) - total
+        heap = [(-estimator.pipeline_s(shapes[i], counts[i]), i) for i in mine if counts[i] > 1]
+        heapq.heapify(heap)
+        for _ in range(surplus):
+            _, i = heapq.heappop(heap)
+            counts[i] -= 1
+            if counts[i] > 1:
+                heapq.heappush(heap, (-estimator.pipeline_s(shapes[i], counts[i]), i))
+    return counts

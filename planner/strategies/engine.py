@@ -1,0 +1,285 @@
+"""The search of `autohet`: bound every mix of GPUs, make the promising ones exact, pack them into the fleet, refine.
+
+1. `columns.py` lists the mixes that a pipeline may be made of, each with a bound on its speed. The linear program over all of
+   them gives the lower bound and the price of a GPU of each node type.
+2. The columns that these prices do not rule out get their best order and cut (`exact.py`, `balance.py`).
+3. Gradient sync depends on the fullest stage of the whole plan, so the integer program runs once for each promising limit on it.
+4. Each packing gets its microbatches exactly and single-layer moves under the 1F1B simulation (`refine.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.strategies.balance import Balancer
+from planner.strategies.columns import ColumnMaker, Columns
+from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.exact import Pipelines, make_exact
+from planner.strategies.packing import Packer
+from planner.strategies.refine import refine
+from planner.strategies.tables import Floats, Ints, SyncShape, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much the search may look at. The defaults suit a fleet of any size on one core."""
+
+    columns: int = 120_000
+    exact: int = 1500
+    packed: int = 160
+    orders: int = 6
+    levels: int = 4
+    candidates: int = 6
+    integer_program_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One limit on what a stage may hold, and the sync seconds that go with it."""
+
+    allowed: Ints
+    sync_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """Drafts, best estimate first, and the bound of the relaxation (0 where there is none)."""
+
+    drafts: tuple[tuple[float, Draft], ...]
+    lower_bound_s: float
+    evaluated: int
+    limit_reached: bool = False
+
+
+class Engine:
+    """One search. `hurry()` is asked between parts and ends the search with what it has."""
+
+    def __init__(
+        self, tables: Tables, batch: int, max_stages: int, effort: Effort = Effort(), hurry: Callable[[], bool] = lambda: False,
+        mixed_microbatch: bool = True, mixed_tp: bool = True,
+    ):  # fmt: skip
+        self.tables = tables
+        self.batch = batch
+        self.effort = effort
+        self.hurry = hurry
+        self.mixed_microbatch, self.mixed_tp = mixed_microbatch, mixed_tp
+        self.max_stages = max(1, min(max_stages, tables.num_blocks, sum(r.num_gpus for r in tables.resources)))
+        self.supply = np.array([r.num_gpus for r in tables.resources], dtype=np.int64)
+        self.estimator = Estimator(tables)
+
+    def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
+        """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
+        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns).make()
+        drafts: dict[Draft, float] = {seed: self.estimator.draft_s(seed) for seed in seeds}
+        if len(columns) == 0:
+            return Found((), 0.0, 0)
+        bound, prices = self._lower_bound(columns)
+        if bound == 0.0:
+            return Found(self._ranked(drafts), 0.0, len(columns))
+        exact = self._promising(columns, bound, prices)
+        if len(exact):
+            for draft in self._pack_levels(exact, bound, min(drafts.values(), default=np.inf)):
+                better = refine(self.estimator, draft, self.batch)
+                drafts[better] = self.estimator.draft_s(better)
+        return Found(self._ranked(drafts), bound, len(columns) + self.estimator.evaluated, self.hurry())
+
+    def _ranked(self, drafts: dict[Draft, float]) -> tuple[tuple[float, Draft], ...]:
+        order = sorted(drafts.items(), key=lambda item: (item[1], item[0].pipelines.__len__(), repr(item[0])))
+        return tuple((seconds, draft) for draft, seconds in order)
+
+    # -- the bound -----------------------------------------------------------------------------------------------------
+
+    def _lower_bound(self, columns: Columns) -> tuple[float, Floats]:
+        """The least step time that the relaxation allows, and the prices there. Zero if no step time meets the batch."""
+        packer = Packer(columns.usage, self.supply)
+        best, prices = np.inf, np.zeros(len(self.supply))
+        for low, high in _ranges(int(self.supply.sum())):
+            sync = self._least_sync(columns, low)
+            found = self._least_time(packer, columns, sync, high, best)
+            if found is not None:
+                best, prices = found
+        return (float(best), prices) if np.isfinite(best) else (0.0, prices)
+
+    def _least_sync(self, columns: Columns, pipelines: int) -> Floats:
+        """(n,) what each column adds to its pipeline at least, when at least so many pipelines share the model."""
+        top = float(columns.sync_bytes.max())
+        steps = np.linspace(0.0, top, 65)
+        at = np.clip(np.searchsorted(steps, columns.sync_bytes, side="right") - 1, 0, 64)
+        out = np.zeros(len(columns))
+        for tp in np.unique(columns.least_tp):
+            shapes = [SyncShape(float(b), float(b) * int(tp), int(tp), pipelines, ()) for b in steps]
+            seconds = np.array([self.tables.sync_s(shape) for shape in shapes])
+            out = np.where(columns.least_tp == tp, seconds[at], out)
+        return out
+
+    def _least_time(
+        self, packer: Packer, columns: Columns, sync: Floats, most: int, best: float
+    ) -> tuple[float, Floats] | None:
+        def worth(seconds: float) -> Floats:
+            return (columns.microbatches_in(seconds - sync) * columns.microbatch).astype(float)
+
+        def reaches(seconds: float) -> tuple[bool, Floats]:
+            relaxed = packer.relax(worth(seconds), float(self.batch), most)
+            return relaxed.value >= self.batch * (1 - 1e-9), relaxed.prices
+
+        if np.isfinite(best):
+            high = best
+            if not reaches(best * 0.9999)[0]:
+                return None
+        else:
+            high = float((columns.fill_s + sync + columns.bottleneck_s * self.batch / columns.microbatch).min())
+            if not reaches(high)[0]:
+                return None
+        low, _prices = 0.0, np.zeros(len(self.supply))
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2 if low == 0.0 or high / low > 2 else (low * high) ** 0.5
+            good, found = reaches(middle)
+            if good:
+                high, _prices = middle, found
+            else:
+                low = middle
+        final = packer.relax(worth(high), None, most)
+        return max(low, 1e-12), final.prices
+
+    # -- promising pipelines -------------------------------------------------------------------------------------------
+
+    def _promising(self, columns: Columns, bound: float, prices: Floats) -> Pipelines:
+        """Exact pipelines of the columns that lose least at the bound's prices, at the bound and somewhat above it."""
+        sync = self._least_sync(columns, 2)
+        picked: list[Ints] = []
+        for factor in (1.0, 1.08, 1.3):
+            room = np.maximum((bound * factor - sync - columns.fill_s) / columns.bottleneck_s + 1, 0.0)
+            worth = np.where(columns.microbatches_in(bound * factor - sync) > 0, room * columns.microbatch, 0.0)
+            cost = columns.usage @ prices
+            ratio = worth / np.maximum(cost, 1e-9)
+            ratio[worth <= 0] = -1.0
+            order = np.argsort(-ratio, kind="stable")
+            order = order[ratio[order] > 0]
+            picked.append(order[: self.effort.exact])
+            for r in range(len(self.supply)):
+                mine = order[columns.usage[order, r] > 0]
+                picked.append(mine[: self.effort.exact // 8])
+        index = np.unique(np.concatenate(picked))
+        balancer = Balancer(self.tables, self.max_stages)
+        return make_exact(self.tables, balancer, columns, index, bound * 1.1, self.effort.orders)
+
+    # -- packing -------------------------------------------------------------------------------------------------------
+
+    def _levels(self, exact: Pipelines) -> Iterator[Level]:
+        """Limits on the smallest TP degree and on the fullest stage, with the sync seconds that they imply."""
+        everyone = tuple(range(len(self.supply)))
+        for least in sorted({int(t) for t in exact.least_tp}):
+            mine = np.flatnonzero(exact.least_tp >= least)
+            sizes = np.unique(exact.stage_bytes[mine])
+            marks = np.unique(sizes[np.linspace(0, len(sizes) - 1, self.effort.levels + 1).astype(int)[1:]])
+            for mark in marks:
+                allowed = mine[exact.stage_bytes[mine] <= mark]
+                if not self.mixed_tp:
+                    allowed = allowed[exact.most_tp[allowed] == least]
+                if len(allowed) == 0:
+                    continue
+                shape = SyncShape(float(exact.worker_bytes[allowed].max()), float(mark), least, 8, everyone)
+                yield Level(allowed, self.tables.sync_s(shape))
+
+    def _pack_levels(self, exact: Pipelines, bound: float, best: float) -> Iterator[Draft]:
+        relaxed: list[tuple[float, int, Level, Pipelines, Packer]] = []
+        ceiling = best
+        for number, level in enumerate(self._levels(exact)):
+            pool = exact.take(level.allowed)
+            packer = Packer(pool.usage, self.supply)
+            seconds = self._pool_time(packer, pool, level.sync_s, ceiling * 1.02)
+            if seconds is not None:
+                relaxed.append((seconds, number, level, pool, packer))
+                ceiling = min(ceiling, seconds)
+        relaxed.sort(key=lambda item: item[:2])
+        for seconds, _, level, pool, packer in relaxed[: self.effort.candidates]:
+            for pick in self._integer(packer, pool, level.sync_s, seconds, best):
+                shapes = [pool.shape(i) for i, count in sorted(pick.items()) for _ in range(count)]
+                draft = assign_microbatches(self.estimator, shapes, self.batch)
+                if draft is not None:
+                    best = min(best, self.estimator.draft_s(draft))
+                    yield draft
+            if self.hurry():
+                return
+
+    def _pool_time(self, packer: Packer, pool: Pipelines, sync: float, ceiling: float) -> float | None:
+        """The relaxation's step time over exact pipelines; None if above `ceiling`."""
+
+        def reaches(seconds: float) -> bool:
+            worth = (pool.microbatches_in(seconds - sync) * pool.microbatch).astype(float)
+            return packer.relax(worth, float(self.batch), None).value >= self.batch * (1 - 1e-9)
+
+        high = float((pool.fill_s + pool.bottleneck_s * self.batch / pool.microbatch).min()) + sync
+        if ceiling < high:
+            high = ceiling
+            if not reaches(high):
+                return None
+        low = 0.0
+        while high - low > 2e-3 * high:
+            middle = (low + high) / 2 if low == 0.0 or high / low > 2 else (low * high) ** 0.5
+            low, high = (low, middle) if reaches(middle) else (middle, high)
+        return high
+
+    def _integer(
+        self, packer: Packer, pool: Pipelines, sync: float, start: float, best: float
+    ) -> Iterator[dict[int, int]]:
+        """Packings of whole pipelines, each at a shorter step time than the one before."""
+        step, low, high, found = 0.002, start * 0.999, None, None
+        seconds = start
+        for _ in range(14):
+            pick = self._choose(packer, pool, seconds - sync)
+            if pick is not None:
+                found, high = pick, seconds
+            else:
+                low = seconds
+            if high is None:
+                seconds = start * (1 + step)
+                step *= 2
+            else:
+                if high - low < 2e-3 * high:
+                    break
+                seconds = (low + high) / 2
+            if high is None and seconds > best * 1.25:
+                break
+        if found is not None:
+            yield found
+
+    def _choose(self, packer: Packer, pool: Pipelines, seconds: float) -> dict[int, int] | None:
+        count = pool.microbatches_in(seconds)
+        worth = (count * pool.microbatch).astype(float)
+        relaxed = packer.relax(worth, None, None)
+        if relaxed.value < self.batch * (1 - 1e-9):
+            return None
+        gain = worth - pool.usage @ relaxed.prices
+        usable = np.flatnonzero(worth > 0)
+        order = usable[np.lexsort((usable, -gain[usable]))]
+        keep = np.unique(np.concatenate([order[: self.effort.packed], *self._best_by_size(pool, gain, usable)]))
+        sizes = pool.microbatch[keep]
+        tries = [keep] if self.mixed_microbatch else [keep[sizes == b] for b in np.unique(sizes)]
+        for members in tries:
+            pick = packer.choose(
+                members, worth[members], pool.microbatch[members], self.batch, self.effort.integer_program_s
+            )
+            if pick is not None:
+                return {int(members[i]): c for i, c in pick.items()}
+        return None
+
+    def _best_by_size(self, pool: Pipelines, gain: Floats, usable: Ints) -> list[Ints]:
+        """The best few of each microbatch size, so that odd batches find a size that divides them."""
+        out = []
+        for size in np.unique(pool.microbatch[usable]):
+            mine = usable[pool.microbatch[usable] == size]
+            out.append(mine[np.argsort(-gain[mine], kind="stable")[: self.effort.packed // 8]])
+        return out
+
+
+def _ranges(gpus: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the number of pipelines, many first."""
+    for low, high in ((16, gpus), (8, 15), (4, 7), (2, 3), (1, 1)):
+        if gpus >= low:
+            yield low, min(high, gpus)
+
+
+def shapes_of(draft: Draft) -> list[Shape]:
+    return [shape for shape, _ in draft.pipelines]

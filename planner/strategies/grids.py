@@ -1,0 +1,36 @@
+"""The strategies `megatron` and `varuna`: the best symmetric grid under our cost model."""
+
+from planner.errors import InfeasibleError
+from planner.strategies.autohet import choose, idle_workers, why_infeasible
+from planner.strategies.cost_tables import check_request, tables_of
+from planner.strategies.drafts import Estimator
+from planner.strategies.request import Answer, Request, SearchReport
+from planner.strategies.symmetric import grid_plans, ranked_grids
+
+_CANDIDATES = 8
+
+
+def search_megatron(request: Request) -> Answer:
+    """TP x PP x DP with an equal split of the layers."""
+    return _search("megatron", request, request.max_tp_degree or request.spec.max_tp_degree, balanced=False)
+
+
+def search_varuna(request: Request) -> Answer:
+    """PP x DP without tensor parallelism, cut-points balanced by compute."""
+    return _search("varuna", request, 1, balanced=True)
+
+
+def _search(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answer:
+    check_request(request)
+    begin = request.clock()
+    tables = tables_of(request)
+    plans = grid_plans(
+        request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
+        max_tp=max_tp, balanced=balanced,
+    )  # fmt: skip
+    ranked = ranked_grids(request.fleet, tables, plans, Estimator(tables))
+    best, rejected = choose(request, [plan for _, plan in ranked[:_CANDIDATES]])
+    if best is None:
+        raise InfeasibleError(why_infeasible(request, tables))
+    report = SearchReport(request.clock() - begin, len(ranked), None, None)
+    return Answer(name, best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan))

@@ -1,0 +1,130 @@
+"""Choosing pipelines: the linear program over all columns (a bound) and the integer program over the promising ones (a plan).
+
+At a step time T a column is worth the sequences that it completes in T; the fleet can meet T only if columns that fit into its
+GPUs are together worth the global batch. The relaxation is solved by column generation: few rows, so few columns matter.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.strategies.tables import Floats, Ints
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """value: the bound. prices: (rows,) what one GPU of each resource is worth. amounts: column -> share."""
+
+    value: float
+    prices: Floats
+    amounts: dict[int, float]
+
+
+class Packer:
+    """Packs columns of `usage` (n, resources) into `supply` (resources,)."""
+
+    def __init__(self, usage: Ints, supply: Ints):
+        self.usage = usage
+        self.supply = supply
+        self._pool: list[int] = []
+        _, self._group = np.unique(usage, axis=0, return_inverse=True)
+        self._group = self._group.reshape(-1)
+
+    def best_of_group(self, value: Floats) -> Ints:
+        """The most valuable column of each distinct usage, ties to the first."""
+        order = np.lexsort((np.arange(len(value)), -value, self._group))
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = self._group[order][1:] != self._group[order][:-1]
+        return np.sort(order[first])
+
+    def relax(self, value: Floats, target: float | None = None, at_most: int | None = None) -> Relaxed:
+        """Maximum of value over fractional packings; stops early once `target` is reached. at_most: number of pipelines."""
+        from scipy.optimize import linprog
+
+        usable = np.flatnonzero(value > 0)
+        if len(usable) == 0:
+            return Relaxed(0.0, np.zeros(len(self.supply)), {})
+        density = value[usable] / (self.usage[usable] / self.supply).sum(axis=1)
+        pool = [i for i in self._pool if value[i] > 0]
+        pool = sorted({*pool, int(usable[np.argmax(density)]), *self._singles(value, usable)})
+        limits = self.supply if at_most is None else np.append(self.supply, at_most)
+        for _ in range(60):
+            matrix = self.usage[pool].T
+            if at_most is not None:
+                matrix = np.vstack([matrix, np.ones(len(pool))])
+            result = linprog(-value[pool], A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs")
+            duals = -np.asarray(result.ineqlin.marginals)
+            prices = duals[: len(self.supply)]
+            gain = value[usable] - self.usage[usable] @ prices - (duals[-1] if at_most is not None else 0.0)
+            top = float(gain.max())
+            found = float(-result.fun)
+            if top <= 1e-7 * max(1.0, found) or (target is not None and found >= target):
+                break
+            best = usable[np.argsort(-gain, kind="stable")[:12]]
+            pool = sorted({*pool, *(int(i) for i in best if gain[np.searchsorted(usable, i)] > 0)})
+        self._pool = [pool[i] for i in np.flatnonzero(result.x > 1e-12)]
+        amounts = {pool[i]: float(result.x[i]) for i in np.flatnonzero(result.x > 1e-9)}
+        return Relaxed(found, prices, amounts)
+
+    def _singles(self, value: Floats, usable: Ints) -> list[int]:
+        out = []
+        for r in range(len(self.supply)):
+            mine = usable[self.usage[usable, r] > 0]
+            if len(mine):
+                out.append(int(mine[np.argmax(value[mine] / self.usage[mine, r])]))
+        return out
+
+    def choose(
+        self,
+        columns: Ints,
+        value: Floats,
+        size: Ints,
+        batch: int,
+        seconds: float,
+        at_least: int = 1,
+        at_most: int | None = None,
+    ) -> dict[int, int] | None:
+        """How many of each of `columns` reach `batch` sequences exactly; None if none is found. value: microbatches times size.
+
+        Per microbatch size b an integer number of microbatches is chosen between one and what the pipelines can do.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        sizes = sorted({int(s) for s in size})
+        n, m = len(columns), len(sizes)
+        most = np.floor(
+            np.where(self.usage[columns] > 0, self.supply / np.maximum(self.usage[columns], 1), np.inf).min(axis=1)
+        )
+        rows, low, high = [], [], []
+        for r in range(len(self.supply)):
+            rows.append(np.concatenate([self.usage[columns, r], np.zeros(m)]))
+            low.append(0.0)
+            high.append(float(self.supply[r]))
+        for j, b in enumerate(sizes):
+            mine = (size == b).astype(float)
+            pick = np.zeros(m)
+            pick[j] = -1.0
+            rows.append(np.concatenate([mine * value / b, pick]))  # can do at least what is asked
+            low.append(0.0)
+            high.append(np.inf)
+            rows.append(np.concatenate([-mine, -pick]))  # each pipeline does at least one
+            low.append(0.0)
+            high.append(np.inf)
+        rows.append(np.concatenate([np.zeros(n), np.array(sizes, dtype=float)]))
+        low.append(float(batch))
+        high.append(float(batch))
+        rows.append(np.concatenate([np.ones(n), np.zeros(m)]))
+        low.append(float(at_least))
+        high.append(float(at_most) if at_most is not None else np.inf)
+        cost = np.concatenate([np.full(n, 1.0), np.zeros(m)])
+        result = milp(
+            cost,
+            constraints=LinearConstraint(np.array(rows), np.array(low), np.array(high)),
+            integrality=np.ones(n + m),
+            bounds=Bounds(np.zeros(n + m), np.concatenate([most, [batch // b for b in sizes]])),
+            options={"time_limit": seconds, "mip_rel_gap": 0.2},
+        )
+        if result.x is None:
+            return None
+        counts = np.round(result.x[:n]).astype(int)
+        return {i: int(c) for i, c in enumerate(counts) if c > 0}

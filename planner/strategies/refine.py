@@ -1,0 +1,58 @@
+"""Local search on a draft under the 1F1B simulation: one block from a stage to its neighbour, one microbatch to another pipeline."""
+
+import itertools
+
+from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+
+_ROUNDS = 40
+
+
+def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
+    """A draft that is at least as good by the estimator; pipelines of equal shape are moved together."""
+    best, seconds = draft, estimator.draft_s(draft)
+    for _ in range(3):
+        better = {shape: refine_shape(estimator, shape, k) for shape, k in dict(best.pipelines).items()}
+        moved = assign_microbatches(estimator, [better[shape] for shape, _ in best.pipelines], batch)
+        if moved is None or estimator.draft_s(moved) >= seconds * (1 - 1e-9):
+            break
+        best, seconds = moved, estimator.draft_s(moved)
+    return best
+
+
+def refine_shape(estimator: Estimator, shape: Shape, microbatches: int) -> Shape:
+    """Moves single blocks between neighbouring stages while the pipeline's time falls and memory holds."""
+    best, seconds = shape, estimator.pipeline_s(shape, microbatches)
+    for _ in range(_ROUNDS):
+        options = [s for s in _neighbours(shape=best) if fits(estimator, s, microbatches)]
+        timed = [(estimator.pipeline_s(s, microbatches), s.ends, s) for s in options]
+        if not timed or min(timed)[0] >= seconds * (1 - 1e-9):
+            return best
+        seconds, _, best = min(timed)
+    return best
+
+
+def _neighbours(shape: Shape) -> list[Shape]:
+    out = []
+    for i in range(len(shape.ends) - 1):
+        for step in (-1, 1):
+            ends = (*shape.ends[:i], shape.ends[i] + step, *shape.ends[i + 1 :])
+            candidate = Shape(shape.rows, ends)
+            if well_formed(candidate):
+                out.append(candidate)
+    return out
+
+
+def well_formed(shape: Shape) -> bool:
+    """Whether every stage has at least one block: the embedding comes before the first, the head after the last."""
+    layers = shape.ends[-1]
+    bounds = [1, *shape.ends[:-1], layers - 1]
+    return all(a < b for a, b in itertools.pairwise(bounds))
+
+
+def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
+    """Whether each stage's memory holds what 1F1B keeps in flight there."""
+    tables, depth = estimator.tables, len(shape.rows)
+    for stage, (row, start, end) in enumerate(zip(shape.rows, shape.starts, shape.ends)):
+        if tables.memory_bytes(row, start, end, min(microbatches, depth - stage)) > tables.rows[row].limit_bytes:
+            return False
+    return True

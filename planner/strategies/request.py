@@ -1,0 +1,95 @@
+"""What a search is asked and what it answers; values without behaviour."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from planner.cluster import Fleet
+from planner.model_spec import ModelSpec
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.cost import CostModel, Prediction
+
+Objective = Literal["time", "cost", "pareto"]
+
+
+def no_clock() -> float:
+    """The clock of a search that is not timed: it never reaches a time limit, so equal input gives equal plans."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One planning problem.
+
+    cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every pipeline's microbatch (None: choose).
+    max_tp_degree, min_tp_degree bound the TP degree; mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False
+    for one microbatch size. max_usd_per_hour limits the price of the nodes in use. min_node_disjoint_holders=2 asks that every layer lie on two nodes at least.
+    clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0.
+    """
+
+    fleet: Fleet
+    spec: ModelSpec
+    cost: "CostModel"
+    global_batch_sequences: int
+    sequence_length: int
+    microbatch_sequences: int | None = None
+    max_microbatch_sequences: int = 64
+    max_tp_degree: int | None = None
+    min_tp_degree: int = 1
+    mixed_tp: bool = True
+    mixed_microbatch: bool = True
+    max_stages: int | None = None
+    objective: Objective = "time"
+    max_usd_per_hour: float | None = None
+    min_node_disjoint_holders: int = 1
+    time_limit_s: float = 60.0
+    clock: Callable[[], float] = no_clock
+
+
+@dataclass(frozen=True, slots=True)
+class SearchReport:
+    """How the search went. lower_bound_s holds for every plan of the searched family; gap = step_time / lower_bound - 1."""
+
+    seconds: float
+    plans_evaluated: int
+    lower_bound_s: float | None
+    gap: float | None
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "plans_evaluated": self.plans_evaluated,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Something the search considered and left, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Workers of the fleet that the plan leaves unused, and why."""
+
+    workers: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan found with its prediction."""
+
+    strategy: str
+    plan: Plan
+    prediction: "Prediction"
+    search: SearchReport
+    rejected: tuple[Rejected, ...] = ()
+    idle: tuple[Idle, ...] = ()
+    front: Sequence["Answer"] = field(default=())

@@ -1,0 +1,160 @@
+"""What the searches read: layer times, memory and link seconds as arrays, whatever cost model they came from.
+
+A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The arrays have one entry a
+layer, with the embedding first, then the blocks, then the head (`num_layers = num_blocks + 2`); they are summed once so that
+the cost of any contiguous range is one subtraction.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import NodeType
+from planner.pipeline_simulation import Transfers
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """The equal nodes of the fleet, as one countable resource."""
+
+    node_type: NodeType
+    node_names: tuple[str, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.node_names) * self.node_type.num_gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`tp_degree` GPUs of one node of resource `resource`; `count` of them fit in the fleet."""
+
+    resource: int
+    tp_degree: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker; arrays have shape (num_layers,).
+
+    state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one microbatch in
+    flight keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a GPU has.
+    sync_bytes: gradient bytes a worker sends for the layer. tied_bytes: what a stage that holds embedding and head saves.
+    """
+
+    kind: int
+    microbatch: int
+    forward_s: Floats
+    backward_s: Floats
+    state_bytes: Floats
+    activation_bytes: Floats
+    sync_bytes: Floats
+    fixed_bytes: float
+    limit_bytes: float
+    tied_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SyncShape:
+    """What the gradient sync of a plan depends on.
+
+    worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together. least_tp: smallest TP
+    degree in the plan. pipelines: number of holders of each layer. resources: node types in use; empty asks for a lower bound.
+    """
+
+    worker_bytes: float
+    stage_bytes: float
+    least_tp: int
+    pipelines: int
+    resources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All that a search needs of a request.
+
+    boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and gradient
+    together; `transfers` says whom they occupy. sync_s estimates what follows the pipelines
+    (gradient sync, optimizer) from `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a pipeline is timed
+    as the 1F1B simulation does, where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill. boundary_ends(stages): weight
+    of the boundary's half that the first and the last stage bear.
+    """
+
+    resources: tuple[Resource, ...]
+    kinds: tuple[Kind, ...]
+    rows: tuple[Row, ...]
+    boundary_s: Callable[[int, int], float]
+    transfers: Transfers
+    sync_s: Callable[["SyncShape"], float]
+    overlaps_warmup: bool = True
+    stage_overhead_s: float = 0.0
+    boundary_ends: Callable[[int], tuple[float, float]] = lambda stages: (1.0, 1.0)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Embedding and head included."""
+        return len(self.rows[0].forward_s)
+
+    @property
+    def boundary_share(self) -> float:
+        """What of a boundary's seconds each of its two stages is occupied for."""
+        return {"both": 1.0, "receiver": 0.5, "none": 0.0}[self.transfers]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers - 2
+
+    @cached_property
+    def time_sums(self) -> Floats:
+        """(rows, num_layers + 1) forward + backward seconds of the first i layers."""
+        return _sums([row.forward_s + row.backward_s for row in self.rows])
+
+    @cached_property
+    def forward_sums(self) -> Floats:
+        return _sums([row.forward_s for row in self.rows])
+
+    @cached_property
+    def sync_sums(self) -> Floats:
+        return _sums([row.sync_bytes for row in self.rows])
+
+    @cached_property
+    def boundaries(self) -> Floats:
+        """(rows, rows) seconds; infinite between rows of different microbatch size."""
+        n = len(self.rows)
+        out = np.full((n, n), np.inf)
+        for i, one in enumerate(self.rows):
+            for j, other in enumerate(self.rows):
+                if one.microbatch == other.microbatch:
+                    out[i, j] = self.boundary_s(i, j)
+        return out
+
+    def last_layer_that_fits(self, max_in_flight: int) -> Ints:
+        """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many microbatches in flight."""
+        n = self.num_layers
+        out = np.zeros((len(self.rows), max_in_flight, n + 1), dtype=np.int64)
+        for r, row in enumerate(self.rows):
+            for depth in range(1, max_in_flight + 1):
+                sums = np.concatenate([[0.0], np.cumsum(row.state_bytes + depth * row.activation_bytes)])
+                room = row.limit_bytes - row.fixed_bytes
+                out[r, depth - 1] = np.searchsorted(sums, sums + room, side="right") - 1
+                if sums[-1] - row.tied_bytes <= room:
+                    out[r, depth - 1, 0] = n
+        return out
+
+    def memory_bytes(self, row: int, start: int, end: int, in_flight: int) -> float:
+        """Bytes a worker of a stage of layers [start, end)."""
+        r = self.rows[row]
+        kept = r.state_bytes[start:end].sum() + in_flight * r.activation_bytes[start:end].sum()
+        tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
+        return float(kept + r.fixed_bytes - tied)
+
+
+def _sums(per_row: list[Floats]) -> Floats:
+    return np.concatenate([np.zeros((len(per_row), 1)), np.cumsum(np.stack(per_row), axis=1)], axis=1)

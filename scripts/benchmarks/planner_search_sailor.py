@@ -1,0 +1,120 @@
+"""Sailor's fleets: our search over the tables of Sailor's own formulas, judged by its published cost model."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from planner.cluster import NodeType
+from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
+
+GIB = 2**30
+GPUS = ("A100-40", "V100-16")
+MODELS = {"OPT-350": 1024, "GPT-Neo-2.7": 2048}
+SEQUENCE_LENGTH = 2048
+# A100 GPUs, V100 GPUs -> Sailor's own step time under its own simulator, by model (its plans, its CPU seconds of search)
+SAILOR = {
+    (16, 0): {"OPT-350": (15.156, 0.02), "GPT-Neo-2.7": (89.14, 0.05)},
+    (32, 0): {"OPT-350": (7.993, 0.04), "GPT-Neo-2.7": (46.21, 0.06)},
+    (128, 0): {"OPT-350": (2.395, 0.16), "GPT-Neo-2.7": (13.59, 0.19)},
+    (16, 16): {"OPT-350": (13.005, 0.06), "GPT-Neo-2.7": (83.30, 0.06)},
+    (32, 32): {"OPT-350": (7.402, 0.24), "GPT-Neo-2.7": (43.16, 0.35)},
+    (32, 96): {"OPT-350": (5.884, 0.67), "GPT-Neo-2.7": (38.08, 0.78)},
+    (64, 64): {"OPT-350": (4.605, 0.65), "GPT-Neo-2.7": (23.19, 1.06)},
+    (80, 240): {"OPT-350": (2.771, 1.8), "GPT-Neo-2.7": (17.15, 3.8)},
+    (128, 128): {"OPT-350": (2.395, 0.96), "GPT-Neo-2.7": (13.32, 2.3)},
+    (128, 384): {"OPT-350": (1.912, 3.7), "GPT-Neo-2.7": (11.21, 7.7)},
+    (512, 512): {"OPT-350": (1.175, 4.3), "GPT-Neo-2.7": (5.01, 20.0)},
+}
+
+
+def load_judge(measurements: Path) -> ModuleType:
+    """The judge's own program, from the folder of measured data."""
+    spec = importlib.util.spec_from_file_location("sailor_judge", measurements / "tools" / "sailor_judge.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sailor_tables(judge: Any, counts: tuple[int, ...], gpus: tuple[str, ...] = GPUS) -> Tables:
+    """Times, memory and links of the judge's formulas for so many GPUs of each type, four a node."""
+    resources = tuple(
+        Resource(NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10), tuple(f"{gpu}-{i}" for i in range(count // 4)))
+        for gpu, count in zip(gpus, counts, strict=True)
+        if count
+    )
+    kinds = tuple(
+        Kind(r, tp, resource.num_gpus // tp) for r, resource in enumerate(resources) for tp in (1, 2, 4)
+    )
+    rows = tuple(
+        row
+        for k, kind in enumerate(kinds)
+        for mbs in sorted(int(m) for m in judge.profile[resources[kind.resource].node_type.gpu_type])
+        if (row := _row(judge, resources[kind.resource].node_type.gpu_type, k, kind.tp_degree, mbs)) is not None
+    )
+    return Tables(
+        resources, kinds, rows, _boundary(judge, resources, kinds, rows), "receiver", _sync(judge, resources), overlaps_warmup=False,
+        boundary_ends=lambda stages: (1.0 if stages <= 3 else 2.0, 2.0),
+    )  # fmt: skip
+
+
+def judge_memory(gpu: str) -> int:
+    return {"A100-40": 40, "V100-16": 16, "GH-96": 96}[gpu] * GIB
+
+
+def _row(judge: Any, gpu: str, kind: int, tp: int, mbs: int) -> Row | None:
+    layers = judge.profile[gpu].get(str(mbs), {}).get(str(tp))
+    info = judge.info.get(str(tp))
+    if layers is None or info is None:
+        return None
+    order = [str(i) for i in range(judge.num_layers)]
+    params = np.array([info[i]["params_floats"] for i in order], dtype=float)
+    acts = np.array([info[i]["act_mem_floats"] for i in order], dtype=float)
+    whole = np.array([judge.info["1"][i]["params_floats"] for i in order], dtype=float)
+    return Row(
+        kind=kind, microbatch=mbs,
+        forward_s=np.array([layers[i][0] for i in order]), backward_s=np.array([layers[i][1] for i in order]),
+        state_bytes=params * 24, activation_bytes=acts * 4 * mbs, sync_bytes=whole * 4 / tp,
+        fixed_bytes=2e9 if tp == 1 else 3e9, limit_bytes=float(judge_memory(gpu)),
+    )  # fmt: skip
+
+
+def _boundary(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]) -> Any:
+    act = judge.info["1"]["1"]["act_output_floats"] * 4
+
+    def seconds(one: int, other: int) -> float:
+        a, b = kinds[rows[one].kind], kinds[rows[other].kind]
+        names = [resources[k.resource].node_type.gpu_type for k in (a, b)]
+        size = act * rows[one].microbatch
+        there = judge.transfer_s(size, names[0], a.tp_degree, names[1], b.tp_degree)
+        return float(there + judge.transfer_s(size, names[1], b.tp_degree, names[0], a.tp_degree))
+
+    return seconds
+
+
+def _sync(judge: Any, resources: tuple[Resource, ...]) -> Any:
+    names = [r.node_type.gpu_type for r in resources]
+
+    def seconds(shape: SyncShape) -> float:
+        size = shape.stage_bytes / min(4, shape.least_tp)
+        used = [names[r] for r in shape.resources] or names[:1]
+        ring = sorted(used[i % len(used)] for i in range(shape.pipelines)) if shape.pipelines > 1 else used[:1]
+        if shape.resources == () and shape.pipelines > 1:
+            return min(float(judge.all_reduce_s(size, [n] * shape.pipelines)) for n in names)
+        return float(judge.all_reduce_s(size, ring))
+
+    return seconds
+
+
+def verdict(module: ModuleType, judge: Any, document: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(module.score(judge, document)))
+
+
+def ratio(ours: float, theirs: float) -> float:
+    return math.floor(1e4 * ours / theirs) / 1e4
