@@ -1,0 +1,40 @@
+"""Fixtures of the durable tier: one S3 server for each module, and every storage that the conformance suite runs on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recovery.storage import Storage, StorageOptions, open_storage
+from tests.harness.s3_server import S3Server, s3_server
+
+SMALL = StorageOptions(concurrency=4, part_bytes=5 << 20, attempts=3, backoff_s=0.001, request_timeout_s=20)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture()
+def s3_uri(s3: S3Server) -> str:
+    """A new bucket's URI with a prefix in it."""
+    return s3.create_bucket(f"test-{uuid.uuid4().hex[:12]}") + "/jobs/one"
+
+
+@pytest.fixture(params=["directory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    """The same suite on every kind of storage."""
+    is_directory = request.param == "directory"
+    opened = open_storage(str(tmp_path / "durable") if is_directory else request.getfixturevalue("s3_uri"), SMALL)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture()
+def directory(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "durable"), SMALL)
