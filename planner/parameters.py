@@ -48,6 +48,6 @@ class CostParameters:
     step_overhead_s: float = 0.0
     state_bytes_per_parameter: float | None = None
     activation_scale: float = 1.0
-    context_bytes: float = 0.8e9
+    context_bytes: float = 1.0 * 2**30
     context_share: float = 0.03
     memory_margin: float = 0.03

@@ -183,7 +183,7 @@ def _used_per_token(parameter: Any, config: Any) -> float:
         return float(parameter.numel())
     experts = int(_first_or(config, parameter.shape[0], "num_experts", "num_local_experts", "n_routed_experts"))
     routed = int(_first_or(config, 1, "num_experts_per_tok"))
-    return parameter.numel() * min(1.0, routed / experts)
+    return float(parameter.numel()) * min(1.0, routed / experts)
 
 
 def _first_or(config: Any, default: int, *names: str) -> int:

@@ -1,0 +1,298 @@
+"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans. Documents and JSON: the contract in the README."""
+
+import argparse
+import csv
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autohet.runtime.job import Job
+from autohet.runtime.planning import PlanningInputs, planning_inputs
+from planner.calibration import Calibration, MeasuredRun, calibrate
+from planner.cluster import Fleet, cluster_from_yaml
+from planner.cost import CostModel, Prediction
+from planner.errors import ConfigError, InfeasibleError
+from planner.parameters import CostParameters
+from planner.plan import Plan
+from planner.trace import chrome_trace
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the command's parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan", help="choose an asymmetric 3D plan for a job on a cluster, or cost given plans"
+    )
+    add = parser.add_argument
+    add("--job", required=True, metavar="JOB", help="job document (YAML)")
+    add("--cluster", required=True, metavar="CLUSTER", help="Ray cluster-launcher YAML")
+    add("--profile", metavar="TABLE", help="measured layer times (CSV or Parquet); default: the bundled measurements")
+    add("--links", metavar="TABLE", help="measured bandwidths (CSV or Parquet); default: labels and catalogue")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--strategy", metavar="NAME", help="the search (default: the job's, else autohet)")
+    mode.add_argument("--compare", metavar="A,B,...", help="several searches, costed by the same model")
+    mode.add_argument("--evaluate", nargs="+", metavar="PLAN", help="cost these plans, search nothing")
+    add("--calibrate", metavar="RUNS", help="CSV of measured steps (plan, measured_s) that refine the cost model first")
+    add("--objective", choices=("time", "cost", "pareto"), help="default: the job's, else time")
+    add("--max-usd-per-hour", type=_positive, metavar="X", help="bound on the price of the nodes in use")
+    add("--time-limit", type=_positive, metavar="S", help="seconds that the search may take (default: the job's, 10)")
+    add("--out", metavar="PLAN", help="write the plan (JSON)")
+    add("--trace-out", metavar="FILE", help="write the simulated step as a Chrome trace, for Perfetto")
+    add("--picture", metavar="FILE", help="draw the plan, or the Pareto front (PNG or SVG)")
+    add("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+    return value
+
+
+@dataclass(frozen=True)
+class Session:
+    """One invocation: what was read, and the cost model's parameters after calibration."""
+
+    args: argparse.Namespace
+    job: Job
+    inputs: PlanningInputs
+    fleet: Fleet
+    parameters: CostParameters
+    calibration: Calibration | None
+
+    def cost_model(self, plan: Plan | None = None) -> CostModel:
+        """The model for a plan's own sequence length and model name, else for the job's."""
+        length, name = (plan.sequence_length, plan.model) if plan else (None, None)
+        return self.inputs.cost_model(self.fleet, sequence_length=length, parameters=self.parameters, model=name)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; ConfigError is the user's mistake (the caller prints it and exits with 2)."""
+    session = _open(args)
+    if args.evaluate:
+        document = _evaluate(session)
+        chosen: Plan | None = _first_plan(document)
+        code = 0
+    else:
+        document, chosen, code = _search(session)
+    if session.calibration is not None:
+        document["calibration"] = session.calibration.to_document()
+    _write_outputs(session, chosen)
+    _print(session, document)
+    return code
+
+
+def _open(args: argparse.Namespace) -> Session:
+    job = Job.from_yaml(args.job)
+    fleet = cluster_from_yaml(args.cluster).fleet()
+    inputs = planning_inputs(job, profile=args.profile, links=args.links)
+    parameters, calibration = inputs.parameters, None
+    if args.calibrate:
+        calibration = _calibrate(args.calibrate, inputs, fleet)
+        parameters = calibration.parameters
+    return Session(args, job, inputs, fleet, parameters, calibration)
+
+
+def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
+    runs = read_runs(path)
+
+    def model_of(plan: Plan, parameters: CostParameters) -> CostModel:
+        return inputs.cost_model(fleet, sequence_length=plan.sequence_length, parameters=parameters, model=plan.model)
+
+    return calibrate(runs, model_of, inputs.parameters)
+
+
+def read_runs(path: str | Path) -> list[MeasuredRun]:
+    """Measured steps: CSV with `plan` (a path relative to the file), `measured_s` and perhaps `measured_memory_bytes`."""
+    try:
+        with Path(path).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise ConfigError(f"cannot read runs '{path}': {error.strerror}") from None
+    if not rows or "plan" not in rows[0] or "measured_s" not in rows[0]:
+        raise ConfigError(f"runs '{path}' must be a CSV with the columns plan and measured_s, and at least one row")
+    return [_read_run(row, Path(path), number) for number, row in enumerate(rows, 1)]
+
+
+def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
+    def positive(column: str) -> float:
+        try:
+            value = float(row[column])
+        except (TypeError, ValueError):
+            value = 0.0
+        if not 0 < value < float("inf"):
+            raise ConfigError(
+                f"'{column}' of row {number} of runs '{path}' must be a positive number, not '{row[column]}'"
+            )
+        return value
+
+    memory = positive("measured_memory_bytes") if row.get("measured_memory_bytes") else None
+    return MeasuredRun(read_plan(path.parent / row["plan"]), positive("measured_s"), memory)
+
+
+def read_plan(path: str | Path) -> Plan:
+    """A plan document; ConfigError names the file."""
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read plan '{path}': {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"plan '{path}': {error}") from None
+
+
+# ---- --evaluate ----
+
+
+def _evaluate(session: Session) -> dict[str, Any]:
+    results = []
+    models: dict[tuple[int, str], CostModel] = {}
+    for path in session.args.evaluate:
+        plan = read_plan(path)
+        key = (plan.sequence_length, plan.model)
+        model = models.setdefault(key, models.get(key) or session.cost_model(plan))
+        try:
+            prediction = model.predict(plan)
+        except ConfigError as error:
+            raise type(error)(f"plan '{path}': {error}") from None
+        results.append(evaluation_document(plan, prediction))
+    return results[0] if len(results) == 1 else {"results": results}
+
+
+def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    """A costed plan as the contract's JSON."""
+    worker, share = prediction.tightest_worker
+    document: dict[str, Any] = {"strategy": "given", "feasible": prediction.fits}
+    if not prediction.fits:
+        limit = prediction.memory_limit_bytes_by_worker[worker]
+        document["reason"] = f"worker '{worker}' needs {share:.2f} times its {limit / 2**30:.1f} GiB of usable memory"
+    document["plan"] = plan.to_document()
+    document["predicted"] = prediction.to_document()
+    document["search"] = {"seconds": 0.0, "plans_evaluated": 1, "lower_bound_s": None, "gap": None}
+    document["rejected"] = []
+    return document
+
+
+def _first_plan(document: dict[str, Any]) -> Plan:
+    first = document["results"][0] if "results" in document else document
+    return Plan.from_document(first["plan"])
+
+
+# ---- search ----
+
+
+def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
+    """(document, best plan, exit code)."""
+    from planner.strategies import STRATEGIES
+
+    args, job = session.args, session.job
+    names = args.compare.split(",") if args.compare else [args.strategy or job.parallelism.strategy]
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"strategy is '{name}'; known: {', '.join(STRATEGIES)}")
+    results = [_searched(session, name) for name in names]
+    feasible = [r for r in results if r["feasible"]]
+    code = 0 if feasible else 2
+    if args.compare:
+        document: dict[str, Any] = {"results": results}
+    else:
+        document = results[0]
+    if args.objective == "pareto" and not args.compare and "front" in document:
+        document = {"front": document["front"], "strategy": names[0]}
+        return document, Plan.from_document(document["front"][0]["plan"]) if document["front"] else None, code
+    best = min(feasible, key=lambda r: r["predicted"]["step_time_s"], default=None)
+    return document, Plan.from_document(best["plan"]) if best else None, code
+
+
+def _searched(session: Session, name: str) -> dict[str, Any]:
+    from planner.strategies import plan_with
+
+    try:
+        return answer_document(plan_with(name, _request(session)))
+    except InfeasibleError as error:
+        return {
+            "strategy": name,
+            "feasible": False,
+            "reason": str(error),
+            "plan": None,
+            "predicted": None,
+            "rejected": [],
+        }
+
+
+def _request(session: Session) -> Any:
+    from planner.strategies import Request
+
+    args, job = session.args, session.job
+    wishes = job.parallelism
+    return Request(
+        fleet=session.fleet,
+        spec=session.inputs.spec,
+        cost=session.cost_model(),
+        global_batch_sequences=job.training.global_batch_sequences,
+        sequence_length=job.training.sequence_length,
+        microbatch_sequences=wishes.microbatch_sequences,
+        max_tp_degree=wishes.max_tp_degree,
+        max_stages=wishes.max_pipeline_stages,
+        min_node_disjoint_holders=wishes.redundancy,
+        objective=args.objective or wishes.objective,
+        max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
+        time_limit_s=args.time_limit or wishes.search_time_limit_s,
+        clock=time.monotonic,
+    )
+
+
+def answer_document(answer: Any) -> dict[str, Any]:
+    """A strategy's answer as the contract's JSON."""
+    document = {
+        "strategy": answer.strategy,
+        "feasible": True,
+        "plan": answer.plan.to_document(),
+        "predicted": answer.prediction.to_document(),
+        "search": answer.search.to_document(),
+        "rejected": [{"what": item.what, "why": item.why} for item in answer.rejected],
+        "idle": [{"workers": list(item.workers), "why": item.why} for item in answer.idle],
+    }
+    if answer.front:
+        document["front"] = [answer_document(member) for member in answer.front]
+    return document
+
+
+# ---- outputs ----
+
+
+def _write_outputs(session: Session, plan: Plan | None) -> None:
+    args = session.args
+    if plan is None:
+        return
+    if args.out:
+        _write(args.out, plan.to_json() + "\n")
+    if args.trace_out:
+        trace = chrome_trace(plan, session.cost_model(plan).simulate(plan), session.fleet)
+        _write(args.trace_out, json.dumps(trace))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write '{path}': {error.strerror}") from None
+
+
+def _print(session: Session, document: dict[str, Any]) -> None:
+    if session.args.picture:
+        _display("draw")(document, session.fleet, session.args.picture)
+    if session.args.json:
+        json.dump(document, sys.stdout)
+        print()
+        return
+    _display("show")(document, session.fleet)
+
+
+def _display(name: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(importlib.import_module("autohet.cli.plan_display"), name)
+    return function
