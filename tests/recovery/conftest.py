@@ -20,7 +20,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture()
+@pytest.fixture
 def s3_uri(s3: S3Server) -> str:
     """A new bucket's URI with a prefix in it."""
     return s3.create_bucket(f"test-{uuid.uuid4().hex[:12]}") + "/jobs/one"
@@ -35,6 +35,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     opened.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def directory(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "durable"), SMALL)

@@ -1,0 +1,413 @@
+"""A checkpoint is written once, committed last, read back checked, and is what stock PyTorch loads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recovery.checkpoint import (
+    assign_writers,
+    checkpoint_uri,
+    commit_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+    write_shards,
+)
+from recovery.checkpoint_errors import (
+    CheckpointConflict,
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointMissing,
+    ManifestInvalid,
+)
+from recovery.checkpoint_read import plan_reads, read_shards, verify
+from recovery.checkpoint_upload import Uploader, UploaderBusy
+from recovery.layout import Layout, ShardId, TensorSpec
+from recovery.manifest import decode_manifest, encode_manifest
+from recovery.storage import Storage
+from recovery.storage_errors import StorageFull, StorageTimeout, StorageUnreachable
+from tests.harness.checkpoint_cases import (
+    commit,
+    full_state,
+    local_state,
+    make_checkpoint,
+    state_specs,
+    two_worker_layout,
+    write_all,
+)
+from tests.harness.faulty_storage import FaultyStorage, flips_a_byte, raises
+
+STOCK_LOAD = """
+import sys
+sys.path[:] = [path for path in sys.path if path not in ("", {root!r})]
+for name in ("recovery", "autohet", "planner"):
+    sys.modules[name] = None  # importing it raises
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+torch.set_num_threads(1)
+shapes = {shapes!r}
+state = {{name: torch.full(shape, float("nan")) for name, shape in shapes.items()}}
+dcp.load(state, storage_reader=dcp.FileSystemReader({path!r}), no_dist=True)
+torch.save(state, {out!r})
+dcp_to_torch_save({path!r}, {out!r} + ".converted")
+"""
+
+
+def test_stock_pytorch_loads_the_directory_without_this_package(directory: Storage, tmp_path: Path) -> None:
+    manifest, full = make_checkpoint(directory, 12)
+    shapes = {name: spec.shape for name, spec in manifest.specs.items()}
+    out, root = str(tmp_path / "loaded.pt"), str(Path(__file__).parents[2])
+    code = STOCK_LOAD.format(root=root, shapes=shapes, path=checkpoint_uri(directory, 12), out=out)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100, cwd=tmp_path)
+    for loaded in (torch.load(out), torch.load(out + ".converted")):
+        assert loaded.keys() == full.keys()
+        assert all(torch.equal(loaded[name], full[name]) for name in full)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+)
+def test_every_dtype_comes_back_and_verifies_as_torch_load_sees_it(directory: Storage, dtype: str) -> None:
+    spec = TensorSpec("param/w", (6, 5), dtype, 1, (0, 2, 5))
+    layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
+    full = {spec.name: (torch.randn(6, 5) * 9).to(getattr(torch, dtype))}
+    manifest = commit(directory, 1, layout, write_all(directory, 1, layout, full))
+    for shard, unit in read_shards(directory, manifest):
+        assert torch.equal(unit, full[spec.name][spec.unit_slices(shard.unit)])
+    assert verify(directory, 1).problems == ()
+
+
+def test_shards_come_back_equal_in_any_selection(storage: Storage) -> None:
+    manifest, full = make_checkpoint(storage, 3)
+    everything = dict(read_shards(storage, manifest))
+    assert everything.keys() == manifest.shards
+    for shard, unit in everything.items():
+        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+    some = [ShardId("param/layers.0.o_proj.weight", 1), ShardId("exp_avg/embed.weight", 2)]
+    assert {shard for shard, _ in read_shards(storage, manifest, some)} == set(some)
+    assert verify(storage, 3).ok
+    with pytest.raises(KeyError):
+        list(read_shards(storage, manifest, [ShardId("param/none", 0)]))
+
+
+def test_manifest_carries_what_a_resume_needs(storage: Storage) -> None:
+    make_checkpoint(storage, 5)
+    manifest = open_checkpoint(storage)
+    assert (manifest.step, manifest.generation, manifest.job) == (5, 2, "job")
+    assert manifest.scalars == {"seed": 7, "next_row": 80, "learning_rate": 1e-3}
+    assert manifest.model_config == {"model_type": "llama", "hidden_size": 8, "rope_scaling": None}
+    assert manifest.num_bytes == sum(spec.num_bytes for spec in state_specs().values())
+    assert manifest.specs == state_specs()
+
+
+def test_without_its_manifest_a_checkpoint_does_not_exist(storage: Storage) -> None:
+    make_checkpoint(storage, 1)
+    layout = two_worker_layout(state_specs())
+    write_all(storage, 2, layout, full_state(layout.tensors))
+    assert [info.step for info in list_checkpoints(storage)] == [1]
+    newest = newest_checkpoint(storage)
+    assert newest is not None
+    assert newest.step == 1
+    with pytest.raises(CheckpointMissing, match="committed steps: 1$"):
+        open_checkpoint(storage, 2)
+
+
+def test_crash_between_data_and_manifest_then_retry_sends_no_data_again(directory: Storage) -> None:
+    faulty = FaultyStorage(directory)
+    faulty.fault("put", raises(StorageUnreachable("x", "crashed")), suffix="manifest.json")
+    layout = two_worker_layout(state_specs())
+    full = full_state(layout.tensors)
+    with pytest.raises(StorageUnreachable):
+        commit(faulty, 4, layout, write_all(faulty, 4, layout, full))
+    assert newest_checkpoint(directory) is None
+    sent = faulty.count("put", ".distcp")
+    receipts = write_all(faulty, 4, layout, full)
+    assert faulty.count("put", ".distcp") == sent == 2
+    assert [(receipt.bytes_sent, receipt.bytes_present > 0) for receipt in receipts] == [(0, True), (0, True)]
+    commit(faulty, 4, layout, receipts)
+    assert verify(directory, 4).ok
+
+
+def test_crash_between_two_files_of_a_worker_resumes_at_the_second(directory: Storage) -> None:
+    faulty = FaultyStorage(directory)
+    faulty.fault("put", raises(StorageFull("x", "no space")), at=2, suffix=".distcp")
+    layout = two_worker_layout(state_specs())
+    state = local_state(layout, "a/0", full_state(layout.tensors))
+    ids = assign_writers(layout)["a/0"]
+    with pytest.raises(StorageFull):
+        write_shards(faulty, 1, "a/0", state, layout, ids, max_file_bytes=600)
+    receipt = write_shards(faulty, 1, "a/0", state, layout, ids, max_file_bytes=600)
+    assert len(receipt.files) > 2
+    assert receipt.bytes_present == receipt.files[0].num_bytes
+    assert receipt.bytes_sent == sum(file.num_bytes for file in receipt.files[1:])
+
+
+def test_changed_content_is_sent_under_another_name_and_never_over_the_old(directory: Storage) -> None:
+    manifest, full = make_checkpoint(directory, 4)
+    layout = two_worker_layout(state_specs())
+    other = {name: tensor + 1 for name, tensor in full.items()}
+    receipts = write_all(directory, 4, layout, other)
+    assert all(receipt.bytes_sent > 0 for receipt in receipts)
+    assert commit(directory, 4, layout, receipts) == manifest  # the first commit stands
+    assert all(
+        torch.equal(unit, dict(read_shards(directory, manifest))[shard])
+        for shard, unit in read_shards(directory, manifest)
+    )
+    assert verify(directory, 4).ok
+
+
+def test_commit_names_what_is_missing_and_commits_nothing(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    receipts = write_all(directory, 1, layout, full_state(layout.tensors))
+    with pytest.raises(CheckpointIncomplete, match=r"param/.*\[1\]|exp_avg/.*\[1\]"):
+        commit(directory, 1, layout, receipts[:1])
+    directory.delete([f"step-00000001/{receipts[0].files[0].name}"])
+    with pytest.raises(CheckpointIncomplete, match="distcp"):
+        commit(directory, 1, layout, receipts)
+    assert list_checkpoints(directory) == []
+
+
+def test_commit_refuses_another_job_and_diverged_replicas(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    full = full_state(layout.tensors)
+    receipts = write_all(directory, 1, layout, full)
+    norm = ShardId("param/layers.1.norm.weight", 0)
+    diverged = {**full, norm.tensor: full[norm.tensor] + 1}
+    twins = [
+        write_shards(directory, 1, worker, local_state(layout, worker, state), layout, [norm])
+        for worker, state in (("a/0", full), ("b/0", diverged))
+    ]
+    with pytest.raises(CheckpointConflict, match="diverged"):
+        commit(directory, 1, layout, receipts + twins)
+    same = write_shards(directory, 1, "b/0", local_state(layout, "b/0", full), layout, [norm])
+    commit(directory, 1, layout, [*receipts, same])  # equal copies are no conflict
+    with pytest.raises(CheckpointConflict, match="'job', not 'other'"):
+        commit(directory, 1, layout, receipts, job="other")
+
+
+def test_of_two_coordinators_one_commits_and_both_agree(storage: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    states = [full_state(layout.tensors, seed) for seed in (1, 2)]
+    receipts = [write_all(storage, 8, layout, state) for state in states]
+    barrier = threading.Barrier(2)
+
+    def race(number: int) -> Any:
+        barrier.wait(10)
+        return commit(storage, 8, layout, receipts[number])
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(race, range(2))
+    assert first == second == open_checkpoint(storage, 8)
+    assert verify(storage, 8).ok  # .metadata is the winner's too
+
+
+def test_a_commit_overtaken_by_another_repairs_the_dcp_metadata(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    ours, theirs = (write_all(directory, 8, layout, full_state(layout.tensors, seed)) for seed in (1, 2))
+    faulty = FaultyStorage(directory)
+
+    def overtaken(name: str, call: Any) -> None:
+        call()  # our .metadata lies over theirs, then their manifest comes first
+        (Path(directory.uri) / "step-00000008" / "manifest.json").exists() or commit(directory, 8, layout, theirs)
+        call()
+
+    faulty.fault("put", overtaken, suffix=".metadata")
+    assert commit(faulty, 8, layout, ours).checksums == {
+        s.shard: s.crc32 for r in theirs for f in r.files for s in f.shards
+    }
+    assert verify(directory, 8).problems == ()
+
+
+def test_a_byte_flipped_on_the_way_is_read_again(directory: Storage) -> None:
+    manifest, full = make_checkpoint(directory, 3)
+    faulty = FaultyStorage(directory)
+    faulty.fault("get_into", flips_a_byte)
+    for shard, unit in read_shards(faulty, manifest):
+        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+    assert faulty.count("get_into") == len(plan_reads(manifest, manifest.shards, 5 << 20)) + 1
+
+
+def _damage(directory: Storage, file: str, position: int) -> None:
+    path = Path(directory.uri, "step-00000003", file)
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_a_byte_flipped_in_storage_is_never_used_and_named(directory: Storage) -> None:
+    manifest, _ = make_checkpoint(directory, 3)
+    shard = ShardId("param/embed.weight", 1)
+    file, stored = manifest.locations[shard]
+    _damage(directory, file, stored.offset + 5)
+    with pytest.raises(CheckpointCorrupt, match=r"param/embed.weight\[1\]") as caught:
+        list(read_shards(directory, manifest))
+    assert caught.value.shard == shard
+    others = manifest.shards - {shard}
+    assert {found for found, _ in read_shards(directory, manifest, others)} == others
+    report = verify(directory, 3)
+    assert [problem for problem in report.problems if "embed.weight[1]" in problem] == list(report.problems) != []
+
+
+def test_verify_sees_damage_that_only_stock_pytorch_would_meet(directory: Storage) -> None:
+    manifest, _ = make_checkpoint(directory, 3)
+    file, stored = manifest.locations[ShardId("param/embed.weight", 0)]
+    _damage(directory, file, stored.item_offset + 1)  # the zip's magic number, before the raw elements
+    assert len(list(read_shards(directory, manifest))) == len(manifest.shards)
+    assert any("torch.load" in problem for problem in verify(directory, 3).problems)
+    path = Path(directory.uri, "step-00000003", ".metadata")
+    path.write_bytes(pickle.dumps(print))
+    assert any("does not belong" in problem for problem in verify(directory, 3).problems)
+    path.unlink()
+    assert any("is missing" in problem for problem in verify(directory, 3).problems)
+
+
+def test_a_truncated_data_file_is_corrupt_not_endless(storage: Storage) -> None:
+    manifest, _ = make_checkpoint(storage, 3)
+    file = manifest.files[0]
+    name = f"step-00000003/{file.name}"
+    storage.put(name, storage.get(name)[: file.num_bytes // 2])
+    with pytest.raises(CheckpointCorrupt):
+        list(read_shards(storage, manifest))
+    storage.delete([name])
+    assert len(verify(storage, 3).problems) == len(file.shards)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: {**document, "extra": 1}, "extra"),
+        (lambda document: {**document, "version": 2}, "version 2"),
+        (lambda document: {**document, "format": "other"}, "format 'other'"),
+        (lambda document: {**document, "step": 4}, "checksum"),
+        (lambda document: {key: value for key, value in document.items() if key != "job"}, "job"),
+    ],
+)
+def test_a_damaged_or_foreign_manifest_is_refused_by_name(directory: Storage, change: Any, message: str) -> None:
+    manifest, _ = make_checkpoint(directory, 3)
+    path = Path(directory.uri, "step-00000003", "manifest.json")
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ManifestInvalid, match=message):
+        open_checkpoint(directory, 3)
+    with pytest.raises(ManifestInvalid):
+        decode_manifest(encode_manifest(manifest)[:-50], "truncated")
+    lost = msgspec.structs.replace(manifest, files=manifest.files[:1])
+    with pytest.raises(ManifestInvalid, match="have no place"):
+        decode_manifest(encode_manifest(lost), "lost")
+
+
+def test_neighbours_are_read_with_one_request_and_large_shards_alone(directory: Storage) -> None:
+    manifest, _ = make_checkpoint(directory, 3)
+    assert len(plan_reads(manifest, manifest.shards, span_bytes=1 << 20)) == len(manifest.files)
+    alone = plan_reads(manifest, manifest.shards, span_bytes=1)
+    assert len(alone) == len(manifest.shards)
+    assert sum(span.end - span.start for span in alone) == manifest.num_bytes
+    assert len(plan_reads(manifest, manifest.shards, span_bytes=1 << 20, gap_bytes=0)) > len(manifest.files)
+
+
+def test_read_ahead_is_bounded(directory: Storage) -> None:
+    spec = TensorSpec("param/w", (64, 1 << 14), "float32", 0, tuple(range(65)))  # 64 units of 64 KiB
+    layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
+    manifest = commit(directory, 1, layout, write_all(directory, 1, layout, {spec.name: torch.zeros(spec.shape)}))
+    faulty = FaultyStorage(directory)
+    faulty_options = type(directory.options)(part_bytes=64 << 10, concurrency=2)
+    faulty.__class__ = type("Small", (FaultyStorage,), {"options": property(lambda self: faulty_options)})
+    reader = read_shards(faulty, manifest, max_memory_bytes=256 << 10)
+    next(reader)
+    reader.close()
+    assert faulty.count("get_into") <= 5  # four units of read-ahead, and the one that was taken
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_every_held_shard_has_one_writer_that_holds_it_and_bytes_are_balanced(data: st.DataObject) -> None:
+    num_workers = data.draw(st.integers(1, 6))
+    workers = [f"n{index // 2}/{index % 2}" for index in range(num_workers)]
+    sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=12))
+    specs = {f"param/{i}": TensorSpec(f"param/{i}", (size,), "float32") for i, size in enumerate(sizes)}
+    shards = [shard for spec in specs.values() for shard in spec.shards]
+    held = {worker: frozenset(data.draw(st.sets(st.sampled_from(shards)))) for worker in workers}
+    layout = Layout(specs, held)
+    written = assign_writers(layout, {worker: worker.split("/")[0] for worker in workers})
+    flat = [shard for ids in written.values() for shard in ids]
+    assert sorted(flat) == sorted(set().union(*held.values()))
+    assert all(ids <= held[worker] for worker, ids in written.items())
+    everywhere = assign_writers(Layout(specs, dict.fromkeys(workers, frozenset(shards))))
+    loads = [sum(specs[shard.tensor].num_bytes for shard in ids) for ids in everywhere.values()]
+    assert max(loads) <= sum(loads) / num_workers + 4 * max(sizes)  # Graham's bound for list scheduling
+
+
+def test_a_nodes_link_counts_before_its_workers() -> None:
+    specs = {f"param/{i}": TensorSpec(f"param/{i}", (8,), "float32") for i in range(8)}
+    everything = frozenset(shard for spec in specs.values() for shard in spec.shards)
+    nodes = {"big/0": "big", "big/1": "big", "big/2": "big", "small/0": "small"}
+    written = assign_writers(Layout(specs, dict.fromkeys(nodes, everything)), nodes)
+    assert len(written["small/0"]) == 4
+
+
+def test_uploader_copies_then_writes_in_the_background_and_says_how_far(storage: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    full = full_state(layout.tensors)
+    seen: list[tuple[int, int, int]] = []
+    with Uploader(storage, progress=lambda *told: seen.append(told)) as uploader:
+        receipts = []
+        for worker, ids in assign_writers(layout).items():
+            state = local_state(layout, worker, full)
+            uploader.submit(6, worker, state, layout, ids)
+            for tensor in state.values():
+                tensor.fill_(float("nan"))  # training goes on
+            receipts.append(uploader.wait(30))
+            assert uploader.poll() == receipts[-1]
+    manifest = commit(storage, 6, layout, pickle.loads(pickle.dumps(receipts)))
+    for shard, unit in read_shards(storage, manifest):
+        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+    assert seen[-1][0] == 6
+    assert seen[-1][1] == seen[-1][2] > 0
+
+
+def test_uploader_is_bounded_reports_failure_and_works_again(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    faulty, started, release = FaultyStorage(directory), threading.Event(), threading.Event()
+
+    def blocks(name: str, call: Any) -> None:
+        started.set()
+        assert release.wait(30)
+        raise StorageFull(name, "no space left")
+
+    faulty.fault("put", blocks)
+    uploader = Uploader(faulty)
+    uploader.submit(1, "a/0", state, layout, ids)
+    assert started.wait(30)
+    assert uploader.poll() is None
+    with pytest.raises(UploaderBusy, match="step 1 is still"):
+        uploader.submit(2, "a/0", state, layout, ids)
+    with pytest.raises(StorageTimeout, match="step 1 is not uploaded"):
+        uploader.wait(0.01)
+    release.set()
+    with pytest.raises(StorageFull):
+        uploader.wait(30)
+    uploader.submit(2, "a/0", state, layout, ids)
+    assert uploader.wait(30).step == 2
+    uploader.close()
+    uploader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-upload"]
+
+
+def test_commit_is_refused_for_state_that_nobody_holds(directory: Storage) -> None:
+    specs = state_specs()
+    with pytest.raises(CheckpointIncomplete):
+        commit_checkpoint(directory, 1, Layout(specs, {}), [], {}, {})
