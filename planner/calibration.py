@@ -1,8 +1,9 @@
 """Calibration: refines the cost model's parameters from a few measured steps, one stated procedure for every cluster.
 
-Maximum a posteriori: measured steps scatter log-normally around the prediction (MEASURED_SPREAD), and each parameter around its
-default (SPREADS: log-normal; stage_overhead_s normal, in seconds). So with few runs a parameter moves only as far as the runs
-insist, and one that they do not touch stays where it was. Peak memory, where it was measured, fits two more in the same way.
+Maximum a posteriori: measured steps scatter log-normally around the prediction (MEASURED_SPREAD), and each parameter
+around its default (SPREADS: log-normal; stage_overhead_s normal, in seconds). So with few runs a parameter moves
+only as far as the runs insist, and one that they do not touch stays where it was. Peak memory, where it was
+measured, fits two more in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +70,8 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], model_of: Callable[[Plan, CostParameters], CostModel], defaults: CostParameters
 ) -> Calibration:
-    """Fits `defaults` to the runs; model_of gives the cost model of a plan (its length, its precision) with some parameters."""
+    """Fits `defaults` to the runs; model_of gives the cost model of a plan (its length, its precision) with some
+    parameters."""
     if not runs:
         raise ConfigError("no runs to calibrate with")
     parameters = _fit_times(runs, model_of, defaults)
@@ -98,7 +100,8 @@ def _mean_error(
 
 
 def moved(defaults: CostParameters, spreads: dict[str, float], steps: NDArray[np.float64]) -> CostParameters:
-    """`defaults` with each named parameter multiplied by exp(step * spread); a last step beyond them moves stage_overhead_s."""
+    """`defaults` with each named parameter multiplied by exp(step * spread); a last step beyond them moves
+    stage_overhead_s."""
     values = {
         name: float(getattr(defaults, name) * np.exp(step * spread))
         for (name, spread), step in zip(spreads.items(), steps, strict=False)
@@ -138,13 +141,15 @@ def _fit_memory(
 
 
 def _soften(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Pseudo-Huber: squares to r^2 for small residuals and grows like |r| for large ones, so that one odd run cannot rule."""
+    """Pseudo-Huber: squares to r^2 for small residuals and grows like |r| for large ones, so that one odd run cannot
+    rule."""
     signed: NDArray[np.float64] = np.sign(residuals) * np.sqrt(2 * (np.sqrt(1 + residuals**2) - 1))
     return signed
 
 
 def _least_squares(residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], size: int) -> NDArray[np.float64]:
-    """Levenberg-Marquardt from the defaults with forward differences: few parameters, residuals that are cheap and smooth."""
+    """Levenberg-Marquardt from the defaults with forward differences: few parameters, residuals that are cheap and
+    smooth."""
     steps, damping = np.zeros(size), 1.0
     current = residuals(steps)
     for _ in range(30):

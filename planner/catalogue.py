@@ -36,7 +36,8 @@ class GpuType:
     memory_bytes_per_s: float
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the device has no unit for it."""
+        """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the device has no unit for
+        it."""
         rate = {"fp16": self.fp16_flops, "bf16": self.bf16_flops, "tf32": self.tf32_flops}.get(dtype)
         return max(rate or 0.0, self.fp32_flops)
 

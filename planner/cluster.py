@@ -18,8 +18,8 @@ LABELS = frozenset(
 )
 RAY_ACCELERATOR_LABEL = "ray.io/accelerator-type"
 _NODE_TYPE_KEYS = frozenset({
-    "resources", "labels", "node_config", "min_workers", "max_workers", "docker", "worker_setup_commands", "worker_image", "pod_config",
-    "object_store_memory", "idle_timeout_s",
+    "resources", "labels", "node_config", "min_workers", "max_workers", "docker", "worker_setup_commands",
+    "worker_image", "pod_config", "object_store_memory", "idle_timeout_s",
 })  # fmt: skip
 
 
@@ -27,7 +27,8 @@ _NODE_TYPE_KEYS = frozenset({
 class NodeType:
     """Equal machines. Bandwidths are bytes per second in one direction: intra-node per GPU, inter-node per node.
 
-    usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be 0 (a head node, never planned on).
+    usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be 0 (a head node,
+    never planned on).
     """
 
     name: str
@@ -229,11 +230,11 @@ def cluster_from_document(document: object) -> Cluster:
 
 
 _TOP_KEYS = frozenset({
-    "cluster_name", "max_workers", "upscaling_speed", "idle_timeout_minutes", "docker", "provider", "auth", "available_node_types",
-    "head_node_type", "file_mounts", "cluster_synced_files", "file_mounts_sync_continuously", "rsync_exclude", "rsync_filter",
-    "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",
-    "worker_start_ray_commands", "no_restart", "min_workers", "initial_workers", "autoscaling_mode", "target_utilization_fraction",
-    "head_node", "worker_nodes",
+    "cluster_name", "max_workers", "upscaling_speed", "idle_timeout_minutes", "docker", "provider", "auth",
+    "available_node_types", "head_node_type", "file_mounts", "cluster_synced_files", "file_mounts_sync_continuously",
+    "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands", "head_setup_commands",
+    "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands", "no_restart", "min_workers",
+    "initial_workers", "autoscaling_mode", "target_utilization_fraction", "head_node", "worker_nodes",
 })  # fmt: skip
 
 

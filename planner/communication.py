@@ -1,7 +1,8 @@
 """Links and collectives: alpha-beta costs, measured link tables, NICs shared by all flows that cross them.
 
-Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring all-reduce of n bytes over p members sends
-2 (p - 1) / p n bytes over every link of the ring (Patarasu and Yuan, 2009); laid out node by node it crosses each node's NIC once.
+Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring all-reduce of n bytes
+over p members sends 2 (p - 1) / p n bytes over every link of the ring (Patarasu and Yuan, 2009); laid out node by
+node it crosses each node's NIC once.
 """
 
 import math
@@ -23,7 +24,8 @@ _COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s"
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2 bytes, bytes per second)."""
+    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2 bytes, bytes per
+    second)."""
 
     curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
 
@@ -71,7 +73,8 @@ class Links:
     def bandwidth(
         self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, flows: float
     ) -> float:
-        """Bytes per second of one of `flows` equal flows that share the sender's and receiver's NIC (inside a node: none shared)."""
+        """Bytes per second of one of `flows` equal flows that share the sender's and receiver's NIC (inside a node:
+        none shared)."""
         scope = "intra" if same_node else "inter"
         measured = None
         if self.table is not None:
@@ -94,7 +97,8 @@ class Links:
         return self.latency(same_node) + message_bytes / rate
 
     def all_reduce_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float = 1.0) -> float:
-        """A ring all-reduce over workers given as (node name, node type), ordered node by node; `flows` rings share each NIC."""
+        """A ring all-reduce over workers given as (node name, node type), ordered node by node; `flows` rings share
+        each NIC."""
         count = len(members)
         if count < 2 or num_bytes <= 0:
             return 0.0

@@ -1,7 +1,7 @@
 """The cost model: what a plan's step takes in seconds, bytes and dollars, and the queries that a search asks.
 
-A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s` and `sync_s`; `predict` runs the whole
-model with the event simulation. All of it is a function of the arguments alone.
+A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s` and `sync_s`;
+`predict` runs the whole model with the event simulation. All of it is a function of the arguments alone.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,9 @@ class LayerCosts:
     """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding first, the head last.
 
     Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes all step long,
-    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage once), sync_bytes
-    that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers. limit_bytes: what a GPU has.
+    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage
+    once), sync_bytes that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers.
+    limit_bytes: what a GPU has.
     """
 
     forward_s: Floats
@@ -102,8 +103,9 @@ class Simulation:
 class CostModel:
     """Costs plans of one model on one fleet, for one sequence length and precision.
 
-    profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else the spec's name,
-    else the profile's only model). With a `links` table measured bandwidths replace the labels' and the catalogue's.
+    profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else
+    the spec's name, else the profile's only model). With a `links` table measured bandwidths replace the labels' and
+    the catalogue's.
     """
 
     def __init__(
@@ -184,17 +186,20 @@ class CostModel:
         return self.parameters.stage_overhead_s
 
     def activation_message_bytes(self, microbatch: int) -> float:
-        """Bytes of one microbatch's hidden states, and of their gradient: what a TP rank sends over a stage boundary."""
+        """Bytes of one microbatch's hidden states, and of their gradient: what a TP rank sends over a stage
+        boundary."""
         return float(microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision])
 
     def boundary_s(
         self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, flows: float = 1.0
     ) -> float:
-        """Seconds of one microbatch's transfer over a stage boundary, one direction; `flows` transfers share the NICs."""
+        """Seconds of one microbatch's transfer over a stage boundary, one direction; `flows` transfers share the
+        NICs."""
         return self.links.message_s(sender, receiver, same_node, self.activation_message_bytes(microbatch), flows)
 
     def sync_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float = 1.0) -> float:
-        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); `flows` rings share each NIC."""
+        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); `flows` rings share
+        each NIC."""
         return self.links.all_reduce_s(members, num_bytes, flows)
 
     def _sync_bytes(self, tp_degree: int) -> Floats:
@@ -210,7 +215,8 @@ class CostModel:
         )
 
     def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
-        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section 3)."""
+        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section
+        3)."""
         kind = next((k for k in self.node_types if k.gpu_type == gpu_type), None)
         if tp_degree == 1 or kind is None:
             return 0.0
@@ -220,7 +226,8 @@ class CostModel:
     # ---- the whole plan ----
 
     def predict(self, plan: Plan) -> Prediction:
-        """Costs a plan, batch and microbatches as it has them. ConfigError where it is not whole or names unknown workers."""
+        """Costs a plan, batch and microbatches as it has them. ConfigError where it is not whole or names unknown
+        workers."""
         check_plan(plan, self.spec.num_layers, exact_batch=False)
         simulation = self.simulate(plan)
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
@@ -304,7 +311,8 @@ class CostModel:
         return forward + spread + self.stage_overhead_s, backward + spread + self.stage_overhead_s
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
-        """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one node."""
+        """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one
+        node."""
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
         if len({node.name for node in nodes}) == 1:
             return 0.0
@@ -315,7 +323,8 @@ class CostModel:
         return 2 * stage.num_layers * max(0.0, over - inside)
 
     def _boundary_seconds(self, plan: Plan, pipeline: Pipeline, index: int) -> float:
-        """The slowest of the boundary's transfers: rank j of the receiver takes from rank j * t1 // t2 of the sender."""
+        """The slowest of the boundary's transfers: rank j of the receiver takes from rank j * t1 // t2 of the
+        sender."""
         sender, receiver = pipeline.stages[index], pipeline.stages[index + 1]
         slowest = 0.0
         for j, target in enumerate(receiver.workers):

@@ -1,4 +1,5 @@
-"""Strict reading of mappings that came from YAML or JSON: an unknown key is an error that names it and the known ones."""
+"""Strict reading of mappings that came from YAML or JSON: an unknown key is an error that names it and the known
+ones."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches

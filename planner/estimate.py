@@ -1,8 +1,10 @@
-"""Layer times where nothing was measured: the nearest measured layer, scaled by FLOPs and memory bandwidth; always flagged.
+"""Layer times where nothing was measured: the nearest measured layer, scaled by FLOPs and memory bandwidth; always
+flagged.
 
-A block's time is launch + FLOPs / rate. The reference is the measured block (any model) nearest in FLOPs on the same device and dtype,
-else on the device nearest in peak rate and memory bandwidth, whose time is scaled by COMPUTE_SHARE of the ratio of peak rates and the
-rest by that of memory bandwidths. Embedding and head are matrix products at the block's rate plus their memory traffic.
+A block's time is launch + FLOPs / rate. The reference is the measured block (any model) nearest in FLOPs on the same
+device and dtype, else on the device nearest in peak rate and memory bandwidth, whose time is scaled by COMPUTE_SHARE
+of the ratio of peak rates and the rest by that of memory bandwidths. Embedding and head are matrix products at the
+block's rate plus their memory traffic.
 """
 
 import math
@@ -32,7 +34,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A measured block as a line in FLOPs: seconds = launch + FLOPs / rate, forward and backward (FLOPs of the forward in both)."""
+    """A measured block as a line in FLOPs: seconds = launch + FLOPs / rate, forward and backward (FLOPs of the
+    forward in both)."""
 
     model: str
     gpu_type: str
@@ -82,7 +85,8 @@ def estimate_layer(
 def _memory_traffic_bytes(
     kind: str, layer: LayerSpec, spec: ModelSpec, sequence_length: int, microbatch: int, tp_degree: int, dtype: str
 ) -> float:
-    """Embedding: rows read, summed with positions and written. Head: logits written, then read and written in fp32 by the loss."""
+    """Embedding: rows read, summed with positions and written. Head: logits written, then read and written in fp32
+    by the loss."""
     tokens = microbatch * sequence_length
     if kind == "embedding":
         return 3.0 * tokens * spec.hidden_size * _VALUE_BYTES[dtype]
@@ -90,7 +94,8 @@ def _memory_traffic_bytes(
 
 
 def device_ratio(reference: Reference, device: GpuType, dtype: str) -> float:
-    """How many times longer `device` takes at `dtype` than the reference's device at its dtype; 1 for the same device and dtype."""
+    """How many times longer `device` takes at `dtype` than the reference's device at its dtype; 1 for the same
+    device and dtype."""
     other = _device(reference.gpu_type)
     rates = other.peak_flops(reference.dtype) / device.peak_flops(dtype)
     values = _VALUE_BYTES[dtype] / _VALUE_BYTES[reference.dtype]

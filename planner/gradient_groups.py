@@ -1,4 +1,5 @@
-"""Which gradients are summed over whom: layer by layer, over pipelines that are cut differently and may have unequal TP degrees."""
+"""Which gradients are summed over whom: layer by layer, over pipelines that are cut differently and may have unequal
+TP degrees."""
 
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ class SyncJob:
 
 
 def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[SyncJob, ...]:
-    """All-reduces of a step, bucketed by equal holder sets, in order of their first layer; groups of one worker are left out.
+    """All-reduces of a step, bucketed by equal holder sets, in order of their first layer; groups of one worker are
+    left out.
 
-    A tensor is cut into U units, U the largest TP degree of the plan; a worker of a stage of TP degree t holds U / t of them.
+    A tensor is cut into U units, U the largest TP degree of the plan; a worker of a stage of TP degree t holds U / t
+    of them.
     """
     units = max(stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages)
     width = parameters.sync_bytes_per_parameter

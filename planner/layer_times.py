@@ -1,10 +1,11 @@
-"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured, interpolated, or an estimate that says so.
+"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured, interpolated, or an estimate
+that says so.
 
 Order of preference, for one (GPU type, dtype, sequence length, TP degree):
-1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended by the slope of its last half;
-2. one measured point: split into launch, work and tensor-parallel communication, of which only the last two grow (`PointSplit`);
-3. another TP degree of this model and GPU: work divided, communication added from the link (flagged);
-4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
+1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended by the slope of
+its last half; 2. one measured point: split into launch, work and tensor-parallel communication, of which only the
+last two grow (`PointSplit`); 3. another TP degree of this model and GPU: work divided, communication added from the
+link (flagged); 4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +82,8 @@ def make_curve(points: Mapping[int, float]) -> Curve:
 class LayerTimeModel:
     """Layer times of one model at one sequence length and dtype; results are cached.
 
-    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel all-reduces in one direction.
+    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel all-reduces in one
+    direction.
     """
 
     profile: ProfileTable
@@ -172,7 +174,8 @@ class LayerTimeModel:
     def _split(self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]) -> "PointSplit":
         """Launch, work and communication of a layer with one measured forward.
 
-        At the smallest measured TP degree the launch is `launch_s`; at larger ones the work is divided, and the rest is launch.
+        At the smallest measured TP degree the launch is `launch_s`; at larger ones the work is divided, and the rest
+        is launch.
         """
         ((base, measurement),) = points.items()
         communication = min(self._communication(gpu_type, tp_degree, base, name), 0.6 * measurement.forward_s)
@@ -221,8 +224,8 @@ class LayerTimeModel:
             notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
             return max(0.2 * forward, forward - had) * ratio + add, max(0.2 * backward, backward - had) * ratio + add
         found: Estimate = estimate_layer(
-            (self.profile, default_profile()), gpu_type, self.dtype, kind, layer, self.spec, self.sequence_length, microbatch,
-            tp_degree, self.parameters,
+            (self.profile, default_profile()), gpu_type, self.dtype, kind, layer, self.spec, self.sequence_length,
+            microbatch, tp_degree, self.parameters,
         )  # fmt: skip
         communication = self._communication(gpu_type, tp_degree, microbatch, name)
         notes.append(f"{kind} on {gpu_type} ({self.dtype}, TP {tp_degree}): {found.reason}")
@@ -246,7 +249,8 @@ class LayerTimeModel:
 
 @dataclass(frozen=True, slots=True)
 class PointSplit:
-    """One forward measured at microbatch `base`, in seconds: launches do not grow with the microbatch, the others in proportion."""
+    """One forward measured at microbatch `base`, in seconds: launches do not grow with the microbatch, the others in
+    proportion."""
 
     base: int
     launch_s: float

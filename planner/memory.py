@@ -1,7 +1,8 @@
 """Bytes a worker needs: state, activations by 1F1B depth, logits, buffers and the context; formulas in README.md.
 
-Activations per layer: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), section 4, as scalars
-per token in the model spec, split or not by tensor parallelism, with the S x S scores where attention is not fused.
+Activations per layer: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022),
+section 4, as scalars per token in the model spec, split or not by tensor parallelism, with the S x S scores where
+attention is not fused.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from planner.parameters import CostParameters
 
 Floats = NDArray[np.float64]
 
-# Compute copy (its own only beside a 16-bit one), fp32 gradient, the two moments of AdamW, fp32 master of a 16-bit copy,
-# and one flat fp32 buffer for the gradients' all-reduce.
+# Compute copy (its own only beside a 16-bit one), fp32 gradient, the two moments of AdamW, fp32 master of a 16-bit
+# copy, and one flat fp32 buffer for the gradients' all-reduce.
 STATE_BYTES = {"fp32": 4 + 4 + 8 + 4, "tf32": 4 + 4 + 8 + 4, "bf16": 2 + 4 + 4 + 8 + 4, "fp16": 2 + 4 + 4 + 8 + 4}
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
@@ -24,8 +25,8 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 class MemoryTerms:
     """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
-    state_bytes: held all step long. activation_bytes: kept for each microbatch in flight. peak_bytes: extra while the layer runs
-    (logits and their gradient; recomputed activations of one block).
+    state_bytes: held all step long. activation_bytes: kept for each microbatch in flight. peak_bytes: extra while
+    the layer runs (logits and their gradient; recomputed activations of one block).
     """
 
     state_bytes: Floats
@@ -69,14 +70,16 @@ def activation_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype:
 
 
 def backward_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int) -> float:
-    """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the widest product."""
+    """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the
+    widest product."""
     scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
     widest = layer.split_activation_values / tp_degree / 2
     return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
 
 
 def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str) -> float:
-    """Logits, the loss's fp32 log-probabilities and their gradient, and the logits' gradient: alive together after the forward."""
+    """Logits, the loss's fp32 log-probabilities and their gradient, and the logits' gradient: alive together after
+    the forward."""
     return float(tokens * spec.vocab_size / tp_degree * 2 * (VALUE_BYTES[dtype] + 4))
 
 

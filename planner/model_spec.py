@@ -8,10 +8,12 @@ class LayerSpec:
     """One block, the embedding, or final norm + head.
 
     parameters: scalars of the layer on one device without tensor parallelism.
-    replicated_parameters: those of them that every tensor-parallel rank holds whole (norms, biases after row-parallel products).
-    matmul_parameters: weights that multiply every token once (an embedding look-up has none; a tied head has hidden * vocabulary).
-    attention_width: heads * head size of the attention (queries x keys and scores x values cost 4 * S^2 * width FLOPs a sequence).
-    split_activation_values, replicated_activation_values: scalars per token kept for backward, split or not by tensor parallelism.
+    replicated_parameters: those of them that every tensor-parallel rank holds whole (norms, row-parallel biases).
+    matmul_parameters: weights that multiply every token once (an embedding look-up has none; a tied head has
+    hidden * vocabulary).
+    attention_width: heads * head size (queries x keys and scores x values cost 4 * S^2 * width FLOPs a sequence).
+    split_activation_values, replicated_activation_values: scalars per token kept for backward, split or not by tensor
+    parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 where the attention is fused.
     """
 
@@ -24,7 +26,8 @@ class LayerSpec:
     attention_heads: int = 0
 
     def forward_flops(self, sequence_length: int) -> float:
-        """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two products (whole, not halved by causality)."""
+        """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two products (whole, not
+        halved by causality)."""
         return 2.0 * self.matmul_parameters * sequence_length + 4.0 * sequence_length**2 * self.attention_width
 
     def parameters_per_worker(self, tp_degree: int) -> float:
@@ -36,9 +39,9 @@ class LayerSpec:
 class ModelSpec:
     """`blocks` has one entry a block, 0-based; `head` is final norm and output projection.
 
-    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts it not (norm alone), while a last stage that is
-    not the first holds its own copy of it (see `head_parameters`). max_tp_degree: the largest power of two that divides attention
-    and key-value heads.
+    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm alone, while a last stage that
+    is not the first holds its own copy of the tensor (`tied_parameters`). max_tp_degree: the largest power of two up to
+    8 that divides attention and key-value heads.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""The cost model's few constants that no table holds, each with a physical meaning; calibration fits some (README.md)."""
+"""The cost model's few constants that no table holds, each with a physical meaning; calibration fits some
+(README.md)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,23 +11,32 @@ from planner.pipeline_simulation import Transfers
 class CostParameters:
     """Defaults come from data sheets and published measurements; sources in README.md.
 
-    Compute. launch_exposure: share of the launch time in a measured curve (what exceeds its work at the largest microbatch, in
-    proportion) that a run pays; the rest is an artefact of measuring one layer at a time. Where only one microbatch size and no backward was measured (`PointSplit`): launch_s is the host's time to launch
-    one block's forward kernels without tensor parallelism, at most launch_limit of the measurement; backward_ratio and launch_backward_ratio are backward
-    over forward for work and for launches. stage_overhead_s: what a framework adds to each forward and each backward of a stage.
-    Links. efficiency_intra and efficiency_inter: share of nominal bandwidth that a message reaches where no link table says it; all_reduce_efficiency: share of
-    that which rings of more than two members over several nodes reach;
-    latency_intra_s, latency_inter_s: of one message. transfers: whom a transfer between
-    stages occupies beside the link: "both" sender and receiver (blocking calls, as in DeepSpeed), the "receiver" alone (fused or
-    asynchronous sends, as in Megatron-LM and in this project's runtime), or "none".
-    sync_bytes_per_parameter: width of a gradient on the wire. tied_sync: "union" sums a tied embedding over the holders in first
-    and last stages at once, "two_step" first within each stage and then between the two (Megatron-LM).
-    Step. optimizer_bytes_per_parameter: memory traffic of one AdamW update; memory_efficiency: reached share of a device's
-    memory bandwidth; step_overhead_s: once a step.
-    Memory. state_bytes_per_parameter None takes the precision's own (memory.py); activation_scale: kept activations over
-    the formula's; context_bytes, and context_share of the device's
-    memory: CUDA context, communicators, library workspace; memory_margin: share of the device's
-    memory that a plan must leave free (fragmentation, other processes).
+    Compute.
+    launch_exposure: share of the launch time in a measured curve (what exceeds its work at the largest microbatch, in
+    proportion) that a run pays; the rest is an artefact of measuring one layer at a time.
+    launch_s, launch_limit: the host's time to launch one block's forward kernels without tensor parallelism, where only
+    one microbatch size was measured (`PointSplit`), and the largest share of the measurement that it may be.
+    backward_ratio, launch_backward_ratio: backward over forward for work and for launches, where it was not measured.
+    stage_overhead_s: what a framework adds to each forward and each backward of a stage.
+
+    Links.
+    efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches where no link table says it.
+    all_reduce_efficiency: share of that which rings of more than two members over several nodes reach.
+    latency_intra_s, latency_inter_s: of one message.
+    transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in DeepSpeed), the
+    "receiver" alone (fused or asynchronous sends, as in Megatron-LM and this project's runtime), or "none".
+    sync_bytes_per_parameter: width of a gradient on the wire.
+    tied_sync: "union" sums a tied embedding over its holders in first and last stages at once, "two_step" first within
+    each stage and then between the two (Megatron-LM).
+
+    Step.
+    optimizer_bytes_per_parameter: memory traffic of one AdamW step with its gradient norm and casts.
+    memory_efficiency: reached share of a device's memory bandwidth. step_overhead_s: once a step.
+
+    Memory.
+    state_bytes_per_parameter: None takes the precision's own (memory.py). activation_scale: kept activations over the
+    formula's. context_bytes, context_share of the device's memory: CUDA context, communicators, library workspace.
+    memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
     """
 
     launch_exposure: float = 0.9

@@ -1,7 +1,8 @@
 """One pipeline's 1F1B step as an exact event simulation, and the bound that search uses.
 
-Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021, section 2.2: stage i of P
-runs min(P - i - 1, K) warm-up forwards, then one forward and one backward in turn, then the backwards that remain.
+Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021,
+section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one forward and one backward in turn, then
+the backwards that remain.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,12 @@ Transfers = Literal["both", "receiver", "none"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """Seconds of one microbatch: per stage [P] forward and backward, per boundary [P - 1] activation and gradient transfer.
+    """Seconds of one microbatch: per stage [P] forward and backward, per boundary [P - 1] activation and gradient
+    transfer.
 
-    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies besides: "both" the receiver before its
-    action and the sender after it (blocking calls that meet), the "receiver" alone, or "none" (it runs beside all work).
+    A transfer follows its producer and delays its consumer. `transfers` says whom it occupies besides: "both" the
+    receiver before its action and the sender after it (blocking calls that meet), the "receiver" alone, or "none"
+    (it runs beside all work).
     """
 
     forward_s: Sequence[float]
@@ -32,7 +35,8 @@ class PipelineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Start and end seconds of every action: arrays [P, K]; `end_s` [P] is when each stage has finished its last backward."""
+    """Start and end seconds of every action: arrays [P, K]; `end_s` [P] is when each stage has finished its last
+    backward."""
 
     forward_start_s: FloatArray
     forward_end_s: FloatArray
@@ -60,8 +64,8 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[tupl
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
     """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K).
 
-    The dependency graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends, and
-    the order in which stages are swept does not change any time.
+    The dependency graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends,
+    and the order in which stages are swept does not change any time.
     """
     num_stages = len(times.forward_s)
     state = _Simulation(times, num_stages, num_microbatches)
@@ -72,7 +76,8 @@ def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
 
 
 class _Simulation:
-    """What `simulate_pipeline` knows: per stage its next action and when it is free, per input when it is there (None: not yet)."""
+    """What `simulate_pipeline` knows: per stage its next action and when it is free, per input when it is there
+    (None: not yet)."""
 
     def __init__(self, times: PipelineTimes, num_stages: int, num_microbatches: int) -> None:
         self.times, self.last = times, num_stages - 1
@@ -130,11 +135,12 @@ class _Simulation:
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:
-    """A lower bound of `simulate_pipeline(...).total_s`: each stage's work, after the way of a first microbatch to it and back.
+    """A lower bound of `simulate_pipeline(...).total_s`: each stage's work, after the way of a first microbatch to
+    it and back.
 
     max over s of: sum over stages before s of (f + b) and their transfers, + K (f_s + b_s) (and the transfers that
-    occupy the stage for all but one microbatch), and the whole way of one microbatch. Equality holds for one stage, and for
-    equal stages without transfers.
+    occupy the stage for all but one microbatch), and the whole way of one microbatch. Equality holds for one stage,
+    and for equal stages without transfers.
     """
     work = np.asarray(times.forward_s) + np.asarray(times.backward_s)
     send = np.asarray(times.send_forward_s) + np.asarray(times.send_backward_s)

@@ -19,7 +19,7 @@ _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Contiguous blocks on one tensor-parallel group. `num_layers` may be 0 only for a stage that holds embedding or head alone."""
+    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding or head alone."""
 
     first_layer: int
     num_layers: int
@@ -90,7 +90,7 @@ class Plan:
 
     @classmethod
     def from_document(cls, document: object) -> "Plan":
-        """Reads the contract's document. ConfigError names an unknown key or a wrong value; `check_plan` checks the rest."""
+        """Reads the contract's document; ConfigError names an unknown key or a wrong value. `check_plan` does the rest."""
         plan = read_mapping(document, "plan")
         check_keys(plan, "plan", _PLAN_KEYS, _PLAN_KEYS)
         if plan["version"] != VERSION:
@@ -148,10 +148,10 @@ def _read_stage(document: object, what: str) -> Stage:
 
 
 def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None:
-    """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker at most once; batch met.
+    """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker at most once.
 
-    With `exact_batch=False` the pipelines may process more or fewer sequences than the global batch (published plans that
-    round up their microbatches).
+    With `exact_batch` the pipelines must also process the global batch, neither more nor less (published plans round
+    their microbatches up).
     """
     for index, pipeline in enumerate(plan.pipelines):
         _check_layers(pipeline, index, num_layers)
@@ -161,7 +161,8 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None
     total = sum(pipeline.num_sequences for pipeline in plan.pipelines)
     if exact_batch and total != plan.global_batch_sequences:
         raise ConfigError(
-            f"the pipelines process {total} sequences a step, but global_batch_sequences is {plan.global_batch_sequences}"
+            f"the pipelines process {total} sequences a step, but global_batch_sequences is "
+            f"{plan.global_batch_sequences}"
         )
 
 

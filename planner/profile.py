@@ -1,4 +1,5 @@
-"""Profile table: measured seconds of layers, one row a measurement; strict CSV or Parquet in, the bundled measurements by default."""
+"""Profile table: measured seconds of layers, one row a measurement; strict CSV or Parquet in, the bundled
+measurements by default."""
 
 import csv
 import math
@@ -30,7 +31,8 @@ OPTIONAL = ("update_s", "peak_activation_bytes", "source")
 class Measurement:
     """One row. Seconds of one microbatch of `microbatch_sequences` sequences; None was not measured.
 
-    layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1 the tensor-parallel communication is included.
+    layer: `embedding`, `block`, `head`, or `block:<index>`. With tp_degree > 1 the tensor-parallel communication is
+    included.
     """
 
     model: str

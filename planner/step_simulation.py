@@ -19,7 +19,8 @@ class SyncEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """Events after the pipelines. gradients_end_s, tied_end_s: when the last all-reduce of each sort ended; end_s: the last update."""
+    """Events after the pipelines. gradients_end_s, tied_end_s: when the last all-reduce of each sort ended; end_s:
+    the last update."""
 
     events: tuple[SyncEvent, ...]
     gradients_end_s: float
@@ -32,8 +33,8 @@ class StepTimeline:
 def simulate_sync(
     jobs: Sequence[SyncJob], ready_s: Mapping[str, float], update_s: Mapping[str, float], fleet: Fleet, links: Links
 ) -> StepTimeline:
-    """Each all-reduce starts when its members have finished their backwards and earlier all-reduces; a NIC is shared by the rings
-    that cross it; an update starts when the worker's all-reduces have ended."""
+    """Each all-reduce starts when its members have finished their backwards and earlier all-reduces; a NIC is shared
+    by the rings that cross it; an update starts when the worker's all-reduces have ended."""
     free = dict(ready_s)
     flows = _crossing_workers(jobs, fleet)
     events: list[SyncEvent] = []
@@ -62,7 +63,8 @@ def _crossing_workers(jobs: Sequence[SyncJob], fleet: Fleet) -> dict[bool, dict[
 
 
 def _flows(members: Sequence[tuple[str, NodeType]], crossing: Mapping[str, set[str]]) -> float:
-    """Rings that share the busiest NIC of this one: workers of a node in such rings, over this ring's own workers there."""
+    """Rings that share the busiest NIC of this one: workers of a node in such rings, over this ring's own workers
+    there."""
     own: dict[str, int] = {}
     for node, _ in members:
         own[node] = own.get(node, 0) + 1

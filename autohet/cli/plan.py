@@ -1,4 +1,5 @@
-"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans. Documents and JSON: the contract in the README."""
+"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans. Documents and JSON: the contract in
+the README."""
 
 import argparse
 import csv
@@ -108,7 +109,8 @@ def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
 
 
 def read_runs(path: str | Path) -> list[MeasuredRun]:
-    """Measured steps: CSV with `plan` (a path relative to the file), `measured_s` and perhaps `measured_memory_bytes`."""
+    """Measured steps: CSV with `plan` (a path relative to the file), `measured_s` and perhaps
+    `measured_memory_bytes`."""
     try:
         with Path(path).open(newline="") as file:
             rows = list(csv.DictReader(file))

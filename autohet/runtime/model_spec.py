@@ -1,8 +1,9 @@
-"""Model spec from a transformers config: the library's own modules are built on the meta device (no weights) and measured.
+"""Model spec from a transformers config: the library's own modules are built on the meta device (no weights) and
+measured.
 
 Works for any causal-LM config: the blocks are the largest ModuleList with one entry a layer, the embedding is what
-`get_input_embeddings` returns (with every other embedding table outside the blocks), the head is `get_output_embeddings` and
-whatever else lies outside the blocks (final norm, projections).
+`get_input_embeddings` returns (with every other embedding table outside the blocks), the head is
+`get_output_embeddings` and whatever else lies outside the blocks (final norm, projections).
 """
 
 import json
@@ -19,7 +20,8 @@ _FUSED_PRECISIONS = ("bf16", "fp16")
 def model_spec_from_config(
     name: str, config: Mapping[str, Any] | str | Path, *, precision: str = "bf16", revision: str | None = None
 ) -> ModelSpec:
-    """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id; ConfigError where it is none.
+    """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id; ConfigError
+    where it is none.
 
     precision decides whether the attention's scores count as kept for backward: flash kernels are 16-bit only.
     """
@@ -54,7 +56,8 @@ def _build_on_meta(config: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            builder: Any = AutoModelForCausalLM
+            return builder.from_config(config)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"transformers builds no causal language model from this config: {_first_line(error)}"
@@ -123,14 +126,16 @@ def _find_blocks(module: Any, config: Any) -> tuple[str, list[Any]]:
 
 
 def _is_tied(module: Any) -> bool:
-    """Whether the head's weight is the embedding's (declared by the config: the meta device does not tie by itself everywhere)."""
+    """Whether the head's weight is the embedding's (declared by the config: the meta device does not tie by itself
+    everywhere)."""
     output = module.get_output_embeddings()
     same = output is not None and output.weight is module.get_input_embeddings().weight
     return bool(same or module.config.tie_word_embeddings)
 
 
 def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> tuple[int, int]:
-    """Parameters outside the blocks: (embedding tables and their projections, head with final norm, without a tied weight)."""
+    """Parameters outside the blocks: (embedding tables and their projections, head with final norm, without a tied
+    weight)."""
     from torch.nn import Embedding
 
     tables = {
@@ -157,7 +162,8 @@ def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> 
 def _block_spec(
     block: Any, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, fused: bool
 ) -> LayerSpec:
-    """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et al. 2022, section 4.1, without dropout)."""
+    """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et al. 2022, section
+    4.1, without dropout)."""
     parameters = sum(p.numel() for p in block.parameters())
     vectors = sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
     products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
@@ -191,7 +197,8 @@ def _first_or(config: Any, default: int, *names: str) -> int:
 
 
 def _widest(block: Any, hidden: int) -> int:
-    """The feed-forward's inner width: the largest side of a matrix whose other side is the hidden size, fused pairs halved."""
+    """The feed-forward's inner width: the largest side of a matrix whose other side is the hidden size, fused pairs
+    halved."""
     sizes = [
         max(p.shape[-2:])
         for name, p in block.named_parameters()

@@ -1,4 +1,4 @@
-"""From a job document to what the planner needs: model spec, profile, links, precision. Used by `autohet plan` and the driver."""
+"""From a job document to what the planner needs: model spec, profile, links, precision."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +65,7 @@ class PlanningInputs:
 
 
 def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str | Path | None = None) -> PlanningInputs:
-    """Reads what the job names; `profile` and `links` (paths) replace the job's. ConfigError where something is wrong."""
+    """Reads what the job names; `profile` and `links` (paths) replace the job's."""
     model = job.model
     source = model.config if model.config is not None else model.pretrained
     if source is None:
@@ -92,7 +92,8 @@ def emulated_profile(
     for gpu_type in gpu_types:
         if gpu_type not in speeds:
             raise ConfigError(
-                f"emulation.relative_speed_by_gpu_type has no '{gpu_type}'; it names {', '.join(sorted(speeds)) or 'nothing'}"
+                f"emulation.relative_speed_by_gpu_type has no '{gpu_type}'; "
+                f"it names {', '.join(sorted(speeds)) or 'nothing'}"
             )
         for degree in (2**i for i in range(max_tp_degree.bit_length())):
             for size in (1, 64):
