@@ -111,7 +111,8 @@ class S3Storage:
         oldest = self.now() - older_than_s
         request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         page = self._call(prefix, lambda: self._client.list_multipart_uploads(**request))
-        stale = [item for item in page.get("Uploads", ()) if item["Initiated"].timestamp() < oldest]
+        ours = [item for item in page.get("Uploads", ()) if item["Key"].startswith(request["Prefix"])]  # be sure of it
+        stale = [item for item in ours if item["Initiated"].timestamp() < oldest]
         for item in stale:
             self._abort(item["Key"], item["UploadId"])
         return len(stale)

@@ -35,7 +35,7 @@ from recovery.checkpoint_errors import (
 )
 from recovery.checkpoint_read import plan_reads, read_shards, verify
 from recovery.checkpoint_upload import Uploader, UploaderBusy
-from recovery.layout import Layout, ShardId, TensorSpec
+from recovery.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec
 from recovery.manifest import decode_manifest, encode_manifest
 from recovery.storage import Storage
 from recovery.storage_errors import StorageFull, StorageTimeout, StorageUnreachable
@@ -78,9 +78,7 @@ def test_stock_pytorch_loads_the_directory_without_this_package(directory: Stora
         assert all(torch.equal(loaded[name], full[name]) for name in full)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-)
+@pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES_BY_DTYPE) - {"float32"}))
 def test_every_dtype_comes_back_and_verifies_as_torch_load_sees_it(directory: Storage, dtype: str) -> None:
     spec = TensorSpec("param/w", (6, 5), dtype, 1, (0, 2, 5))
     layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
@@ -122,7 +120,7 @@ def test_without_its_manifest_a_checkpoint_does_not_exist(storage: Storage) -> N
     newest = newest_checkpoint(storage)
     assert newest is not None
     assert newest.step == 1
-    with pytest.raises(CheckpointMissing, match="committed steps: 1$"):
+    with pytest.raises(CheckpointMissing, match=r"committed steps: 1$"):
         open_checkpoint(storage, 2)
 
 
@@ -163,10 +161,8 @@ def test_changed_content_is_sent_under_another_name_and_never_over_the_old(direc
     receipts = write_all(directory, 4, layout, other)
     assert all(receipt.bytes_sent > 0 for receipt in receipts)
     assert commit(directory, 4, layout, receipts) == manifest  # the first commit stands
-    assert all(
-        torch.equal(unit, dict(read_shards(directory, manifest))[shard])
-        for shard, unit in read_shards(directory, manifest)
-    )
+    for shard, unit in read_shards(directory, manifest):
+        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
     assert verify(directory, 4).ok
 
 
@@ -226,9 +222,8 @@ def test_a_commit_overtaken_by_another_repairs_the_dcp_metadata(directory: Stora
         call()
 
     faulty.fault("put", overtaken, suffix=".metadata")
-    assert commit(faulty, 8, layout, ours).checksums == {
-        s.shard: s.crc32 for r in theirs for f in r.files for s in f.shards
-    }
+    stored = [stored for receipt in theirs for file in receipt.files for stored in file.shards]
+    assert commit(faulty, 8, layout, ours).checksums == {item.shard: item.crc32 for item in stored}
     assert verify(directory, 8).problems == ()
 
 

@@ -1,0 +1,106 @@
+"""`autohet checkpoint`: exit codes, one document with --json, one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from autohet.cli.main import main
+from recovery.checkpoint import assign_writers, commit_checkpoint, write_shards
+from recovery.layout import Layout, TensorSpec
+from recovery.storage import open_storage
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """Two committed checkpoints of a one-tensor GPT-2 (its values do not matter to the command)."""
+    storage = open_storage(str(tmp_path / "durable"))
+    spec = TensorSpec("param/transformer.wte.weight", (67, 8), "float32", 0, (0, 30, 67))
+    layout = Layout({spec.name: spec}, {"a/0": frozenset(spec.shards)})
+    for step in (10, 20):
+        state = {spec.name: torch.full(spec.shape, float(step))}
+        receipt = write_shards(storage, step, "a/0", state, layout, assign_writers(layout)["a/0"])
+        commit_checkpoint(storage, step, layout, [receipt], {"seed": 1}, {"model_type": "gpt2"}, job="tiny")
+    return storage.uri
+
+
+def _document(capsys: pytest.CaptureFixture[str]) -> dict:
+    captured = capsys.readouterr()
+    return json.loads(captured.out)
+
+
+def test_list(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", "--storage", uri, "--json"]) == 0
+    rows = _document(capsys)["checkpoints"]
+    assert [(row["step"], row["job"], row["num_bytes"]) for row in rows] == [(10, "tiny", 2144), (20, "tiny", 2144)]
+    assert main(["checkpoint", "list", "--storage", uri]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny" in shown
+    assert "2.1 KiB" in shown
+
+
+def test_list_of_nothing_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", "--storage", str(tmp_path / "none"), "--json"]) == 0
+    assert _document(capsys)["checkpoints"] == []
+
+
+def test_verify_tells_good_from_damaged(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", "--storage", uri, "--json"]) == 0
+    assert [report["ok"] for report in _document(capsys)["checkpoints"]] == [True, True]
+    file = next(Path(uri, "step-00000010").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 4] ^= 1
+    file.write_bytes(data)
+    assert main(["checkpoint", "verify", "--storage", uri, "--step", "20", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", "--storage", uri, "--json"]) == 1
+    assert [report["ok"] for report in _document(capsys)["checkpoints"]] == [False, True]
+    assert main(["checkpoint", "verify", "--storage", uri]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_export_writes_the_newest_or_the_step_asked_for(
+    uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    for step, options in ((20, []), (10, ["--step", "10"])):
+        out = tmp_path / f"out-{step}"
+        assert main(["checkpoint", "export", "--storage", uri, "--out", str(out), "--json", *options]) == 0
+        document = _document(capsys)
+        assert (document["step"], document["directory"]) == (step, str(out))
+        assert torch.equal(
+            load_file(out / "model.safetensors")["transformer.wte.weight"], torch.full((67, 8), float(step))
+        )
+    assert not list(Path(uri).rglob("*.lease"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "--step", "15"], "committed steps: 10, 20"),
+        (["export", "--step", "15", "--out", "x"], "committed steps: 10, 20"),
+        (["export", "--out", "/proc"], "not an empty directory"),
+        (["export", "--out", "x", "--dtype", "int3"], "float32, float16, bfloat16"),
+        (["list", "--storage", "ftp://x/y"], "ftp"),
+    ],
+)
+def test_the_users_mistake_is_one_line_and_exit_code_2(
+    uri: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path / "x") if argument == "x" else argument for argument in arguments]
+    assert main(["checkpoint", arguments[0], "--storage", uri, *arguments[1:]]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_damaged_manifest_is_exit_code_1(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(uri, "step-00000010", "manifest.json").write_text("{")
+    assert main(["checkpoint", "list", "--storage", uri]) == 1
+    assert "not a valid manifest" in capsys.readouterr().err

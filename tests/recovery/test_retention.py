@@ -1,0 +1,122 @@
+"""Retention leaves what is new or being read; clean-up removes only what was never committed and is old."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recovery.checkpoint import list_checkpoints
+from recovery.checkpoint_errors import CheckpointMissing
+from recovery.checkpoint_read import verify
+from recovery.retention import apply_retention, reading_checkpoint, remove_orphans
+from recovery.storage import Storage
+from recovery.storage_errors import StoragePermissionDenied, StorageUnreachable
+from tests.harness.checkpoint_cases import full_state, make_checkpoint, state_specs, two_worker_layout, write_all
+from tests.harness.faulty_storage import FaultyStorage, raises
+
+
+def _steps(storage: Storage) -> list[int]:
+    return [info.step for info in list_checkpoints(storage)]
+
+
+def _age(storage: Storage, step: int) -> None:
+    """Make everything of a step look a day old."""
+    for path in Path(storage.uri, f"step-{step:08d}").iterdir():
+        stamp = path.stat().st_mtime - 86400
+        os.utime(path, (stamp, stamp))
+
+
+def test_the_newest_stay_and_the_old_leave_nothing(storage: Storage) -> None:
+    for step in (1, 2, 3, 4):
+        make_checkpoint(storage, step)
+    removal = apply_retention(storage, keep=2)
+    assert removal.removed_steps == (1, 2)
+    assert _steps(storage) == [3, 4]
+    assert {info.name.split("/")[0] for info in storage.list()} == {"step-00000003", "step-00000004"}
+    assert apply_retention(storage, keep=2).removed_steps == ()
+    assert verify(storage, 3).ok
+    with pytest.raises(ValueError, match="keep is 0"):
+        apply_retention(storage, keep=0)
+
+
+def test_a_checkpoint_being_read_stays_until_the_reader_is_done(storage: Storage) -> None:
+    for step in (1, 2, 3):
+        make_checkpoint(storage, step)
+    with reading_checkpoint(storage, 1) as manifest:
+        removal = apply_retention(storage, keep=1, reading=[2])
+        assert removal.removed_steps == ()
+        assert [step for step, _ in removal.kept] == [1, 2]
+        assert manifest.step == 1
+        assert verify(storage, 1).ok
+    assert apply_retention(storage, keep=1).removed_steps == (1, 2)
+
+
+def test_the_lease_of_a_dead_reader_ends(directory: Storage) -> None:
+    for step in (1, 2):
+        make_checkpoint(directory, step)
+    with reading_checkpoint(directory, 1, lease_s=60):
+        _age(directory, 1)
+        assert apply_retention(directory, keep=1).removed_steps == (1,)
+    with pytest.raises(CheckpointMissing), reading_checkpoint(directory, 1):
+        pass
+
+
+def test_a_storage_that_may_only_be_read_gives_no_lease_but_reads(
+    directory: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(directory, 1)
+    faulty = FaultyStorage(directory)
+    faulty.fault("put", raises(StoragePermissionDenied("x", "read only")), times=99)
+    with reading_checkpoint(faulty) as manifest:
+        assert manifest.step == 1
+    assert "without a lease" in caplog.text
+
+
+def test_an_interrupted_removal_is_no_checkpoint_and_is_finished_later(directory: Storage) -> None:
+    for step in (1, 2):
+        make_checkpoint(directory, step)
+    faulty = FaultyStorage(directory)
+    faulty.fault("delete", raises(StorageUnreachable("x", "crashed")), at=2)
+    with pytest.raises(StorageUnreachable):
+        apply_retention(faulty, keep=1)
+    assert _steps(directory) == [2]
+    assert any(True for _ in directory.list("step-00000001/"))
+    _age(directory, 1)
+    assert remove_orphans(directory).removed_steps == (1,)
+    assert not any(True for _ in directory.list("step-00000001/"))
+
+
+def test_orphans_go_by_age_and_never_what_is_being_written_or_committed(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    for step in (1, 2, 3):
+        write_all(directory, step, layout, full_state(layout.tensors))
+    make_checkpoint(directory, 4)
+    for step in (1, 2, 4):
+        _age(directory, step)
+    removal = remove_orphans(directory, writing=[2])
+    assert removal.removed_steps == (1,)  # 2 is being written, 3 is young, 4 is committed
+    assert verify(directory, 4).ok
+    assert {info.name.split("/")[0][-1] for info in directory.list()} == {"2", "3", "4"}
+
+
+def test_strays_beside_a_committed_checkpoint_go_when_old(directory: Storage) -> None:
+    make_checkpoint(directory, 4)
+    directory.put("step-00000004/late_writer-0.distcp", b"of an older attempt")
+    assert remove_orphans(directory).num_objects == 0
+    _age(directory, 4)
+    assert remove_orphans(directory).num_objects == 1
+    assert verify(directory, 4).ok
+
+
+def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
+    from recovery.storage import open_storage
+
+    storage = open_storage(s3_uri)
+    client, bucket = storage._client, s3_uri.split("/")[2]  # type: ignore[attr-defined]
+    client.create_multipart_upload(Bucket=bucket, Key="jobs/one/step-00000001/a.distcp")
+    client.create_multipart_upload(Bucket=bucket, Key="other/step-00000001/a.distcp")
+    assert storage.abandon_uploads("step-", older_than_s=1e10) == 0  # the server dates all of them 2010
+    assert storage.abandon_uploads("step-", older_than_s=3600) == 1
+    assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
