@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from autohet.runtime.instance_metadata import InstanceMetadata
+from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
 from autohet.runtime.messages import AgentEndpoint
 from recovery.agent_store import AgentStore
 from recovery.shard_server import ShardServer
@@ -62,7 +62,7 @@ class AgentActor:
 
 
 class NoticeWatch:
-    """Polls the EC2 instance metadata in an owned thread; gives up quietly where there is no such service."""
+    """Polls the EC2 instance metadata in an owned thread; off EC2 it finds no such service, and ends."""
 
     def __init__(self, poll_s: float) -> None:
         self.notice: tuple[str, float | None] | None = None
@@ -73,7 +73,19 @@ class NoticeWatch:
         self._thread.start()
 
     def _run(self) -> None:
-        raise AssertionError("replaced below once the metadata client is in place")
+        metadata = InstanceMetadata()
+        try:
+            self.instance_type = metadata.instance_type()
+        except MetadataUnavailable as error:
+            logger.info("No EC2 instance metadata here (%s): no notices from it", error)
+            return
+        while not self._stop.wait(self._poll_s):
+            try:
+                found = metadata.interruption()
+            except MetadataUnavailable as error:
+                logger.warning("The instance metadata does not answer: %s", error)
+                continue
+            self.notice = None if found is None else (found.action, found.time_unix_s)
 
     def close(self) -> None:
         self._stop.set()

@@ -16,6 +16,7 @@ from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing,
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.errors import ConfigError
+from planner.plan import Plan
 from recovery.errors import NotRestorable
 
 
@@ -35,6 +36,7 @@ class Controller:
         self.planned_nodes: frozenset[str] = frozenset()
         self.proposal: Proposal | None = None
         self.pending: Change | None = None
+        self.plans: list[tuple[int, Plan, float]] = []
         self.failures_in_a_row = 0
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: set[str] = set()
@@ -51,7 +53,7 @@ class Controller:
         self._announce(seen)
         self.ledger.take(seen, self)
         hire = policy.workers_to_hire(seen)
-        if hire and not isinstance(self.state, (Closing, Ended)):
+        if hire and isinstance(self.state, (Waiting, Training)):
             self.workforce.hire(hire)
         self.state = self._step(seen)
         return seen
@@ -368,6 +370,7 @@ class Controller:
             self.workforce.release_node(name)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
         self.planned_nodes = frozenset(name for name in seen.nodes if name in policy.usable_nodes(seen) or name in {seen.node_of(w) for w in self.members})
+        self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
         self.ledger.begin_generation(state.generation, change)
         self.events.emit(
             "restore", self.generation, step=change.restore_step, bytes_by_tier=change.bytes_by_tier(), steps_lost=change.steps_lost, cause=change.cause
@@ -390,8 +393,9 @@ class Controller:
             state.step = standing[0].step
         if state.step is not None and seen.checkpoint.step == state.step:
             return Waiting(state.then_wait, seen.now, self.pending) if state.then_wait else self._ended(state, state.reason)
-        if seen.now > state.deadline or (seen.checkpoint.error and state.step is not None):
-            why = seen.checkpoint.error or "the checkpoint was not finished in time"
+        error = seen.checkpoint.error or self.ledger.checkpoint_error
+        if seen.now > state.deadline or (error and state.step is not None):
+            why = error or "the checkpoint was not finished in time"
             return self._ended(state, f"{state.reason}; step {state.step} is not in durable storage: {why}", ok=False)
         return state
 
@@ -403,6 +407,10 @@ class Controller:
     def _fail(self, reason: str) -> Ended:
         self.events.emit("failed", self.generation, reason=reason)
         return Ended(False, reason)
+
+    def summary(self) -> dict[str, Any]:
+        """The document that `autohet train --json` prints."""
+        return self.ledger.summary(len(self.plans), self.plans)
 
     def status(self) -> dict[str, Any]:
         """What `autohet status` shows."""

@@ -31,6 +31,7 @@ class Ledger:
         self.open_change: Change | None = None
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
+        self.checkpoint_error: str | None = None
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
         self._committed: set[int] = set()
 
@@ -86,6 +87,10 @@ class Ledger:
         generation, step, parts = receipt
         if generation != controller.generation or step in self._committed:
             return
+        if isinstance(parts, str):
+            self.checkpoint_error = f"{worker}: {parts}"
+            return
+        self.checkpoint_error = None
         got = self._receipts.setdefault((generation, step), {})
         got[worker] = parts
         if set(got) >= set(controller.members):

@@ -100,7 +100,7 @@ class OrderBook:
             yield from inventory
         manifest = seen.checkpoint.manifest
         if manifest is not None:
-            yield Holding(Source("s3", "", str(seen.checkpoint.uri), manifest.step, 0), frozenset(manifest.shard_ids))
+            yield Holding(Source("s3", "", str(seen.checkpoint.uri), manifest.step, 0), manifest.shards, manifest.checksums)
 
     def _schedule(self, layout: Layout, holdings: list[Holding], seen: Observation, begun: bool) -> tuple[int, TransferSchedule | None]:
         node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}

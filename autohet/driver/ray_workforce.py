@@ -226,6 +226,10 @@ class RayWorkforce:
                 self._reports.remove(worker)
                 ray.kill(handle)
 
+    def kill_processes(self, workers: Sequence[str]) -> None:
+        """Kill these workers' processes without telling the controller (rehearsals)."""
+        self._tell(workers, lambda handle: ray.kill(handle))
+
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories = None
         for worker, order in orders.items():

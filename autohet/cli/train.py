@@ -1,0 +1,62 @@
+"""`autohet train`: run a job on the Ray cluster that this process belongs to, or on an emulated fleet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from autohet.runtime.job import Job
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a job on a Ray cluster",
+        description="Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the job's storage. Ctrl-C and SIGTERM leave one.",
+    )
+    parser.add_argument("--job", required=True, metavar="JOB", help="the job document (YAML)")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="Ray cluster-launcher YAML; with provider fake_multinode an emulated fleet is started here")
+    parser.add_argument("--address", metavar="ADDR", help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)")
+    parser.add_argument("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    job = Job.from_yaml(arguments.job)
+    job.require_training()
+    events = Path(arguments.events or f"runs/{job.name}/events.jsonl")
+    configure_logging()
+    from autohet.driver.run import train
+    from autohet.driver.view import View
+
+    with View(emulated=job.emulation is not None) as view:
+        outcome = train(job, cluster_path=arguments.cluster, address=arguments.address, events_path=events, show=view)
+    summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
+    print(json.dumps(summary) if arguments.json else describe(summary))
+    return 0 if outcome.ok else 1
+
+
+def configure_logging() -> None:
+    """Sentences of the driver on standard error; libraries only when something is wrong."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("autohet").setLevel(logging.INFO)
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary for a person."""
+    loss = "-" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
+    lines = [
+        f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations, loss {loss}, {summary['steps_lost']} steps lost"
+    ]
+    for change in summary["reconfigurations"]:
+        tiers = ", ".join(f"{tier} {count / 1e6:.1f} MB" for tier, count in change["bytes_by_tier"].items())
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in change["seconds"].items())
+        lines.append(f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost; {tiers}; seconds: {parts}")
+    lines.append(f"checkpoint: {summary['checkpoint']}\nevents: {summary['events']}")
+    return "\n".join(lines)

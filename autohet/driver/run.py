@@ -1,0 +1,214 @@
+"""One job from start to end: puts the controller, the workforce and the planner together, and ticks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.controller import Controller
+from autohet.driver.durable import Durable
+from autohet.driver.emulation import EmulatedFleet, is_emulated, read_document
+from autohet.driver.events import EventLog
+from autohet.driver.observation import Observation
+from autohet.driver.orders import OrderBook
+from autohet.driver.pacing import paces_of
+from autohet.driver.planning import Planning
+from autohet.driver.ray_workforce import RayWorkforce
+from autohet.driver.rehearsal import Rehearsal
+from autohet.driver.states import Training
+from autohet.runtime.data import prepare_dataset
+from autohet.runtime.job import Job
+from autohet.runtime.job.emulated_profile import emulated_profile
+from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models import load_config
+from planner.cluster import Cluster, Fleet, cluster_from_document
+from planner.cost import CostModel
+from planner.errors import ConfigError
+from recovery.storage import open_storage
+from recovery.storage_errors import StorageError
+
+logger = logging.getLogger("autohet")
+STATUS_PERIOD_S = 1.0
+Show = Callable[[Controller, Observation], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `ok`: all its steps are trained and committed."""
+
+    ok: bool
+    reason: str
+    summary: dict[str, Any]
+
+
+def make_planning(job: Job, *, clock: Callable[[], float] = time.perf_counter) -> Planning:
+    """The planner as this job uses it; on an emulated fleet it reads the emulated profile.
+
+    Raises:
+        ConfigError: model, profile or links are wrong.
+    """
+    from planner.communication import read_links
+    from planner.profile import read_profile
+
+    training, wishes = job.training, job.parallelism
+    model = job.model.config if job.model.config is not None else str(job.model.pretrained)
+    spec = model_spec_from_config(job.name, model, precision=training.precision, revision=job.model.revision)
+    profile = read_profile(wishes.profile) if wishes.profile else None
+    links = read_links(wishes.links) if wishes.links else None
+
+    if job.emulation is not None:
+        profile = emulated_profile(job.emulation, model=job.name, dtype=training.precision, sequence_length=training.sequence_length, max_microbatch_sequences=16)
+
+    def make_cost(fleet: Fleet) -> CostModel:
+        return CostModel(
+            fleet, spec, profile, sequence_length=training.sequence_length, precision=training.precision, recompute=training.recompute == "full", links=links,
+            model=job.name if job.emulation is not None else None,
+        )  # fmt: skip
+
+    return Planning(job, spec, make_cost, clock)
+
+
+class JobRun:
+    """Everything that one run of a job owns on the driver's side. `start`, then `tick` until `controller.ended`, then `close`."""
+
+    def __init__(self, job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, clock: Callable[[], float] = time.time) -> None:
+        self.job, self.events, self.fleet = job, events, fleet
+        config = load_config(job.model)
+        self._check_data(job, int(config.vocab_size))
+        self._storage_uri = job.checkpoint_storage
+        self.durable = Durable(open_storage(self._storage_uri), job.name, config.to_dict(), {"seed": job.training.seed}, job.checkpoint.keep)
+        planning = make_planning(job)
+        self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, worker_threads=1 if fleet is not None else 4, clock=clock)
+        self.orders = OrderBook(job, config, paces_of if job.emulation is not None else None)
+        self.controller = Controller(job, self.workforce, planning, self.orders, events)
+        self.rehearsal = Rehearsal(job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock)
+        self._published_at = 0.0
+        self._clock = clock
+
+    def _check_data(self, job: Job, vocab_size: int) -> None:
+        """Build the dataset (or find it built) before anything is started: what is wrong with it is the user's to mend."""
+        dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
+        dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
+
+    def start(self) -> None:
+        """Look for a checkpoint to go on from; the controller does the rest."""
+        found = self.durable.load_newest()
+        if found.manifest is not None:
+            self.controller.generation = found.manifest.generation
+            logger.info("Going on from step %d of %s", found.step, found.uri)
+        self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri)
+
+    def tick(self) -> Observation:
+        seen = self.controller.tick()
+        self.rehearsal.play(self.controller.ledger.committed_steps, seen, self.controller.members, isinstance(self.controller.state, Training))
+        if self._clock() - self._published_at >= STATUS_PERIOD_S:
+            self._published_at = self._clock()
+            self.workforce.publish(self.controller.status())
+        return seen
+
+    def outcome(self) -> Outcome:
+        ended = self.controller.ended
+        assert ended is not None
+        return Outcome(ended.ok, ended.reason, self.controller.summary())
+
+    def close(self) -> None:
+        self.workforce.publish(self.controller.status())
+        self.workforce.close()
+        self.durable.close()
+
+
+def run_id(job: Job) -> str:
+    """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or storage."""
+    identity = json.dumps([job.name, job.model.config, job.model.pretrained, job.training.seed, job.checkpoint_storage], sort_keys=True)
+    return f"{job.name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
+
+
+def train(job: Job, *, cluster_path: str | None, address: str | None, events_path: Path | None, show: Show) -> Outcome:
+    """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the emulated fleet that `cluster_path` describes.
+
+    Raises:
+        ConfigError: the user's input is wrong, or there is no cluster.
+    """
+    document = read_document(cluster_path) if cluster_path else None
+    cluster = cluster_from_document(document) if document is not None else None
+    with connection(job, document, address) as fleet:
+        events = EventLog(events_path)
+        try:
+            return _train(job, cluster, fleet, events, show)
+        finally:
+            events.close()
+
+
+def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show) -> Outcome:
+    try:
+        run = JobRun(job, cluster, fleet, events)
+        run.start()
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        with signals(run.workforce):
+            while run.controller.ended is None:
+                show(run.controller, run.tick())
+        return run.outcome()
+    finally:
+        run.close()
+
+
+@contextmanager
+def connection(job: Job, document: Mapping[str, Any] | None, address: str | None) -> Iterator[EmulatedFleet | None]:
+    """A connection to Ray for the length of a run; for an emulated cluster file, the emulated fleet too."""
+    import ray
+
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "ignore_reinit_error": True}
+    if document is not None and is_emulated(document) and address is None:
+        fleet = EmulatedFleet(document, lambda name: node_directories(job, name))
+        try:
+            ray.init(address=fleet.start(), **options)
+            yield fleet
+        finally:
+            fleet.close()
+        return
+    try:
+        ray.init(address=address or "auto", **options)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster at {address or 'this machine'}: {error}; start one, or give --address or an emulated --cluster") from None
+    try:
+        yield None
+    finally:
+        ray.shutdown()
+
+
+def node_directories(job: Job, node: str) -> tuple[str, ...]:
+    """Host memory and disk of an emulated node, which die with it."""
+    roots = (job.checkpoint.memory_directory, job.checkpoint.local_directory)
+    return tuple(str(path) for root in roots for path in Path(root, run_id(job)).glob(f"{node}-*"))
+
+
+@contextmanager
+def signals(workforce: RayWorkforce) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask for a stop with a committed checkpoint; a second Ctrl-C ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, _: object) -> None:
+        if workforce.stop_reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        workforce.stop_reason = signal.Signals(number).name
+        logger.info("%s: stopping after this step, with a checkpoint", workforce.stop_reason)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,58 @@
+"""Fills a worker's state at the start of a generation: from the seed, from pretrained weights, or from wherever it is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from autohet.runtime.groups import Group
+from autohet.runtime.initialization import initial_parameters, pretrained_parameters
+from autohet.runtime.job import Job
+from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
+from autohet.runtime.messages import GenerationOrder, WorkerPlace
+from recovery.layout import Layout
+
+
+class StateSource:
+    """One worker's way to its state in one generation."""
+
+    def __init__(self, place: WorkerPlace, job: Job, config: PreTrainedConfig, device: torch.device) -> None:
+        self.place, self.job, self.config, self.device = place, job, config, device
+
+    def fill(self, order: GenerationOrder, live: Any | None, world: Group) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The local slices of the order's layout, and the bytes that came from each tier.
+
+        Every participant of the generation calls it; it blocks until this worker has received, and sent, all that the schedule says.
+        """
+        if order.transfers is None:
+            return self._first(order.layout), {"memory": 0, "disk": 0, "peer": 0, "s3": 0}
+        from autohet.runtime.restoration import restore
+
+        return restore(self.place, self.job, order, live, world, self.device)
+
+    def _first(self, layout: Layout) -> dict[str, Tensor]:
+        """State before the first step: drawn or pretrained masters, moments of zero."""
+        units = layout.units_of(self.place.worker)
+        names = [parameter_name(name) for name in units if name.startswith("param/")]
+        model = self.job.model
+        if model.pretrained is not None:
+            whole = pretrained_parameters(model.pretrained, self.config, names, model.revision)
+        else:
+            whole = initial_parameters(self.config, names, self.job.training.seed)
+        state: dict[str, Tensor] = {}
+        for name, tensor in whole:
+            local = local_slice(layout, state_name("param", name), units[state_name("param", name)], tensor).to(self.device)
+            for kind in STATE_KINDS:
+                state[state_name(kind, name)] = local if kind == "param" else torch.zeros_like(local)
+        return state
+
+
+def local_slice(layout: Layout, name: str, units: tuple[int, ...], whole: Tensor) -> Tensor:
+    """The concatenation of `units` of a whole tensor, in memory of its own."""
+    spec = layout.tensors[name]
+    if spec.split_dim is None:
+        return whole.clone()
+    return torch.cat([whole[spec.unit_slices(unit)] for unit in units], spec.split_dim).contiguous()

@@ -1,0 +1,200 @@
+"""One GPU's process, without Ray: it keeps its live state through every generation and does what its orders say.
+
+Orders run in a thread that a generation owns; everything else (reports, stops, interrupts) comes from other threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from autohet.runtime.batches import Batches
+from autohet.runtime.data import prepare_dataset
+from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost
+from autohet.runtime.job import Job
+from autohet.runtime.messages import GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerPlace, WorkerReport
+from autohet.runtime.models import load_config
+from autohet.runtime.preservation import Preservation
+from autohet.runtime.state_source import StateSource
+from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
+from recovery.errors import RecoveryError
+from recovery.layout import Layout
+
+logger = logging.getLogger("autohet.worker")
+
+
+@dataclass
+class Live:
+    """State in this process's memory: local slices by state name, of which layout, after how many steps."""
+
+    generation: int
+    layout: Layout
+    state: dict[str, Tensor]
+    step: int
+
+
+class Worker:
+    """One worker for the length of a job. `report`, `request_stop`, `interrupt`, `roll_forward` may be called from any thread."""
+
+    def __init__(self, place: WorkerPlace, job: Job, phase_hook: PhaseHook | None = None) -> None:
+        self.place, self.job = place, job
+        self.timeouts = job.elastic.timeouts()
+        self.device = choose_device(job.training.device)
+        self.config = load_config(job.model)
+        dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
+        dataset.check(vocab_size=int(self.config.vocab_size), global_batch_sequences=job.training.global_batch_sequences)
+        self._batches = Batches(dataset, job.training.seed, job.training.global_batch_sequences, self.device)
+        self._preservation = Preservation(place, job)
+        self._hook = phase_hook
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._trainer: StageTrainer | None = None
+        self._groups: GenerationGroups | None = None
+        self._thread: threading.Thread | None = None
+        self._steps: list[StepRecord] = []
+        self._receipts: list[Any] = []
+        self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
+
+    # called from outside ---------------------------------------------------------------------------------------------
+
+    def report(self) -> WorkerReport:
+        """What this worker is doing; steps and receipts are handed over once."""
+        with self._lock:
+            steps, self._steps = tuple(self._steps), []
+            self._receipts += self._preservation.take_receipts()
+            receipts, self._receipts = tuple(self._receipts), []
+            live, trainer = self._live, self._trainer
+            own = trainer is not None and live is not None and trainer.state is live.state
+            return replace(
+                self._report, steps=steps, receipts=receipts, step=live.step if live else 0, live_generation=live.generation if live else None,
+                prepared_step=trainer.prepared if own and trainer else None, vote=trainer.last_vote if own and trainer else None,
+                snapshot_step=self._preservation.snapshot_step,
+            )  # fmt: skip
+
+    def begin(self, order: GenerationOrder) -> None:
+        """Start a generation; the one before is interrupted if it still runs."""
+        self.interrupt()
+        if self._thread is not None:
+            self._thread.join(self.timeouts.quiesce_s)
+            assert not self._thread.is_alive(), "the generation before did not end"
+        store = TCPStore(order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s))
+        groups = GenerationGroups(store, order.generation, self.place.worker, self.device, self.timeouts.step_s, self.timeouts.rendezvous_s)
+        with self._lock:
+            self._groups = groups
+            self._report = replace(self._report, generation=order.generation, phase=Phase.BUILDING, error=None, restore=None)
+        self._thread = threading.Thread(target=self._run, args=(order, groups), name=f"generation-{order.generation}", daemon=True)
+        self._thread.start()
+
+    def request_stop(self, *, checkpoint: bool) -> None:
+        """Stop after the step under way, together with all others."""
+        trainer = self._trainer
+        if trainer is not None:
+            trainer.request_stop(checkpoint=checkpoint)
+
+    def interrupt(self) -> None:
+        """Leave the generation now; a step that is not committed did not happen."""
+        groups = self._groups
+        if groups is not None:
+            groups.interrupt()
+
+    def roll_forward(self, vote: tuple[int, Any]) -> None:
+        """Apply the prepared step with the vote that another survivor saw."""
+        trainer, live = self._trainer, self._live
+        step, result = vote
+        if trainer is not None and live is not None and trainer.state is live.state and trainer.prepared == step:
+            trainer.apply_prepared(result)
+            with self._lock:
+                live.step = trainer.step
+
+    def close(self) -> None:
+        """End everything that this worker started."""
+        self.interrupt()
+        if self._thread is not None:
+            self._thread.join(5)
+        self._preservation.close()
+
+    # a generation's thread -------------------------------------------------------------------------------------------
+
+    def _run(self, order: GenerationOrder, groups: GenerationGroups) -> None:
+        """The thread's edge: every way in which a generation can end becomes a phase of the report."""
+        try:
+            phase = self._generation(order, groups)
+            self._set(order.generation, phase)
+        except (Interrupted, PeerLost) as error:
+            self._set(order.generation, Phase.HALTED, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - reported, with its traceback, to the driver
+            logger.error("generation %d failed: %s", order.generation, traceback.format_exc())
+            phase = Phase.HALTED if groups.interrupted else Phase.FAILED
+            self._set(order.generation, phase, f"{type(error).__name__}: {error}")
+
+    def _set(self, generation: int, phase: Phase, error: str | None = None) -> None:
+        with self._lock:
+            if self._report.generation == generation:
+                self._report = replace(self._report, phase=phase, error=error)
+
+    def _generation(self, order: GenerationOrder, groups: GenerationGroups) -> Phase:
+        started = time.perf_counter()
+        groups.meet(order.participants)
+        world = groups.group(order.participants, "world")
+        self._set(order.generation, Phase.RESTORING)
+        grouped = time.perf_counter()
+        source = StateSource(self.place, self.job, self.config, self.device)
+        state, bytes_by_tier = source.fill(order, self._live, world)
+        world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
+        restored = time.perf_counter()
+        with self._lock:
+            self._trainer = None
+            part = order.plan.workers
+            self._live = Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
+            record = RestoreRecord(bytes_by_tier, grouped - started, restored - grouped)
+            self._report = replace(self._report, restore=record)
+        if self.place.worker not in order.plan.workers:
+            return Phase.RELEASED
+        return self._train(order, groups, state)
+
+    def _train(self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]) -> Phase:
+        self._preservation.begin(order)
+        trainer = StageTrainer(
+            self.config, order.plan, self.place.worker, groups, self.job.training, self.device, state, order.start_step, order.pace,
+            self._hook, self._preservation.before_update,
+        )  # fmt: skip
+        with self._lock:
+            self._trainer = trainer
+        self._set(order.generation, Phase.TRAINING)
+        while trainer.step < order.end_step:
+            result = trainer.train_step(self._batches)
+            self._committed(order, trainer, result)
+            if result.stop:
+                return Phase.STOPPED
+        return Phase.FINISHED
+
+    def _committed(self, order: GenerationOrder, trainer: StageTrainer, result: StepResult) -> None:
+        record = StepRecord(
+            result.step, result.loss, result.gradient_norm, result.tokens, result.seconds, order.generation, time.time(), result.parts_s
+        )
+        with self._lock:
+            assert self._live is not None
+            self._live.step = trainer.step
+            self._steps.append(record)
+        durable = result.checkpoint or trainer.step == order.end_step or trainer.step % self.job.checkpoint.every_steps == 0
+        try:
+            self._preservation.keep(trainer.step, trainer.state, durable=durable)
+        except RecoveryError as error:
+            logger.warning("step %d is not preserved: %s", trainer.step, error)
+
+
+def choose_device(wish: str) -> torch.device:
+    """The device of this process: its one GPU where it has one."""
+    if wish == "cuda" or (wish == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
