@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,10 +14,9 @@ from torch.distributed import Work
 from autohet.runtime.groups import Group
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.place import Place
-from autohet.runtime.schedule import Action, Kind, one_forward_one_backward
+from autohet.runtime.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
-TAGS_PER_STEP = 1 << 12
 
 
 class Stage(Protocol):
@@ -31,29 +31,31 @@ class Executor:
 
     def __init__(
         self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, hidden_shape: tuple[int, int, int], dtype: torch.dtype,
-        device: torch.device, loss_scale: float, pacer: Pacer | None = None,
+        device: torch.device, pacer: Pacer | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.place, self.stage, self.pacer = place, stage, pacer
         self._forward_group, self._backward_group = forward_group, backward_group
         self._shape, self._dtype, self._device = hidden_shape, dtype, device
-        self._loss_scale = loss_scale
+        self._check = check  # raises Interrupted once the generation is over: between actions, for stages that wait for nobody
         pipeline = place.pipeline
         self._actions = one_forward_one_backward(place.stage_index, len(pipeline.stages), pipeline.num_microbatches)
         self.wait_s = 0.0
 
-    def run(self, batch: Callable[[int], Batch], on_phase: Callable[[str], None]) -> tuple[Tensor, int]:
-        """One step's passes: gradients accumulate in the stage's parameters.
+    def run(
+        self, batch: Callable[[int], Batch], on_phase: Callable[[str], None], before_last_backward: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, int]:
+        """One step's passes: gradients of the *sum* of losses accumulate in the stage's parameters.
 
-        `batch(m)` gives microbatch m. Returns the sum of losses (fp32 scalar, 0 where the stage is not the last) and the number of
+        `batch(m)` gives microbatch m. Returns the sum of losses (float64 scalar, 0 where the stage is not the last) and the number of
         targets that counted. Raises PeerLost or Interrupted; then the step has not happened.
         """
-        self._batch, self._phase = batch, on_phase
+        self._batch, self._phase, self._before_last_backward = batch, on_phase, before_last_backward
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._arrived: dict[tuple[Kind, int], tuple[Tensor, Work | None]] = {}
-        self._sending: list[tuple[Group, Work | None, Tensor]] = []
+        self._sending: dict[Kind, deque[tuple[Group, Work | None, Tensor]]] = defaultdict(deque)
         self._gradients: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
-        self._loss = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._num_targets = 0
         self.wait_s = 0.0
         steps: dict[Kind, Callable[[int], None]] = {
@@ -61,9 +63,10 @@ class Executor:
             Kind.RECV_GRADIENT: self._recv_gradient, Kind.BACKWARD: self._backward, Kind.SEND_GRADIENT: self._send_gradient,
         }  # fmt: skip
         for action in self._actions:
+            self._check()
             steps[action.kind](action.microbatch)
-        for group, work, _ in self._sending:
-            self._wait(group, work)
+        for kind in list(self._sending):
+            self._end_sends(kind, 0)
         return self._loss, self._num_targets
 
     def _recv_activation(self, m: int) -> None:
@@ -96,7 +99,7 @@ class Executor:
             loss = self.stage.loss_sum(out, targets)
             self._loss += loss.detach()
             self._num_targets += int((targets >= 0).sum())
-            out = loss * self._loss_scale
+            out = loss
         self._kept[m] = (given, out)
         if self.pacer is not None:
             self.pacer.after_forward(started)
@@ -104,6 +107,8 @@ class Executor:
     def _backward(self, m: int) -> None:
         self._phase("backward")
         started = time.perf_counter()
+        if m == self.place.pipeline.num_microbatches - 1:
+            self._before_last_backward()
         given, out = self._kept.pop(m)
         if self.place.is_last:
             out.backward()
@@ -117,13 +122,20 @@ class Executor:
 
     def _send_activation(self, m: int) -> None:
         tensor = self._kept[m][1].detach().contiguous()
-        self._send(self._forward_group, tensor, self.place.send_forward_to, 2 * m)
+        self._send(Kind.SEND_ACTIVATION, self._forward_group, tensor, self.place.send_forward_to, 2 * m)
 
     def _send_gradient(self, m: int) -> None:
-        self._send(self._backward_group, self._gradients.pop(m).contiguous(), self.place.send_backward_to, 2 * m + 1)
+        self._send(Kind.SEND_GRADIENT, self._backward_group, self._gradients.pop(m).contiguous(), self.place.send_backward_to, 2 * m + 1)
 
-    def _send(self, group: Group, tensor: Tensor, to: tuple[str, ...], tag: int) -> None:
-        self._sending += [(group, group.send(tensor, worker, tag), tensor) for worker in to]
+    def _send(self, kind: Kind, group: Group, tensor: Tensor, to: tuple[str, ...], tag: int) -> None:
+        """Start a send; it may take until CHANNEL_DEPTH more have started, so that no more tensors than that are kept for it."""
+        self._sending[kind].extend((group, group.send(tensor, worker, tag), tensor) for worker in to)
+        self._end_sends(kind, CHANNEL_DEPTH * len(to))
+
+    def _end_sends(self, kind: Kind, most: int) -> None:
+        while len(self._sending[kind]) > most:
+            group, work, _ = self._sending[kind].popleft()
+            self._wait(group, work)
 
     def _wait(self, group: Group, work: Work | None) -> None:
         started = time.perf_counter()

@@ -1,140 +1,227 @@
 """Sums each parameter's gradient over everyone who holds it, however the pipelines are cut.
 
-The unit of the sum is the shard (parameter, unit). Shards with the same set of holders share buckets, flat fp32 tensors, one all-reduce each;
-so a worker of two pipelines that are cut differently, or of different TP degree, meets different partners for different layers. A parameter
-that all t ranks of a tensor-parallel group hold whole is contributed as gradient / t by each, so that every pipeline counts once (whole, where
-each rank's gradient is a part of the sum). Tied embeddings need nothing more: first and last stages are holders of one shard.
+The gradient of the whole batch is a sum over tokens; each pipeline sums over its own microbatches, and every holder of a shard
+(parameter, unit) must end with the whole sum. Shards with the same *holder set* share buckets, flat fp32 tensors, one all-reduce each:
+
+    G[u] = sum over holders w of u:  c_w * g_w[u]        c_w = 1 / t_w where w's tensor-parallel group of t_w ranks holds u whole, else 1
+
+So a worker of two pipelines that are cut differently, or of different TP degree, meets different partners for different layers, and each
+pipeline counts once (t_w is a power of two: the division is exact; where each rank's gradient is a part of the sum, c_w = 1). Tied
+embeddings need nothing more: first and last stages are holders of one shard. Pipelines need no weights: the trainer divides the sum once by
+the number of tokens of the global batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import Work
 from transformers import PreTrainedConfig
 
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import held_units
+from autohet.runtime.models.family import EMBEDDING, HEAD, ParameterSpec
 from planner.plan import Plan
 
 BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Slice:
-    """One shard of a local gradient: where it lies in the local tensor and by what the local gradient is multiplied before the sum."""
+class Piece:
+    """Some units of one parameter side by side along its split dimension: row-major, at `offset` elements of its bucket."""
 
     parameter: str
-    dim: int
-    start: int
-    length: int
-    weight: float
-    num_elements: int
+    units: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slices with the same holders."""
+    """Pieces with the same holders, sorted by name; the first holder counts them in the global norm."""
 
     holders: tuple[str, ...]
-    slices: tuple[Slice, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def num_elements(self) -> int:
-        return sum(piece.num_elements for piece in self.slices)
+        return sum(piece.num_elements for piece in self.pieces)
 
 
-def make_buckets(plan: Plan, config: PreTrainedConfig, me: str, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """This worker's buckets, in an order that all holders of a bucket share."""
-    holders: dict[tuple[str, int], list[str]] = defaultdict(list)
-    mine: dict[tuple[str, int], Slice] = {}
-    degree = {worker: stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers}
+def plan_buckets(plan: Plan, config: PreTrainedConfig, bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """All buckets of a plan: the same list at every worker, in the order in which backward passes complete them (last layers first)."""
+    specs: dict[str, ParameterSpec] = {}
+    holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for worker, name, spec, units in held_units(plan, config):
+        specs[name] = spec
         for unit in units:
-            holders[name, unit].append(worker)
-        if worker == me:
-            weight = 1.0 if spec.split_dim is not None or spec.partial_gradient else 1.0 / degree[me]
-            position = 0
-            for unit in units:
-                dim = spec.split_dim or 0
-                length = spec.shape[dim] if spec.split_dim is None else spec.cuts[unit + 1] - spec.cuts[unit]
-                elements = length * int(torch.Size(spec.shape).numel()) // spec.shape[dim]
-                mine[name, unit] = Slice(name, dim, position, length, weight, elements)
-                position += length
-    by_holders: dict[tuple[str, ...], list[Slice]] = defaultdict(list)
-    for key in sorted(mine):
-        by_holders[tuple(sorted(holders[key]))].append(mine[key])
-    return [bucket for members in sorted(by_holders) for bucket in _cut(members, by_holders[members], bucket_bytes)]
+            holders[name][unit].append(worker)
+    full: list[Bucket] = []
+    open_pieces: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
+    for name in sorted(specs, key=lambda name: (_backward_rank(specs[name]), name)):
+        for members, units in _group_units(holders[name]).items():
+            pieces = open_pieces[members]
+            offset = pieces[-1].offset + pieces[-1].num_elements if pieces else 0
+            shape = _shape(specs[name], units)
+            if pieces and 4 * (offset + math.prod(shape)) > bucket_bytes:
+                full.append(Bucket(members, tuple(pieces)))
+                pieces.clear()
+                offset = 0
+            pieces.append(Piece(name, units, shape, offset))
+    return (*full, *(Bucket(members, tuple(pieces)) for members, pieces in open_pieces.items() if pieces))
 
 
-def _cut(holders: tuple[str, ...], slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    buckets: list[list[Slice]] = [[]]
-    size = 0
-    for piece in slices:
-        if buckets[-1] and size + 4 * piece.num_elements > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(piece)
-        size += 4 * piece.num_elements
-    return [Bucket(holders, tuple(pieces)) for pieces in buckets]
+def _backward_rank(spec: ParameterSpec) -> float:
+    return {HEAD: -math.inf, EMBEDDING: math.inf}.get(spec.layer, float(-spec.layer))
 
 
-class GradientSync:
-    """One worker's part of the gradient sums of one generation. Built by every worker of the plan in the same order of groups."""
+def _group_units(holders: Mapping[int, list[str]]) -> dict[tuple[str, ...], tuple[int, ...]]:
+    grouped: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for unit in sorted(holders):
+        grouped[tuple(sorted(holders[unit]))].append(unit)
+    return {members: tuple(units) for members, units in grouped.items()}
 
-    def __init__(self, plan: Plan, config: PreTrainedConfig, me: str, groups: GenerationGroups) -> None:
-        self.buckets = make_buckets(plan, config, me)
-        self._groups: dict[tuple[str, ...], Group] = {
-            holders: groups.group(holders) for holders in group_order(plan, config) if me in holders
-        }
 
-    def run(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Sum `gradients` (fp32, local slices by parameter name) over their holders, in place; blocks.
-
-        Returns this worker's part of the squared norm of the summed gradient: each shard's sum of squares over its number of
-        holders, float64; all parts together are the exact square of the global norm.
-        """
-        flats = [self._pack(bucket, gradients) for bucket in self.buckets]
-        works = [(self._groups[b.holders], self._groups[b.holders].start_all_reduce(f)) for b, f in zip(self.buckets, flats, strict=True) if len(b.holders) > 1]
-        for group, work in works:
-            group.wait(work)
-        device = flats[0].device if flats else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            total += flat.double().square().sum() / len(bucket.holders)
-            self._unpack(bucket, flat, gradients)
-        return total
-
-    @staticmethod
-    def _views(bucket: Bucket, flat: Tensor, gradients: Mapping[str, Tensor]) -> list[tuple[Slice, Tensor, Tensor]]:
-        views, position = [], 0
-        for piece in bucket.slices:
-            local = gradients[piece.parameter].narrow(piece.dim, piece.start, piece.length)
-            views.append((piece, local, flat[position : position + piece.num_elements].view(local.shape)))
-            position += piece.num_elements
-        return views
-
-    def _pack(self, bucket: Bucket, gradients: Mapping[str, Tensor]) -> Tensor:
-        device = gradients[bucket.slices[0].parameter].device
-        flat = torch.empty(bucket.num_elements, dtype=torch.float32, device=device)
-        for piece, local, place in self._views(bucket, flat, gradients):
-            torch.mul(local, piece.weight, out=place) if piece.weight != 1.0 else place.copy_(local)
-        return flat
-
-    def _unpack(self, bucket: Bucket, flat: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        if len(bucket.holders) == 1 and all(piece.weight == 1.0 for piece in bucket.slices):
-            return
-        for _, local, place in self._views(bucket, flat, gradients):
-            local.copy_(place)
+def _shape(spec: ParameterSpec, units: tuple[int, ...]) -> tuple[int, ...]:
+    if spec.split_dim is None:
+        return tuple(spec.shape)
+    size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
+    return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
 
 
 def group_order(plan: Plan, config: PreTrainedConfig) -> list[tuple[str, ...]]:
     """Every set of two or more holders that some shard has, in the order in which all workers build the groups."""
-    holders: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for worker, name, _, units in held_units(plan, config):
-        for unit in units:
-            holders[name, unit].append(worker)
-    return sorted({tuple(sorted(members)) for members in holders.values() if len(members) > 1})
+    return sorted({bucket.holders for bucket in plan_buckets(plan, config) if len(bucket.holders) > 1})
+
+
+class _LocalPiece:
+    """A piece on this worker: its place in the bucket, and where it lies in the local gradient."""
+
+    def __init__(self, piece: Piece, spec: ParameterSpec, local_units: tuple[int, ...], flat: Tensor, weight: float) -> None:
+        self.parameter, self.weight, self.dim = piece.parameter, weight, spec.split_dim or 0
+        self.view = flat[piece.offset : piece.offset + piece.num_elements].view(piece.shape)
+        self.is_whole = piece.units == local_units
+        self.runs: list[tuple[int, int]] = []  # (start, length) along dim of the local gradient; none where it is the bucket's view itself
+        position = 0
+        for unit in () if self.is_whole else local_units:
+            length = spec.cuts[unit + 1] - spec.cuts[unit]
+            if unit in piece.units:
+                self.runs.append((position, length))
+            position += length
+
+    def pack(self, gradient: Tensor) -> None:
+        position = 0
+        for start, length in self.runs:
+            self.view.narrow(self.dim, position, length).copy_(gradient.narrow(self.dim, start, length))
+            position += length
+        if self.weight != 1.0:
+            self.view.mul_(self.weight)
+
+    def unpack(self, gradient: Tensor) -> None:
+        position = 0
+        for start, length in self.runs:
+            gradient.narrow(self.dim, start, length).copy_(self.view.narrow(self.dim, position, length))
+            position += length
+
+
+class GradientSync:
+    """This worker's fp32 gradients of one step: accumulated over microbatches, then summed over their holders.
+
+    Built by every worker of the plan, in the same order of groups. Per step: `begin`; backward passes, `last_backward` called before the
+    last one (with `overlap`, a bucket's sum starts as soon as that pass has completed it); `finish`. From then on `gradients` (local slices by
+    parameter name) holds the sums, the same bits at every holder, until the next `begin`. Where a worker holds exactly one piece of a
+    parameter, its gradient is a view of the bucket and nothing is copied.
+    """
+
+    def __init__(
+        self, plan: Plan, config: PreTrainedConfig, me: str, groups: GenerationGroups, parameters: Mapping[str, nn.Parameter], tp_degree: int,
+        *, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        self._me, self._parameters, self._overlap = me, dict(parameters), overlap
+        built = {holders: groups.group(holders) for holders in group_order(plan, config) if me in holders}
+        self.buckets = tuple(bucket for bucket in plan_buckets(plan, config) if me in bucket.holders)
+        self._groups: list[Group | None] = [built.get(bucket.holders) for bucket in self.buckets]
+        held = {name: (spec, units) for worker, name, spec, units in held_units(plan, config) if worker == me}
+        assert set(held) == set(self._parameters), sorted(set(held) ^ set(self._parameters))
+        device = next(iter(self._parameters.values())).device if self._parameters else groups.device
+        self._flats = [torch.zeros(bucket.num_elements, dtype=torch.float32, device=device) for bucket in self.buckets]
+        self._pieces = [
+            [_LocalPiece(piece, *held[piece.parameter], flat, _weight(held[piece.parameter][0], tp_degree)) for piece in bucket.pieces]
+            for bucket, flat in zip(self.buckets, self._flats, strict=True)
+        ]
+        self.gradients = {piece.parameter: piece.view for pieces in self._pieces for piece in pieces if piece.is_whole}
+        self._apart = {name: torch.zeros(p.shape, dtype=torch.float32, device=device) for name, p in self._parameters.items() if name not in self.gradients}
+        self.gradients.update(self._apart)
+        self._buckets_of = {name: [i for i, b in enumerate(self.buckets) if any(p.parameter == name for p in b.pieces)] for name in held}
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulated(name, p))
+        self._reset()
+
+    def _reset(self) -> None:
+        self._is_last, self._next = False, 0
+        self._works: list[Work | None] = []
+        self._missing = [len(bucket.pieces) for bucket in self.buckets]
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for flat in (*self._flats, *self._apart.values()):
+            flat.zero_()
+        for name, parameter in self._parameters.items():  # fp32: autograd adds straight into the buffer
+            parameter.grad = self.gradients[name] if parameter.dtype == torch.float32 else None
+        self._reset()
+
+    def last_backward(self) -> None:
+        """The next backward pass is the step's last."""
+        self._is_last = True
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if parameter.dtype != torch.float32 and parameter.grad is not None:
+            self.gradients[name].add_(parameter.grad)
+            parameter.grad = None
+        if self._is_last and self._overlap:
+            for index in self._buckets_of[name]:
+                self._missing[index] -= 1
+            while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+                self._start(self._next)
+
+    def _start(self, index: int) -> None:
+        """Start a bucket's sum; always in the order of `buckets`, which all holders share."""
+        self._next = index + 1
+        for piece in self._pieces[index]:
+            piece.pack(self.gradients[piece.parameter])
+        group = self._groups[index]
+        self._works.append(None if group is None else group.start_all_reduce(self._flats[index]))
+
+    def finish(self) -> Tensor:
+        """Start what has not started, wait for all; every holder calls it; blocks. Raises PeerLost, Interrupted.
+
+        Returns this worker's part of the squared norm of the summed gradient, float64: the sum of squares of the shards of which it is the
+        first holder, so that over all workers each shard counts once. Finite exactly when those gradients are.
+        """
+        while self._next < len(self.buckets):
+            self._start(self._next)
+        total = torch.zeros((), dtype=torch.float64, device=self._flats[0].device if self._flats else None)
+        for index, (bucket, work) in enumerate(zip(self.buckets, self._works, strict=True)):
+            group = self._groups[index]
+            if group is not None:
+                group.wait(work)
+            for piece in self._pieces[index]:
+                piece.unpack(self.gradients[piece.parameter])
+            if bucket.holders[0] == self._me:
+                for part in self._flats[index].split(1 << 20):
+                    total += part.double().square_().sum()
+        self._works = [None] * len(self.buckets)
+        return total
+
+
+def _weight(spec: ParameterSpec, tp_degree: int) -> float:
+    return 1.0 if spec.split_dim is not None or spec.partial_gradient else 1.0 / tp_degree

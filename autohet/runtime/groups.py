@@ -7,6 +7,7 @@ every pending operation of that context ("Application timeout caused pair closur
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Wo
 
 POISON_TAG = 1 << 30
 STORE_POLL_S = 0.01
+INTERRUPT_S = 1.0
 
 
 class Interrupted(Exception):
@@ -49,6 +51,10 @@ class Group:
         timeout = timedelta(seconds=self.timeout_s)
         if self.device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
+
+            # Its watchdog would end the process when a peer is lost; this process goes on with the next generation.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
 
             options = ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -109,16 +115,27 @@ class Group:
 
     def interrupt(self) -> None:
         """Wake whoever waits on this group, in bounded time; the group is of no use afterwards. Any thread; idempotent."""
-        if self._interrupted.is_set() or self._group is None:
-            self._interrupted.set()
+        if self._interrupted.is_set():
             return
         self._interrupted.set()
-        with contextlib.suppress(RuntimeError):
-            if self.device.type == "cuda":
+        if self._group is None:
+            return
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):
                 self._group.abort()
-            else:
-                other = (self.rank + 1) % self.size
-                self._group.recv([torch.empty(1)], other, POISON_TAG).wait(timedelta(milliseconds=1))
+        else:
+            self._poison()
+
+    def _poison(self) -> None:
+        """Let a receive time out. Where a peer's connection is closed already (it died first), gloo refuses at once and closes nothing else:
+        then the next peer's."""
+        for other in range(self.size):
+            if other != self.rank:
+                try:
+                    self._group.recv([torch.empty(1)], other, POISON_TAG).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if "timed out" in str(error).lower():
+                        return
 
 
 class GenerationGroups:
@@ -152,12 +169,12 @@ class GenerationGroups:
             found = self._groups.get(key)
         if found is not None:
             return found
-        if self._interrupted.is_set():
-            raise Interrupted("building groups")
+        self.check()
         name = f"{key[0]}/{len(key[1])}/{'+'.join(key[1])}"
         try:
             made = Group(name, key[1], self.me, self._store, self.device, self.timeout_s)
         except RuntimeError as error:
+            self.check()
             raise PeerLost(f"building {name}: {str(error).splitlines()[0][:300]}") from None
         with self._lock:
             self._groups[key] = made
@@ -170,8 +187,16 @@ class GenerationGroups:
         self._interrupted.set()
         with self._lock:
             groups = list(self._groups.values())
-        for group in groups:
-            group.interrupt()
+        threads = [threading.Thread(target=group.interrupt, name=f"interrupt {group.name}", daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(INTERRUPT_S)
+
+    def check(self) -> None:
+        """Raises Interrupted once `interrupt` was called."""
+        if self._interrupted.is_set():
+            raise Interrupted("the generation is over")
 
     @property
     def interrupted(self) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.executor import Batch, Executor
 from autohet.runtime.gradient_sync import GradientSync
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
 from autohet.runtime.models import TensorParallel, build_stage
@@ -36,17 +36,32 @@ PhaseHook = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets; sums of losses and squares are the whole batch's."""
+    """What all workers' contributions to a step add up to. `tokens` counts targets.
+
+    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or infinite where a gradient is.
+    """
 
     squared_norm: float
     loss_sum: float
     tokens: int
     stops: int
     checkpoints: int
+    members: int
 
     @property
     def loss(self) -> float:
+        """Mean over the targets of the global batch."""
         return self.loss_sum / max(1, self.tokens)
+
+    @property
+    def gradient_norm(self) -> float:
+        """Global norm of the mean loss's gradient, before clipping; NaN where it is not finite."""
+        return math.sqrt(self.squared_norm) / max(1, self.tokens) if math.isfinite(self.squared_norm) else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        """False: no worker changes weights or moments; the step counts, and data and learning rate go on."""
+        return math.isfinite(self.squared_norm) and math.isfinite(self.loss_sum)
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,7 @@ class StageTrainer:
     def __init__(
         self, config: PreTrainedConfig, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection, device: torch.device,
         state: dict[str, Tensor], step: int, pace: Pace | None = None, phase_hook: PhaseHook | None = None,
+        before_update: Callable[[], None] | None = None, overlap: bool | None = None,
     ) -> None:  # fmt: skip
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
@@ -82,21 +98,22 @@ class StageTrainer:
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
-        self._hook = phase_hook
-        self._device = device
+        self._hook, self._before_update = phase_hook, before_update
+        self._device, self._groups = device, groups
+        self._updated: set[str] = set()
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         dtype = COMPUTE_DTYPE[training.precision]
         self._world = groups.group(plan.workers, "world")
         self._tp = self._tensor_parallel(groups)
         forward, backward = groups.group(plan.workers, "forward"), groups.group(plan.workers, "backward")
-        self._sync = GradientSync(plan, config, me, groups)
         self.stage: StageModel = build_stage(config, place.stage.first_layer, place.stage.num_layers, self._tp, device, dtype, training.recompute == "full")
         self.stage.load_parameters({name.split("/", 1)[1]: tensor for name, tensor in state.items() if name.startswith("param/")})
-        self._gradients = self._gradient_buffers()
+        # Several NCCL communicators in flight need one order on all GPUs, which overlap with 1F1B does not give.
+        overlap = device.type == "cpu" if overlap is None else overlap
+        self._sync = GradientSync(plan, config, me, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap)
         shape = (place.pipeline.microbatch_sequences, training.sequence_length, int(config.hidden_size))
-        self._nominal_tokens = training.global_batch_sequences * training.sequence_length
         pacer = None if pace is None else Pacer(pace, lambda: groups.interrupted)
-        self._executor = Executor(place, self.stage, forward, backward, shape, dtype, device, 1.0 / self._nominal_tokens, pacer)
+        self._executor = Executor(place, self.stage, forward, backward, shape, dtype, device, pacer, groups.check)
 
     def _tensor_parallel(self, groups: GenerationGroups) -> TensorParallel | None:
         """Every worker builds the tensor-parallel groups that it is in, in plan order."""
@@ -104,18 +121,6 @@ class StageTrainer:
         if stage.tp_degree == 1:
             return None
         return TensorParallel(groups.group(stage.workers, "tensor"), self.place.tp_rank, stage.tp_degree)
-
-    def _gradient_buffers(self) -> dict[str, Tensor]:
-        """fp32 gradients by parameter name: the parameters' own where compute is fp32, else sums that each backward adds to."""
-        parameters = self.stage.local_parameters()
-        if all(p.dtype == torch.float32 for p in parameters.values()):
-            for parameter in parameters.values():
-                parameter.grad = torch.zeros_like(parameter)
-            return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        buffers = {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name, p in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(buffers[name]))
-        return buffers
 
     def request_stop(self, *, checkpoint: bool = False) -> None:
         """Any thread: all workers stop after the same step, the one whose vote next carries this worker's flag."""
@@ -132,26 +137,36 @@ class StageTrainer:
             PeerLost, Interrupted: the step is not committed here; `prepared` tells whether it can still be.
         """
         started = time.perf_counter()
+        assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
+        try:
+            self._groups.check()
+            squares, loss, num_targets, parts = self._gradients_of(batch)
+            begun = time.perf_counter()
+            vote = self._cast_vote(squares, loss, num_targets)
+        except PeerLost:
+            self._groups.interrupt()  # whoever waits for this worker, though not for the lost one, is woken too
+            raise
+        voted = time.perf_counter()
         step = self.step
-        for gradient in self._gradients.values():
-            gradient.zero_()
-        loss, num_targets = self._executor.run(lambda m: batch(step, self.place.sequences(m)), self._enter)
+        self.apply_prepared(vote)
+        ended = time.perf_counter()
+        parts |= {"vote": voted - begun, "optimizer": ended - voted}
+        return StepResult(
+            step, vote.loss, vote.gradient_norm, vote.tokens, ended - started, vote.stops > 0, vote.checkpoints > 0, vote.is_finite, parts
+        )
+
+    def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, int, dict[str, float]]:
+        """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets, seconds by part."""
+        started = time.perf_counter()
+        self._sync.begin()
+        step = self.step
+        loss, num_targets = self._executor.run(lambda m: batch(step, self.place.sequences(m)), self._enter, self._sync.last_backward)
         passes_done = time.perf_counter()
         self._enter("gradient_sync")
-        squares = self._sync.run(self._gradients)
-        synced = time.perf_counter()
-        self.prepared = step
-        self._enter("vote")
-        vote = self._cast_vote(squares, loss, num_targets)
-        voted = time.perf_counter()
-        applied = self.apply_prepared(vote)
-        ended = time.perf_counter()
-        parts = {
-            "compute": passes_done - started - self._executor.wait_s, "wait": self._executor.wait_s, "gradient_sync": synced - passes_done,
-            "vote": voted - synced, "optimizer": ended - voted,
-        }  # fmt: skip
-        norm = self._gradient_norm(vote)
-        return StepResult(step, vote.loss, norm, vote.tokens, ended - started, vote.stops > 0, vote.checkpoints > 0, applied, parts)
+        squares = self._sync.finish()
+        wait_s = self._executor.wait_s
+        parts = {"compute": passes_done - started - wait_s, "wait": wait_s, "gradient_sync": time.perf_counter() - passes_done}
+        return squares, loss, num_targets, parts
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -161,47 +176,52 @@ class StageTrainer:
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: int) -> Vote:
         """One all-reduce over all workers: it decides the step. Loss and tokens come from one rank of each last stage."""
         counts = self.place.is_last and self.place.tp_rank == 0
-        mine = torch.zeros(5, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(6, dtype=torch.float64, device=self._device)
         mine[0] = squares
-        mine[1], mine[2] = (loss.double(), num_targets) if counts else (0.0, 0.0)
-        mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
+        mine[1], mine[2] = (loss, num_targets) if counts else (0.0, 0.0)
+        mine[3], mine[4], mine[5] = float(self._stop.is_set()), float(self._checkpoint.is_set()), 1.0
+        self._updated.clear()
+        self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
+        self._enter("vote")
         self._world.wait_on_host(self._world.start_all_reduce(mine))
         totals = mine.tolist()
-        return Vote(totals[0], totals[1], int(totals[2]), int(totals[3]), int(totals[4]))
-
-    def _gradient_norm(self, vote: Vote) -> float:
-        return math.sqrt(vote.squared_norm) * self._token_factor(vote) if vote.squared_norm >= 0 else math.nan
-
-    def _token_factor(self, vote: Vote) -> float:
-        """Gradients are of the loss sum over the nominal number of tokens; this makes them those of the mean over the counted ones."""
-        return self._nominal_tokens / max(1, vote.tokens)
-
-    def apply_prepared(self, vote: Vote) -> bool:
-        """Apply the prepared step; talks to nobody. True if the weights changed (the gradient was finite)."""
-        assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
-        self._enter("apply")
-        norm = self._gradient_norm(vote)
-        finite = math.isfinite(norm) and math.isfinite(vote.loss_sum)
-        if finite:
-            factor = self._token_factor(vote) * clip_factor(self.training, norm)
-            update(self.state, self._gradients, self.training, self.step, factor)
-            self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in self._gradients})
+        vote = Vote(totals[0], totals[1], *(int(total) for total in totals[2:]))
+        assert vote.members == self._world.size, f"{vote.members} of {self._world.size} workers voted"
         self.last_vote = (self.step, vote)
+        return vote
+
+    def apply_prepared(self, vote: Vote | None = None) -> bool:
+        """Apply the prepared step; talks to nobody, and goes on where it was cut off. True if the weights changed (the gradient was finite).
+
+        vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
+        """
+        assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
+        if self.last_vote is not None and self.last_vote[0] == self.step:
+            vote = self.last_vote[1]
+        assert vote is not None, "without the vote's result the step did not happen"
+        self.last_vote = (self.step, vote)
+        self._enter("apply")
+        if self._before_update is not None:
+            self._before_update()
+        if vote.is_finite:
+            self._update(vote)
         self.step += 1
         self.prepared = None
         self.phase = "idle"
-        return finite
+        return vote.is_finite
 
+    def _update(self, vote: Vote) -> None:
+        factor = clip_factor(self.training, vote.gradient_norm) / vote.tokens
+        gradients = self._sync.gradients
+        for name in sorted(set(gradients) - self._updated):
+            update(self.state, {name: gradients[name]}, self.training, self.step, factor)
+            self._updated.add(name)
+        self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in gradients})
 
-def _accumulate_into(buffer: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds each backward's gradient to an fp32 sum and drops it."""
-
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        buffer.add_(parameter.grad)
-        parameter.grad = None
-
-    return hook
+    def discard_prepared(self) -> None:
+        """Drop a prepared step whose vote nobody saw: it did not happen, and the state is that of `step`."""
+        assert self.last_vote is None or self.last_vote[0] != self.prepared, "this worker saw the vote: the step is committed"
+        self.prepared = None
 
 
 __all__ = ["PHASES", "StageTrainer", "StepResult", "Vote"]
