@@ -67,6 +67,19 @@ class Estimator:
         low, high = (_simulate(forward, backward, send, k, self.tables.transfers) for k in (near, near + depth))
         return high + (microbatches - near - depth) * (high - low) / depth
 
+    def quick_s(self, shape: Shape, microbatches: int) -> float:
+        """A lower bound of `pipeline_s`, by the inequality of `Columns.microbatches_in` for every stage."""
+        forward, backward, _ = self.stages(shape)
+        tolls, share = self._tolls(shape), self.tables.boundary_share
+        whole = sum(forward) + sum(backward) + sum(tolls)
+        k, depth = microbatches - 1, len(forward)
+        if not self.tables.overlaps_warmup:
+            return whole + k * self._period(shape)
+        hidden = [min(k, depth - 1 - s) * (f + share * t) for s, (f, t) in enumerate(zip(forward, tolls))]
+        return whole + max(
+            k * (f + b + 2 * share * t) - h for f, b, t, h in zip(forward, backward, tolls, hidden)
+        )
+
     def sync_s(self, draft: Draft) -> float:
         """Estimated seconds after the pipelines end."""
         return self.tables.sync_s(self.sync_shape(draft))

@@ -31,7 +31,7 @@ class Effort:
     orders: int = 6
     levels: int = 4
     candidates: int = 6
-    integer_program_s: float = 1.0
+    integer_program_nodes: int = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class Engine:
         tries = [keep] if self.mixed_microbatch else [keep[sizes == b] for b in np.unique(sizes)]
         for members in tries:
             pick = packer.choose(
-                members, worth[members], pool.microbatch[members], self.batch, self.effort.integer_program_s
+                members, worth[members], pool.microbatch[members], self.batch, self.effort.integer_program_nodes
             )
             if pick is not None:
                 return {int(members[i]): c for i, c in pick.items()}

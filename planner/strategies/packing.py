@@ -80,7 +80,7 @@ class Packer:
         value: Floats,
         size: Ints,
         batch: int,
-        seconds: float,
+        nodes: int,
         at_least: int = 1,
         at_most: int | None = None,
     ) -> dict[int, int] | None:
@@ -122,7 +122,7 @@ class Packer:
             constraints=LinearConstraint(np.array(rows), np.array(low), np.array(high)),
             integrality=np.ones(n + m),
             bounds=Bounds(np.zeros(n + m), np.concatenate([most, [batch // b for b in sizes]])),
-            options={"time_limit": seconds, "mip_rel_gap": 0.2},
+            options={"node_limit": nodes, "mip_rel_gap": 0.2},
         )
         if result.x is None:
             return None

@@ -4,7 +4,8 @@ import itertools
 
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 
-_ROUNDS = 40
+_ROUNDS = 12
+_SIMULATED = 3
 
 
 def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
@@ -20,12 +21,16 @@ def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
 
 
 def refine_shape(estimator: Estimator, shape: Shape, microbatches: int) -> Shape:
-    """Moves single blocks between neighbouring stages while the pipeline's time falls and memory holds."""
+    """Moves single blocks between neighbouring stages while the pipeline's time falls and memory holds.
+
+    The closed form ranks the moves, the simulation decides among the best few.
+    """
     best, seconds = shape, estimator.pipeline_s(shape, microbatches)
     for _ in range(_ROUNDS):
-        options = [s for s in _neighbours(shape=best) if fits(estimator, s, microbatches)]
-        timed = [(estimator.pipeline_s(s, microbatches), s.ends, s) for s in options]
-        if not timed or min(timed)[0] >= seconds * (1 - 1e-9):
+        options = [s for s in _neighbours(best) if fits(estimator, s, microbatches)]
+        ranked = sorted((estimator.quick_s(s, microbatches), s.ends, s) for s in options)[:_SIMULATED]
+        timed = [(estimator.pipeline_s(s, microbatches), s.ends, s) for quick, _, s in ranked if quick < seconds]
+        if not timed or min(timed)[0] >= seconds * (1 - 1e-6):
             return best
         seconds, _, best = min(timed)
     return best

@@ -1,0 +1,32 @@
+#!/usr/bin/env python3
+"""Records the accuracy of the cost model: results/planner_accuracy.json, with the commit and the machine."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from autohet.cli.bench_planner_accuracy import accuracy_rows, reached
+
+RESULTS = Path(__file__).parent / "results" / "planner_accuracy.json"
+
+
+def main() -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+    )
+    rows = accuracy_rows()
+    document = {
+        "commit": commit.stdout.strip(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
+        "rows": [row | {"reached": reached(row)} for row in rows],
+    }
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    for row in document["rows"]:
+        print("reached" if row["reached"] else "NOT reached" if row["reached"] is False else "skipped", "|", row["on"])
+        print("   ", {k: v for k, v in row.items() if k not in ("on", "reached", "parts", "errors")})
+
+
+if __name__ == "__main__":
+    main()
