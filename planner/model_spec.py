@@ -39,9 +39,9 @@ class LayerSpec:
 class ModelSpec:
     """`blocks` has one entry a block, 0-based; `head` is final norm and output projection.
 
-    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm alone, while a last stage that
-    is not the first holds its own copy of the tensor (`tied_parameters`). max_tp_degree: the largest power of two up to
-    8 that divides attention and key-value heads.
+    tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm alone, while a last stage
+    that is not the first holds its own copy of the tensor (`tied_parameters`).
+    max_tp_degree: the largest power of two up to 8 that divides attention and key-value heads.
     """
 
     name: str

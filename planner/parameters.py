@@ -23,8 +23,8 @@ class CostParameters:
     efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches where no link table says it.
     all_reduce_efficiency: share of that which rings of more than two members over several nodes reach.
     latency_intra_s, latency_inter_s: of one message.
-    transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in DeepSpeed), the
-    "receiver" alone (fused or asynchronous sends, as in Megatron-LM and this project's runtime), or "none".
+    transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in DeepSpeed),
+    the "receiver" alone (fused or asynchronous sends, as in Megatron-LM and this project's runtime), or "none".
     sync_bytes_per_parameter: width of a gradient on the wire.
     tied_sync: "union" sums a tied embedding over its holders in first and last stages at once, "two_step" first within
     each stage and then between the two (Megatron-LM).

@@ -37,7 +37,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One whole copy of the model; processes `num_microbatches` microbatches of `microbatch_sequences` sequences a step."""
+    """One whole copy of the model; a step is `num_microbatches` microbatches of `microbatch_sequences` sequences."""
 
     stages: tuple[Stage, ...]
     num_microbatches: int
@@ -90,7 +90,7 @@ class Plan:
 
     @classmethod
     def from_document(cls, document: object) -> "Plan":
-        """Reads the contract's document; ConfigError names an unknown key or a wrong value. `check_plan` does the rest."""
+        """Reads the contract's document; ConfigError names what is wrong. Whether the plan is whole: `check_plan`."""
         plan = read_mapping(document, "plan")
         check_keys(plan, "plan", _PLAN_KEYS, _PLAN_KEYS)
         if plan["version"] != VERSION:

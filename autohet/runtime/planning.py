@@ -86,7 +86,7 @@ def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str |
 def emulated_profile(
     job: Job, emulation: EmulationSection, gpu_types: tuple[str, ...], max_tp_degree: int
 ) -> ProfileTable:
-    """The seconds that the emulation gives its GPU types, as a profile: blocks in proportion to sequences and TP workers."""
+    """The seconds that the emulation gives its GPU types: blocks in proportion to sequences and inverse to TP workers."""
     speeds = {canonical_gpu_type(name): speed for name, speed in emulation.relative_speed_by_gpu_type.items()}
     rows: list[Measurement] = []
     for gpu_type in gpu_types:

@@ -1,0 +1,154 @@
+"""`autohet profile`: measures this machine's devices for a job's layers and writes a profile table."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from autohet.runtime.job import Job
+from planner.errors import ConfigError
+from planner.profile import Measurement, ProfileTable, write_profile
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the command's parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "profile", help="measure this machine's devices for a job's layers"
+    )
+    add = parser.add_argument
+    add("--job", required=True, metavar="JOB", help="job document (YAML)")
+    add("--out", required=True, metavar="TABLE", help="profile table to write (.parquet or .csv)")
+    add("--links-out", metavar="TABLE", help="also measure the links between two devices of this machine (.csv)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is a GPU")
+    add("--gpu-type", metavar="NAME", help="name in the table (default: this GPU's, or CPU)")
+    add("--microbatches", type=_counts, default=(1, 2, 4, 8, 16), metavar="1,2,...", help="sequences in a microbatch")
+    add("--tp-degrees", type=_counts, metavar="1,2,...", help="default: powers of two up to the number of GPUs")
+    add("--repeats", type=int, default=5, metavar="N", help="measurements of each; their median is written")
+    add("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        values = ()
+    if not values or values[0] < 1:
+        raise argparse.ArgumentTypeError(f"must be positive integers such as 1,2,4, not {text}")
+    return values
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    from autohet.runtime.device_processes import measure_tensor_parallel
+    from autohet.runtime.device_profile import OutOfMemory, measure_layers
+
+    if Path(args.out).suffix not in (".csv", ".parquet"):
+        raise ConfigError(f"--out is '{args.out}'; its name must end in .parquet or .csv")
+    request, degrees = _request(args)
+    rows: list[Measurement] = []
+    too_large: list[OutOfMemory] = []
+    for degree in degrees:
+        found: Iterable[Any] = measure_layers(request) if degree == 1 else measure_tensor_parallel(request, degree)
+        for item in found:
+            _report(item)
+            (too_large if isinstance(item, OutOfMemory) else rows).append(item)
+    if not rows:
+        raise ConfigError("nothing was measured: not even the smallest microbatch fits on this device")
+    try:
+        write_profile(args.out, ProfileTable(rows))
+    except OSError as error:
+        raise ConfigError(f"cannot write '{args.out}': {error.strerror}") from None
+    links = _links(args, request.device_type, request.gpu_type)
+    _finish(args, request.gpu_type, rows, too_large, links)
+    return 0
+
+
+def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
+    """(what to measure, TP degrees)."""
+    import torch
+
+    from autohet.runtime.device_profile import DTYPES, ProfileRequest, device_gpu_type
+    from autohet.runtime.models import family_of, load_config
+
+    job = Job.from_yaml(args.job)
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but this machine has no CUDA device")
+    section: Any = job.model
+    config = load_config(section)
+    count = torch.cuda.device_count() if device == "cuda" else 1
+    limit = family_of(config).max_tp_degree(config)
+    degrees = args.tp_degrees or tuple(d for d in (1, 2, 4, 8) if d <= min(count, limit))
+    for degree in degrees:
+        if limit % degree or (device == "cuda" and degree > count):
+            raise ConfigError(
+                f"TP degree {degree} cannot be measured: the model allows {limit}, this machine has {count}"
+            )
+    if job.training.precision not in DTYPES:
+        raise ConfigError(f"precision '{job.training.precision}' cannot be measured")
+    request = ProfileRequest(
+        model=job.name,
+        config=config,
+        precision=job.training.precision,
+        sequence_length=job.training.sequence_length,
+        microbatches=args.microbatches,
+        device_type=device,
+        gpu_type=args.gpu_type or device_gpu_type(device),
+        repeats=max(1, args.repeats),
+    )
+    return request, degrees
+
+
+def _report(item: Any) -> None:
+    if isinstance(item, Measurement):
+        text = f"forward {item.forward_s * 1e3:.3f} ms, backward {(item.backward_s or 0) * 1e3:.3f} ms"
+    else:
+        text = "does not fit"
+    print(f"{item.layer}, TP {item.tp_degree}, microbatch {item.microbatch_sequences}: {text}", file=sys.stderr)
+
+
+def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[str, Any]]:
+    if not args.links_out:
+        return []
+    import torch
+
+    from autohet.runtime.device_processes import measure_links
+
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        raise ConfigError("--links-out needs two GPUs in this machine; leave it out")
+    rows = [
+        {
+            "scope": "intra",
+            "gpu_type": gpu_type,
+            "peer_gpu_type": gpu_type,
+            "message_bytes": link.message_bytes,
+            "bytes_per_s": link.bytes_per_s,
+        }
+        for link in measure_links(device)
+    ]
+    lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
+    Path(args.links_out).write_text("\n".join(lines) + "\n")
+    return rows
+
+
+def _finish(
+    args: argparse.Namespace, gpu_type: str, rows: list[Measurement], too_large: list[Any], links: list[dict[str, Any]]
+) -> None:
+    if args.json:
+        document = {
+            "profile": args.out,
+            "gpu_type": gpu_type,
+            "measurements": len(rows),
+            "out_of_memory": [
+                {"layer": o.layer, "tp_degree": o.tp_degree, "microbatch_sequences": o.microbatch_sequences}
+                for o in too_large
+            ],
+            "links": links,
+        }
+        json.dump(document, sys.stdout)
+        print()
+        return
+    print(f"{len(rows)} measurements of {gpu_type} -> {args.out}")

@@ -1,0 +1,137 @@
+"""Measurements that need several processes of this machine: tensor-parallel layers, and links between devices."""
+
+import queue
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from autohet.runtime.device_profile import OutOfMemory, ProfileRequest, measure_layers
+from autohet.runtime.tensor_parallel import TensorParallel
+from planner.profile import Measurement
+
+DEADLINE = timedelta(seconds=120)
+LINK_SIZES = tuple(2**power for power in range(18, 29, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasurement:
+    """One flow between two devices of this machine: bytes per second of messages of one size."""
+
+    message_bytes: int
+    bytes_per_s: float
+
+
+class _Group:
+    """The whole process group, as tensor parallelism needs it."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+
+def measure_tensor_parallel(request: ProfileRequest, degree: int) -> list[Measurement | OutOfMemory]:
+    """Layers at one TP degree, in `degree` processes; blocks until they end."""
+    found: list[Measurement | OutOfMemory] = _run(_tensor_parallel_rank, request.device_type, degree, request)
+    return found
+
+
+def measure_links(device_type: str, num_bytes: tuple[int, ...] = LINK_SIZES) -> list[LinkMeasurement]:
+    """Bandwidth of messages between two devices of this machine by size; blocks until measured."""
+    found: list[LinkMeasurement] = _run(_link_rank, device_type, 2, num_bytes)
+    return found
+
+
+def _run(function: Callable[[int, int, str, Any], Any], device_type: str, degree: int, argument: Any) -> Any:
+    """Runs `function(rank, degree, device type, argument)` in processes; returns what rank 0 returned."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "rendezvous")
+        processes = [
+            context.Process(target=_enter, args=(function, rank, degree, device_type, argument, store, answers))
+            for rank in range(degree)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _first_answer(answers, processes)
+        finally:
+            for process in processes:
+                process.join(timeout=30)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _first_answer(answers: Any, processes: list[Any]) -> Any:
+    end = time.monotonic() + 1800.0
+    while time.monotonic() < end:
+        try:
+            return answers.get(timeout=1.0)
+        except queue.Empty:
+            failed = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
+            if failed:
+                raise RuntimeError(f"a measuring process failed with exit code {failed[0]}") from None
+    raise TimeoutError("the measuring processes did not answer within 30 minutes")
+
+
+def _enter(
+    function: Callable[[int, int, str, Any], Any],
+    rank: int,
+    degree: int,
+    device_type: str,
+    argument: Any,
+    store: str,
+    answers: Any,
+) -> None:
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=degree, timeout=DEADLINE)
+    result = function(rank, degree, device_type, argument)
+    if rank == 0:
+        answers.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _tensor_parallel_rank(rank: int, degree: int, device_type: str, request: ProfileRequest) -> Any:
+    return list(measure_layers(request, TensorParallel(_Group(), rank, degree), rank))
+
+
+def _link_rank(rank: int, degree: int, device_type: str, num_bytes: tuple[int, ...]) -> list[LinkMeasurement]:
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    found = []
+    for size in num_bytes:
+        message = torch.empty(size, dtype=torch.uint8, device=device)
+        seconds = [_round_trip(rank, message, device) / 2 for _ in range(7)][2:]
+        found.append(LinkMeasurement(size, size / statistics.median(seconds)))
+    return found
+
+
+def _round_trip(rank: int, message: Tensor, device: torch.device) -> float:
+    """There and back between ranks 0 and 1."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for sender in (0, 1):
+        if rank == sender:
+            dist.send(message, 1 - rank)
+        else:
+            dist.recv(message, 1 - rank)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

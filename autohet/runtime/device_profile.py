@@ -1,0 +1,199 @@
+"""Measures this machine's device for a job: seconds of block, embedding and head, and of the optimizer step.
+
+What is measured are the stages that training runs (`autohet.runtime.models`), not stand-ins. On CUDA time is taken by
+events, on CPU by the wall clock. Tensor-parallel degrees above 1 and links: `device_processes`.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.models import StageModel, TensorParallel, build_stage, family_of
+from planner.catalogue import canonical_gpu_type
+from planner.profile import Measurement
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LAYERS = ("embedding", "block", "head")
+_WARMUPS = 2
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What to measure. blocks_at_once: blocks that run in a row, so that the host's launches overlap as in a run."""
+
+    model: str
+    config: Any
+    precision: str
+    sequence_length: int
+    microbatches: tuple[int, ...]
+    device_type: str
+    gpu_type: str
+    repeats: int = 5
+    blocks_at_once: int = 2
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A microbatch that did not fit; larger ones of the layer were not tried."""
+
+    layer: str
+    tp_degree: int
+    microbatch_sequences: int
+
+
+def device_gpu_type(device_type: str) -> str:
+    """The catalogue's name of this machine's first GPU ("NVIDIA A100-SXM4-40GB" is A100-40), or CPU."""
+    if device_type != "cuda":
+        return "CPU"
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 2**30
+    word = re.sub(r"^(NVIDIA|Tesla|GeForce|Quadro|RTX)\s+", "", name.replace("Tesla ", "")).split()[0].split("-")[0]
+    for gigabytes in (16, 32, 40, 80, 96):
+        if (
+            abs(memory - gigabytes) < 0.1 * gigabytes
+            and canonical_gpu_type(f"{word}-{gigabytes}") != f"{word}-{gigabytes}"
+        ):
+            return canonical_gpu_type(f"{word}-{gigabytes}")
+        if word in ("A100", "V100") and abs(memory - gigabytes) < 0.1 * gigabytes:
+            return f"{word}-{gigabytes}"
+    return canonical_gpu_type(word)
+
+
+def measure_layers(
+    request: ProfileRequest, tp: TensorParallel | None = None, index: int = 0
+) -> Iterator[Measurement | OutOfMemory]:
+    """Measurements of every layer and microbatch on one device (`index`), smallest microbatch first.
+
+    With `tp` every rank of the group iterates at the same pace; what rank 0 yields is the group's.
+    """
+    device = torch.device(request.device_type, index) if request.device_type == "cuda" else torch.device("cpu")
+    for layer in _LAYERS:
+        stage, count = _stage(request, layer, tp, device)
+        update = _measure_update(request, stage, device) / count
+        for size in request.microbatches:
+            measured = _measure_size(request, stage, layer, size, count, device)
+            if measured is None:
+                yield OutOfMemory(layer, tp.degree if tp else 1, size)
+                break
+            yield replace(measured, tp_degree=tp.degree if tp else 1, update_s=update)
+        del stage
+
+
+def _stage(
+    request: ProfileRequest, layer: str, tp: TensorParallel | None, device: torch.device
+) -> tuple[StageModel, int]:
+    """A stage that holds only that kind of layer, with random weights, and how many of them."""
+    total = family_of(request.config).num_layers(request.config)
+    count = min(request.blocks_at_once, total - 2) if total > 2 else 1
+    first, blocks = {"embedding": (0, 0), "block": (1 if total > 2 else 0, max(1, count)), "head": (total, 0)}[layer]
+    stage = build_stage(request.config, first, blocks, tp, device, DTYPES[request.precision])
+    parameters = {name: torch.randn(shape) * 0.02 for name, shape in _local_shapes(stage, tp).items()}
+    stage.load_parameters(parameters)
+    return stage, max(1, blocks)
+
+
+def _local_shapes(stage: StageModel, tp: TensorParallel | None) -> dict[str, tuple[int, ...]]:
+    from autohet.runtime.models import local_units
+
+    shapes = {}
+    for name in stage.local_parameters():
+        spec = stage.specs[name]
+        shape = list(spec.shape)
+        if tp is not None and spec.split_dim is not None:
+            units = local_units(spec, tp.rank, tp.degree)
+            shape[spec.split_dim] = sum(spec.cuts[u + 1] - spec.cuts[u] for u in units)
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _measure_size(
+    request: ProfileRequest, stage: StageModel, layer: str, size: int, count: int, device: torch.device
+) -> Measurement | None:
+    """One microbatch size; None where it does not fit."""
+    try:
+        forward, backward, peak = _time_both(request, stage, layer, size, device)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+    return Measurement(
+        model=request.model,
+        gpu_type=request.gpu_type,
+        dtype=request.precision,
+        tp_degree=1,
+        sequence_length=request.sequence_length,
+        microbatch_sequences=size,
+        layer=layer,
+        forward_s=forward / count,
+        backward_s=backward / count,
+        peak_activation_bytes=peak / count if peak is not None else None,
+        source="autohet profile",
+    )
+
+
+def _time_both(
+    request: ProfileRequest, stage: StageModel, layer: str, size: int, device: torch.device
+) -> tuple[float, float, float | None]:
+    """Median seconds of forward and of backward, and bytes kept between them (CUDA)."""
+    inputs, targets = _inputs(request, layer, size, device)
+    kept: list[float] = []
+
+    def forward() -> Tensor:
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        out = stage(inputs)
+        if layer == "head":
+            out = stage.loss_sum(out, targets)
+        if device.type == "cuda":
+            kept.append(float(torch.cuda.memory_allocated(device) - before))
+        return out
+
+    def backward(out: Tensor) -> None:
+        out.backward(None if layer == "head" else torch.ones_like(out))
+
+    forwards, backwards = [], []
+    for number in range(_WARMUPS + request.repeats):
+        seconds_f, out = _timed(forward, device)
+        seconds_b, _ = _timed(lambda out=out: backward(out), device)  # type: ignore[misc]
+        if number >= _WARMUPS:
+            forwards.append(seconds_f)
+            backwards.append(seconds_b)
+    peak = statistics.median(kept) if device.type == "cuda" else None
+    return statistics.median(forwards), statistics.median(backwards), peak
+
+
+def _inputs(request: ProfileRequest, layer: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    shape = (size, request.sequence_length)
+    tokens = torch.randint(0, request.config.vocab_size, shape, device=device)
+    if layer == "embedding":
+        return tokens, tokens
+    hidden = torch.randn((*shape, request.config.hidden_size), device=device, dtype=DTYPES[request.precision])
+    return hidden.requires_grad_(), tokens
+
+
+def _measure_update(request: ProfileRequest, stage: StageModel, device: torch.device) -> float:
+    """Median seconds of one AdamW step over fp32 copies of the stage's parameters."""
+    masters = [p.detach().float().clone().requires_grad_() for p in stage.local_parameters().values()]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    optimizer = torch.optim.AdamW(masters, lr=1e-4)
+    seconds = [_timed(optimizer.step, device)[0] for _ in range(_WARMUPS + request.repeats)]
+    return statistics.median(seconds[_WARMUPS:])
+
+
+def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        result = action()
+        return time.perf_counter() - start, result
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    result = action()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3, result
