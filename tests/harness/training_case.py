@@ -1,0 +1,207 @@
+"""What a pool process does in a training case: build its part of a generation, train, be disturbed, show its state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.initialization import initial_parameters
+from autohet.runtime.job import TrainingSection
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from autohet.runtime.trainer import StageTrainer
+from planner.plan import Plan
+from recovery.layout import Layout
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: `model` is the job's config mapping, `plan` a plan's document, `training` the section's keys."""
+
+    model: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    training: Mapping[str, Any]
+    steps: int
+    seed: int = 7
+    overlap: bool | None = None
+
+    def config(self) -> Any:
+        return load_config(SimpleNamespace(config=dict(self.model), pretrained=None, revision=None))
+
+    def section(self) -> TrainingSection:
+        return TrainingSection(**self.training)
+
+
+@dataclass
+class Seat:
+    """What a pool process keeps between tasks."""
+
+    me: str = ""
+    groups: GenerationGroups | None = None
+    trainer: StageTrainer | None = None
+    losses: list[float] = field(default_factory=list)
+    raised_at: float = 0.0
+    blocked: Any = None
+
+
+SEAT = Seat()
+
+
+def rows_of(case: Case) -> Any:
+    """The case's data: random tokens, a function of (seed, step), cut as any batch function cuts them."""
+    vocabulary = int(case.model["vocab_size"])
+    batch, length = case.training["global_batch_sequences"], case.training["sequence_length"]
+
+    def rows(step: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * case.seed + step)
+        tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)[sequences.start : sequences.stop]
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return rows
+
+
+def local_state(case: Case, layout: Layout, me: str) -> dict[str, torch.Tensor]:
+    """This worker's slices of the first state: parameters from the seed, moments 0."""
+    units = layout.units_of(me)
+    names = [name.removeprefix("param/") for name in units if name.startswith("param/")]
+    whole = dict(initial_parameters(case.config(), names, case.seed))
+    state = {}
+    for name, mine in units.items():
+        spec = layout.tensors[name]
+        if not name.startswith("param/"):
+            state[name] = torch.zeros(spec.local_shape(mine))
+        else:
+            tensor = whole[name.removeprefix("param/")]
+            pieces = [tensor[spec.unit_slices(unit)] for unit in mine]
+            state[name] = tensor.clone() if spec.split_dim is None else torch.cat(pieces, spec.split_dim)
+    return state
+
+
+def build(case: Case, me: str, port: int, generation: int, timeout_s: float = 20.0, state: Any = None, step: int = 0) -> int:
+    """Take a seat in a generation: groups, state, trainer. Returns when all are seated."""
+    plan = Plan.from_document(case.plan)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    SEAT.me, SEAT.groups = me, GenerationGroups(store, generation, me, CPU, timeout_s, 20.0)
+    SEAT.groups.meet(plan.workers)
+    config = case.config()
+    held = local_state(case, layout_of_plan(plan, config), me) if state is None else state
+    SEAT.trainer = StageTrainer(
+        config, plan, me, SEAT.groups, case.section(), CPU, held, step, phase_hook=_hook, overlap=case.overlap
+    )
+    SEAT.losses = []
+    return generation
+
+
+def train(case: Case, steps: int) -> list[tuple[float, float]]:
+    """Train; losses and gradient norms by step."""
+    assert SEAT.trainer is not None
+    results = []
+    try:
+        for _ in range(steps):
+            result = SEAT.trainer.train_step(rows_of(case))
+            results.append((result.loss, result.gradient_norm))
+    finally:
+        SEAT.raised_at = time.monotonic()
+    return results
+
+
+def run_case(case: Case, me: str, port: int, generation: int) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    """A whole undisturbed case: what `train` returns, and this worker's state."""
+    build(case, me, port, generation)
+    results = train(case, case.steps)
+    state = show_state()
+    leave()
+    return results, state
+
+
+def leave() -> None:
+    """Drop the generation."""
+    if SEAT.groups is not None:
+        SEAT.groups.close()
+    SEAT.groups, SEAT.trainer = None, None
+
+
+def show_state() -> dict[str, np.ndarray]:
+    assert SEAT.trainer is not None
+    return {name: tensor.numpy().copy() for name, tensor in SEAT.trainer.state.items()}
+
+
+# disturbances ------------------------------------------------------------------------------------------------------------
+
+_HOLD: dict[str, Any] = {"phase": None, "step": -1, "reached": False}
+
+
+def hold_at(phase: str, step: int) -> None:
+    """From now on this worker stops when it enters `phase` of `step`, until `release` or for 30 s."""
+    _HOLD.update(phase=phase, step=step, reached=False)
+
+
+def wait_held(timeout_s: float = 20.0) -> None:
+    """Return when the worker stands where `hold_at` said."""
+    deadline = time.monotonic() + timeout_s
+    while not _HOLD["reached"]:
+        assert time.monotonic() < deadline, f"never came to {_HOLD['phase']} of step {_HOLD['step']}"
+        time.sleep(0.005)
+
+
+def release() -> None:
+    _HOLD.update(phase=None)
+
+
+def _hook(phase: str, step: int) -> None:
+    if _HOLD["phase"] == phase and _HOLD["step"] == step:
+        _HOLD["reached"] = True
+        deadline = time.monotonic() + 30
+        while _HOLD["phase"] == phase and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+def interrupt() -> float:
+    """Interrupt the trainer's generation from another thread; returns the time at which that began."""
+    begun = time.monotonic()
+    assert SEAT.groups is not None
+    SEAT.groups.interrupt()
+    return begun
+
+
+def raised_at() -> float:
+    return SEAT.raised_at
+
+
+def standing() -> tuple[int, int | None, Any, str]:
+    """(committed step, prepared step, last vote, phase)."""
+    trainer = SEAT.trainer
+    assert trainer is not None
+    return trainer.step, trainer.prepared, trainer.last_vote, trainer.phase
+
+
+def roll_forward(vote: Any) -> int:
+    """Apply the prepared step with another survivor's vote (None: with one's own)."""
+    assert SEAT.trainer is not None
+    SEAT.trainer.apply_prepared(vote)
+    return SEAT.trainer.step
+
+
+def take_over_state() -> dict[str, torch.Tensor]:
+    """The live state, for the next generation in this process."""
+    assert SEAT.trainer is not None
+    return SEAT.trainer.state
+
+
+def rebuild(case: Case, me: str, port: int, generation: int) -> int:
+    """A new generation in this process, on the state that it has."""
+    assert SEAT.trainer is not None
+    state, step = SEAT.trainer.state, SEAT.trainer.step
+    leave()
+    return build(case, me, port, generation, state=state, step=step)

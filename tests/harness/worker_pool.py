@@ -1,0 +1,139 @@
+"""A pool of processes that live through many cases: imports are paid once, and a case can kill, freeze and talk to each while it works."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "autohet.runtime.trainer",
+    "autohet.runtime.initialization",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "torch.optim.adamw",
+    "tests.harness.training_case",
+)
+
+
+class TaskFailed(AssertionError):
+    """A task raised in its process (the message holds the traceback, `name` the exception's class), or the process died."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class PoolProcess:
+    """One process. Tasks are module-level functions; each runs in a thread of its own there, so that one can disturb another."""
+
+    def __init__(self, context: Any) -> None:
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+        self._numbers = itertools.count()
+        self._answers: dict[int, tuple[bool, Any]] = {}
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> int:
+        """Begin a task; its number is for `result`."""
+        number = next(self._numbers)
+        self._connection.send((number, function, arguments))
+        return number
+
+    def result(self, number: int, timeout_s: float = 60.0) -> Any:
+        """Wait for a task; raises TaskFailed if it raised, or if the process died or did not answer in time."""
+        deadline = time.monotonic() + timeout_s
+        while number not in self._answers:
+            try:
+                if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise TaskFailed("Timeout", f"no answer from process {self.pid} within {timeout_s} s")
+                answered, good, answer = self._connection.recv()
+            except (EOFError, ConnectionResetError):
+                raise TaskFailed("Died", f"process {self.pid} died") from None
+            self._answers[answered] = (good, answer)
+        good, answer = self._answers.pop(number)
+        if not good:
+            raise TaskFailed(*answer)
+        return answer
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
+        return self.result(self.start(function, *arguments), timeout_s)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join(5)
+
+
+class WorkerPool:
+    """`size` processes, forked from a server that has imported everything."""
+
+    def __init__(self, size: int) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOAD))
+        self.processes = [PoolProcess(self._context) for _ in range(size)]
+
+    def restore(self) -> None:
+        """Replace the processes that a case killed or froze."""
+        for index, process in enumerate(self.processes):
+            if not process.alive:
+                process.close()
+                self.processes[index] = PoolProcess(self._context)
+
+    def replace(self, index: int) -> None:
+        self.processes[index].close()
+        self.processes[index] = PoolProcess(self._context)
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout_s: float = 60.0) -> list[Any]:
+        """Run `function(*arguments[i])` in process i, all at once; results in order."""
+        numbers = [process.start(function, *each) for process, each in zip(self.processes, arguments, strict=False)]
+        return [process.result(number, timeout_s) for process, number in zip(self.processes, numbers, strict=False)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    lock = threading.Lock()
+
+    def run(number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            answer = (number, True, function(*arguments))
+        except BaseException as error:  # noqa: BLE001  the edge of a process
+            answer = (number, False, (type(error).__name__, traceback.format_exc()))
+        with lock:
+            connection.send(answer)
+
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        threading.Thread(target=run, args=task, daemon=True).start()

@@ -1,0 +1,192 @@
+"""The fleet never changes the mathematics: any plan of up to 8 workers gives the losses and weights of plain transformers in one process.
+
+Tolerance, fp32: losses 2e-5 relative; weights 2e-5 of the largest weight of the tensor. Adam divides by sqrt(v) + eps, which makes full-size
+updates out of rounding noise where a gradient is nothing else (GPT-2's key bias cannot change the loss); eps 1e-4 keeps that out of the comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from autohet.runtime.initialization import initial_parameters
+from autohet.runtime.layout import layout_of_plan, tensor_specs
+from autohet.runtime.models import family_of
+from autohet.runtime.reference import reference_model, train_reference
+from planner.plan import Plan
+from tests.harness.training_case import Case, rows_of, run_case
+from tests.harness.worker_pool import WorkerPool
+
+pytestmark = pytest.mark.multiprocess
+
+TOLERANCE = 2e-5
+LAYERS, BATCH, LENGTH, STEPS = 8, 8, 6, 3
+COMMON = {"vocab_size": 67, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
+    "num_key_value_heads": 8, **COMMON,
+}  # fmt: skip
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, "layer_types": None}
+GPT2 = {**COMMON, "model_type": "gpt2", "n_embd": 32, "n_layer": LAYERS, "n_head": 8, "n_positions": 16, "tie_word_embeddings": True}
+TRAINING = {
+    "global_batch_sequences": BATCH, "sequence_length": LENGTH, "steps": 10, "precision": "fp32", "learning_rate": 3e-3, "warmup_steps": 2,
+    "clip_norm": 0.5, "eps": 1e-4,
+}  # fmt: skip
+GENERATIONS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[tuple[WorkerPool, int]]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    made = WorkerPool(8)
+    yield made, store.port
+    made.close()
+
+
+def pipeline(*stages: tuple[int, int], microbatches: int, size: int = 1) -> dict[str, Any]:
+    """A pipeline of (layers, TP degree) stages; workers are named later."""
+    return {"stages": stages, "num_microbatches": microbatches, "size": size}
+
+
+def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
+    numbers = itertools.count()
+    documents = []
+    for each in pipelines:
+        first, stages = 0, []
+        for layers, degree in each["stages"]:
+            workers = [f"w/{next(numbers)}" for _ in range(degree)]
+            stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
+            first += layers
+        documents.append({"num_microbatches": each["num_microbatches"], "microbatch_sequences": each["size"], "stages": stages})
+    return {
+        "version": 1, "model": "m", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
+        "pipelines": documents,
+    }  # fmt: skip
+
+
+def even(total: int, parts: int) -> list[int]:
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def grid(dp: int, pp: int, tp: int) -> dict[str, Any]:
+    return plan_document(
+        *(pipeline(*((layers, tp) for layers in even(LAYERS, pp)), microbatches=count) for count in even(BATCH, dp))
+    )
+
+
+GRIDS = [
+    (dp, pp, tp)
+    for dp, pp, tp in itertools.product(range(1, 9), range(1, 9), (1, 2, 4, 8))
+    if dp * pp * tp <= 8
+]  # fmt: skip
+
+ASYMMETRIC = {
+    "unequal depth": (pipeline((8, 1), microbatches=3), pipeline((4, 1), (4, 1), microbatches=5)),
+    "one stage beside three": (pipeline((8, 1), microbatches=2), pipeline((2, 1), (3, 1), (3, 1), microbatches=6)),
+    "unequal layers": (pipeline((1, 1), (7, 1), microbatches=4), pipeline((6, 1), (2, 1), microbatches=4)),
+    "unequal microbatch size": (pipeline((8, 1), microbatches=2, size=2), pipeline((3, 1), (5, 1), microbatches=4)),
+    "more stages than microbatches": (pipeline(*((2, 1),) * 4, microbatches=2), pipeline((8, 1), microbatches=6)),
+    "TP 2 then 1": (pipeline((4, 2), (4, 1), microbatches=4, size=2),),
+    "TP 1 then 2": (pipeline((3, 1), (5, 2), microbatches=8),),
+    "TP 2, 1, 4": (pipeline((3, 2), (2, 1), (3, 4), microbatches=8),),
+    "TP 4 then 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2),),
+    "TP 2 beside TP 1": (pipeline((8, 2), microbatches=5), pipeline((8, 1), microbatches=3)),
+    "TP 4 beside TP 2": (pipeline((8, 4), microbatches=4), pipeline((8, 2), microbatches=4)),
+    "TP and cuts across": (pipeline((5, 2), (3, 1), microbatches=3), pipeline((2, 1), (6, 2), microbatches=5)),
+    "three pipelines": (
+        pipeline((8, 1), microbatches=1), pipeline((3, 1), (5, 2), microbatches=3), pipeline((2, 1), (2, 1), (4, 2), microbatches=2, size=2),
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def reference(model: tuple[tuple[str, Any], ...]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and final weights of the plain run."""
+    case = Case(dict(model), grid(1, 1, 1), TRAINING, STEPS)
+    config = case.config()
+    names = list(family_of(config).parameter_specs(config))
+    plain = reference_model(config, initial_parameters(config, names, case.seed))
+    losses = list(train_reference(plain, case.section(), rows_of(case), STEPS, 3))
+    return losses, {name: tensor.detach().numpy().copy() for name, tensor in plain.named_parameters()}
+
+
+def check(pool: tuple[WorkerPool, int], case: Case) -> None:
+    processes, port = pool
+    plan = Plan.from_document(case.plan)
+    generation = next(GENERATIONS)
+    answers = processes.map(run_case, [(case, worker, port, generation) for worker in plan.workers])
+    losses, weights = reference(tuple(sorted(case.model.items(), key=str)))
+    for results, _ in answers:
+        assert results == answers[0][0], "workers disagree about losses or norms"
+    np.testing.assert_allclose([loss for loss, _ in answers[0][0]], losses, rtol=TOLERANCE)
+    assert all(norm > TRAINING["clip_norm"] for _, norm in answers[0][0]), "clipping is not active: the case tests less than it says"
+    check_weights(case, plan, [state for _, state in answers], weights)
+
+
+def check_weights(case: Case, plan: Plan, states: list[dict[str, np.ndarray]], weights: dict[str, np.ndarray]) -> None:
+    config = case.config()
+    layout, specs = layout_of_plan(plan, config), tensor_specs(config)
+    bits: dict[tuple[str, int], set[bytes]] = defaultdict(set)
+    for worker, state in zip(plan.workers, states, strict=True):
+        units = layout.units_of(worker)
+        assert set(state) == set(units)
+        for name, tensor in state.items():
+            for unit, slices in specs[name].local_slices(units[name]).items() if specs[name].split_dim is not None else [(0, (...,))]:
+                bits[name, unit].add(tensor[slices].tobytes())
+                if name.startswith("param/"):
+                    whole = weights[name.removeprefix("param/")]
+                    wanted = whole if specs[name].split_dim is None else whole[specs[name].unit_slices(unit)]
+                    worst = float(np.abs(tensor[slices] - wanted).max())
+                    assert worst <= TOLERANCE * float(np.abs(whole).max()), f"{name} unit {unit} of {worker}: off by {worst}"
+    assert set(bits) == set(layout.shards), "some shard is held by nobody"
+    assert all(len(versions) == 1 for versions in bits.values()), "holders of one shard differ in bits"
+
+
+@pytest.mark.parametrize(("dp", "pp", "tp"), GRIDS)
+def test_every_factorisation_equals_plain_transformers(pool: Any, dp: int, pp: int, tp: int) -> None:
+    check(pool, Case(LLAMA, grid(dp, pp, tp), TRAINING, STEPS))
+
+
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_asymmetric_plans_equal_plain_transformers(pool: Any, name: str) -> None:
+    check(pool, Case(LLAMA, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS))
+
+
+@pytest.mark.parametrize("name", ["unequal depth", "TP 2, 1, 4", "TP and cuts across", "three pipelines"])
+@pytest.mark.parametrize("model", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
+def test_tied_and_partial_gradients(pool: Any, model: dict[str, Any], name: str) -> None:
+    check(pool, Case(model, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS))
+
+
+@pytest.mark.parametrize("name", ["unequal depth", "TP and cuts across"])
+def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
+    document = plan_document(*ASYMMETRIC[name])
+    check(pool, Case(LLAMA, document, {**TRAINING, "recompute": "full"}, STEPS, overlap=False))
+
+
+def test_bf16_follows_fp32(pool: Any) -> None:
+    """bf16 compute with fp32 masters: 3 significant digits of the losses, and every holder's bits are the same."""
+    processes, port = pool
+    document = plan_document(*ASYMMETRIC["TP and cuts across"])
+    case = Case(LLAMA, document, {**TRAINING, "precision": "bf16"}, STEPS)
+    workers = Plan.from_document(document).workers
+    generation = next(GENERATIONS)
+    answers = processes.map(run_case, [(case, worker, port, generation) for worker in workers])
+    losses, weights = reference(tuple(sorted(LLAMA.items(), key=str)))
+    np.testing.assert_allclose([loss for loss, _ in answers[0][0]], losses, rtol=2e-3)
+    for _, state in answers:
+        for name, tensor in state.items():
+            assert tensor.dtype == np.float32, name
+            if name.startswith("param/") and tensor.shape == weights[name[6:]].shape:
+                moved = np.abs(tensor - weights[name[6:]]).max()
+                assert moved <= 3 * STEPS * TRAINING["learning_rate"], f"{name} is {moved} from the fp32 run"
+    assert torch.isfinite(torch.tensor([norm for _, norm in answers[0][0]])).all()
