@@ -55,10 +55,11 @@ class Columns:
 class ColumnMaker:
     """Enumerates columns of one set of tables within a budget of columns; deeper pipelines are left out first."""
 
-    def __init__(self, tables: Tables, max_stages: int, budget: int):
+    def __init__(self, tables: Tables, max_stages: int, budget: int, supply: Ints):
         self.tables = tables
         self.max_stages = max_stages
         self.budget = budget
+        self.supply = supply
         self.fits = tables.last_layer_that_fits(max_stages)
         self._prepare()
 
@@ -90,6 +91,7 @@ class ColumnMaker:
         groups = [slots for slots in self._slots()]
         parts = [self._compositions(slots, depth) for slots, depth in self._depths(groups)]
         width = len(self.tables.resources)
+        parts = parts or [((0,), np.zeros((0, 1), dtype=np.int64))]
         rows = np.concatenate([_pad(np.broadcast_to(np.array(s), (len(c), len(s))), width, -1) for s, c in parts])
         counts = np.concatenate([_pad(c, width, 0) for _, c in parts])
         return self._bound(rows, counts)
@@ -100,6 +102,8 @@ class ColumnMaker:
         by_size: dict[int, dict[int, list[int]]] = {}
         for index, row in enumerate(rows):
             resource = self.tables.kinds[row.kind].resource
+            if self.supply[resource] < self.tables.kinds[row.kind].tp_degree:
+                continue
             by_size.setdefault(row.microbatch, {}).setdefault(resource, []).append(index)
         for size in sorted(by_size):
             for width in range(1, len(by_size[size]) + 1):
@@ -122,7 +126,8 @@ class ColumnMaker:
 
     def _compositions(self, slots: tuple[int, ...], depth: int) -> tuple[tuple[int, ...], Ints]:
         tables = self.tables
-        limits = [min(depth, tables.kinds[tables.rows[r].kind].count) for r in slots]
+        kinds = [tables.kinds[tables.rows[r].kind] for r in slots]
+        limits = [min(depth, k.count, int(self.supply[k.resource]) // k.tp_degree) for k in kinds]
         grids = np.meshgrid(*(np.arange(1, limit + 1) for limit in limits), indexing="ij") if min(limits) else []
         if not grids:
             return slots, np.zeros((0, len(slots)), dtype=np.int64)

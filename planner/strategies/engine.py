@@ -7,7 +7,7 @@
 4. Each packing gets its microbatches exactly and single-layer moves under the 1F1B simulation (`refine.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,11 @@ class Effort:
 
     columns: int = 120_000
     exact: int = 1500
-    packed: int = 160
+    packed: int = 100
     orders: int = 6
     levels: int = 4
-    candidates: int = 6
-    integer_program_nodes: int = 400
+    candidates: int = 4
+    integer_program_nodes: int = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Engine:
 
     def __init__(
         self, tables: Tables, batch: int, max_stages: int, effort: Effort = Effort(), hurry: Callable[[], bool] = lambda: False,
-        mixed_microbatch: bool = True, mixed_tp: bool = True,
+        mixed_microbatch: bool = True, mixed_tp: bool = True, supply: Sequence[int] | None = None,
     ):  # fmt: skip
         self.tables = tables
         self.batch = batch
@@ -65,12 +65,12 @@ class Engine:
         self.hurry = hurry
         self.mixed_microbatch, self.mixed_tp = mixed_microbatch, mixed_tp
         self.max_stages = max(1, min(max_stages, tables.num_blocks, sum(r.num_gpus for r in tables.resources)))
-        self.supply = np.array([r.num_gpus for r in tables.resources], dtype=np.int64)
+        self.supply = np.array(supply or [r.num_gpus for r in tables.resources], dtype=np.int64)
         self.estimator = Estimator(tables)
 
     def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
         """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
-        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns).make()
+        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         drafts: dict[Draft, float] = {seed: self.estimator.draft_s(seed) for seed in seeds}
         if len(columns) == 0:
             return Found((), 0.0, 0)
@@ -79,7 +79,7 @@ class Engine:
             return Found(self._ranked(drafts), 0.0, len(columns))
         exact = self._promising(columns, bound, prices)
         if len(exact):
-            for draft in self._pack_levels(exact, bound, min(drafts.values(), default=np.inf)):
+            for draft in self._pack_levels(exact):
                 better = refine(self.estimator, draft, self.batch)
                 drafts[better] = self.estimator.draft_s(better)
         return Found(self._ranked(drafts), bound, len(columns) + self.estimator.evaluated, self.hurry())
@@ -182,9 +182,9 @@ class Engine:
                 shape = SyncShape(float(exact.worker_bytes[allowed].max()), float(mark), least, 8, everyone)
                 yield Level(allowed, self.tables.sync_s(shape))
 
-    def _pack_levels(self, exact: Pipelines, bound: float, best: float) -> Iterator[Draft]:
+    def _pack_levels(self, exact: Pipelines) -> Iterator[Draft]:
         relaxed: list[tuple[float, int, Level, Pipelines, Packer]] = []
-        ceiling = best
+        best = ceiling = np.inf
         for number, level in enumerate(self._levels(exact)):
             pool = exact.take(level.allowed)
             packer = Packer(pool.usage, self.supply)
@@ -225,9 +225,9 @@ class Engine:
         self, packer: Packer, pool: Pipelines, sync: float, start: float, best: float
     ) -> Iterator[dict[int, int]]:
         """Packings of whole pipelines, each at a shorter step time than the one before."""
-        step, low, high, found = 0.002, start * 0.999, None, None
+        step, low, high, found = 0.005, start * 0.999, None, None
         seconds = start
-        for _ in range(14):
+        for _ in range(10):
             pick = self._choose(packer, pool, seconds - sync)
             if pick is not None:
                 found, high = pick, seconds
@@ -237,7 +237,7 @@ class Engine:
                 seconds = start * (1 + step)
                 step *= 2
             else:
-                if high - low < 2e-3 * high:
+                if high - low < 3e-3 * high:
                     break
                 seconds = (low + high) / 2
             if high is None and seconds > best * 1.25:
@@ -252,7 +252,7 @@ class Engine:
         if relaxed.value < self.batch * (1 - 1e-9):
             return None
         gain = worth - pool.usage @ relaxed.prices
-        usable = np.flatnonzero(worth > 0)
+        usable = np.flatnonzero((worth > 0) & packer.possible)
         order = usable[np.lexsort((usable, -gain[usable]))]
         keep = np.unique(np.concatenate([order[: self.effort.packed], *self._best_by_size(pool, gain, usable)]))
         sizes = pool.microbatch[keep]

@@ -26,26 +26,18 @@ class Packer:
     def __init__(self, usage: Ints, supply: Ints):
         self.usage = usage
         self.supply = supply
+        self.possible = (usage <= supply).all(axis=1)
         self._pool: list[int] = []
-        _, self._group = np.unique(usage, axis=0, return_inverse=True)
-        self._group = self._group.reshape(-1)
-
-    def best_of_group(self, value: Floats) -> Ints:
-        """The most valuable column of each distinct usage, ties to the first."""
-        order = np.lexsort((np.arange(len(value)), -value, self._group))
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = self._group[order][1:] != self._group[order][:-1]
-        return np.sort(order[first])
 
     def relax(self, value: Floats, target: float | None = None, at_most: int | None = None) -> Relaxed:
         """Maximum of value over fractional packings; stops early once `target` is reached. at_most: number of pipelines."""
         from scipy.optimize import linprog
 
-        usable = np.flatnonzero(value > 0)
+        usable = np.flatnonzero((value > 0) & self.possible)
         if len(usable) == 0:
             return Relaxed(0.0, np.zeros(len(self.supply)), {})
-        density = value[usable] / (self.usage[usable] / self.supply).sum(axis=1)
-        pool = [i for i in self._pool if value[i] > 0]
+        density = value[usable] / (self.usage[usable] / np.maximum(self.supply, 1)).sum(axis=1)
+        pool = [i for i in self._pool if value[i] > 0 and self.possible[i]]
         pool = sorted({*pool, int(usable[np.argmax(density)]), *self._singles(value, usable)})
         limits = self.supply if at_most is None else np.append(self.supply, at_most)
         for _ in range(60):

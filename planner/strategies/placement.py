@@ -1,6 +1,6 @@
 """From drafts to plans: which GPUs of which nodes serve each stage."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.drafts import Draft, Shape
@@ -10,9 +10,9 @@ from planner.strategies.tables import Tables
 class _Nodes:
     """Free GPUs of one resource's nodes. A tensor-parallel group never leaves its node."""
 
-    def __init__(self, names: Sequence[str], num_gpus: int):
+    def __init__(self, names: Sequence[str], num_gpus: int, taken: Set[str]):
         self._names = names
-        self._free = [list(range(num_gpus)) for _ in names]
+        self._free = [[g for g in range(num_gpus) if f"{name}/{g}" not in taken] for name in names]
         self._first = 0
 
     def take(self, degree: int, last: int | None) -> tuple[int, tuple[str, ...]] | None:
@@ -28,12 +28,14 @@ class _Nodes:
         return None
 
 
-def place(tables: Tables, draft: Draft, model: str, batch: int, sequence_length: int) -> Plan | None:
-    """The plan of a draft; None if the groups cannot be packed into nodes.
+def place(
+    tables: Tables, draft: Draft, model: str, batch: int, sequence_length: int, taken: Set[str] = frozenset()
+) -> Plan | None:
+    """The plan of a draft on GPUs that are not `taken`; None if the groups cannot be packed into nodes.
 
     Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages share a node where they can.
     """
-    nodes = [_Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
+    nodes = [_Nodes(r.node_names, r.node_type.num_gpus, taken) for r in tables.resources]
     degrees = [max(_degree(tables, row) for row in shape.rows) for shape, _ in draft.pipelines]
     order = sorted(range(len(degrees)), key=lambda i: (-degrees[i], i))
     placed: dict[int, list[tuple[str, ...]]] = {}

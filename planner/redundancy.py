@@ -1,0 +1,98 @@
+"""Which layers of a plan would be lost with a node: live copies of training state, counted by the nodes that hold them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.cluster import Fleet
+from planner.errors import InfeasibleError
+from planner.plan import Plan, Stage
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One part of one layer: `layer` is "embedding", "head" or a block's number; `part` of `parts` equal slices by tensor parallelism."""
+
+    layer: str
+    part: int
+    parts: int
+
+    def __str__(self) -> str:
+        return self.layer if self.parts == 1 else f"{self.layer} ({self.part + 1}/{self.parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class RedundancyReport:
+    """lost_by_node: node -> shards that only this node holds. weakest: the fewest nodes that hold any shard."""
+
+    lost_by_node: dict[str, tuple[Shard, ...]]
+    weakest: int
+
+    @property
+    def survives_any_node(self) -> bool:
+        """Whether every shard has holders on two nodes at least."""
+        return self.weakest >= 2
+
+    def sentences(self) -> list[str]:
+        """One line a node that would take the last copy of something."""
+        lines = []
+        for node, shards in self.lost_by_node.items():
+            if shards:
+                layers = list(dict.fromkeys(shard.layer for shard in shards))
+                lines.append(
+                    f"losing {node} loses {len(shards)} shards of {len(layers)} layers ({', '.join(_spans(layers))})"
+                )
+        return lines or ["no single node holds the last copy of a layer"]
+
+
+def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
+    """Counts the live holders of each shard. Shards are cut by the plan's largest TP degree."""
+    holders = holders_by_shard(plan, fleet, num_layers)
+    nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
+    lost = {node: tuple(shard for shard, held in holders.items() if held == {node}) for node in nodes}
+    return RedundancyReport(lost, min((len(held) for held in holders.values()), default=0))
+
+
+def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, set[str]]:
+    """Shard -> names of the nodes that hold it."""
+    parts = max((stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
+    found: dict[Shard, set[str]] = {}
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            for layer in layers_of(stage, index, len(pipeline.stages)):
+                for part in range(parts):
+                    worker = stage.workers[part * stage.tp_degree // parts]
+                    found.setdefault(Shard(layer, part, parts), set()).add(fleet.node_of(worker).name)
+    return dict(sorted(found.items(), key=lambda item: (_rank(item[0].layer, num_layers), item[0].part)))
+
+
+def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
+    """Names of the layers of a stage."""
+    names = [str(layer) for layer in range(stage.first_layer, stage.end_layer)]
+    return ([EMBEDDING] if index == 0 else []) + names + ([HEAD] if index == num_stages - 1 else [])
+
+
+def require_disjoint_holders(plan: Plan, fleet: Fleet, num_layers: int, wanted: int) -> None:
+    """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the fewest."""
+    for shard, held in holders_by_shard(plan, fleet, num_layers).items():
+        if len(held) < wanted:
+            raise InfeasibleError(
+                f"layer {shard} lies on {len(held)} node ({', '.join(sorted(held))}), but min_node_disjoint_holders is {wanted}"
+            )
+
+
+def _rank(layer: str, num_layers: int) -> int:
+    return {EMBEDDING: -1, HEAD: num_layers}.get(layer, int(layer) if layer.isdigit() else 0)
+
+
+def _spans(layers: Iterable[str]) -> list[str]:
+    """0, 1, 2, 5 -> 0-2, 5."""
+    out: list[list[str]] = []
+    for layer in layers:
+        if out and layer.isdigit() and out[-1][-1].isdigit() and int(layer) == int(out[-1][-1]) + 1:
+            out[-1].append(layer)
+        else:
+            out.append([layer])
+    return [span[0] if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in out]

@@ -1,0 +1,297 @@
+"""Replanning: stay, or move to which plan, by the sequences trained until the next change less what the move takes.
+
+For a plan with step time t that needs m seconds to move to and is expected to last h seconds, the useful work is
+(h - m) / t steps of one batch each. m counts the bytes that workers must fetch because they do not hold them yet.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.cost import CostModel, Prediction
+from planner.errors import ConfigError, InfeasibleError
+from planner.plan import Pipeline, Plan, Stage
+from planner.redundancy import layers_of
+from planner.strategies.autohet import search_autohet, unacceptable
+from planner.strategies.extension import extend
+from planner.strategies.request import Answer, Request, SearchReport
+
+Holders = Mapping[str, frozenset[tuple[str, int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationCost:
+    """What a move takes: `fixed_s` to stop, rebuild groups and start; bytes fetched at `bytes_per_s` a worker, None: the node's NIC share.
+
+    state_bytes_per_parameter: fp32 master and two moments of AdamW by default.
+    """
+
+    fixed_s: float = 5.0
+    bytes_per_s: float | None = None
+    state_bytes_per_parameter: float = 12.0
+
+
+@dataclass(frozen=True)
+class ReplanDecision:
+    """kind "stay": keep `answer.plan`, which is the previous plan; "move": reconfigure to it. reason: a sentence.
+
+    migration_s: predicted seconds of the move; useful_sequences: what the horizon earns with the choice.
+    """
+
+    kind: Literal["stay", "move"]
+    answer: Answer
+    reason: str
+    migration_s: float
+    useful_sequences: float
+
+
+def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[tuple[str, int, int]]]:
+    """Worker -> (layer, first unit, end unit) that it holds under a plan, in eighths of a layer."""
+    found = {}
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            names = layers_of(stage, index, len(pipeline.stages))
+            for rank, worker in enumerate(stage.workers):
+                share = 8 // stage.tp_degree
+                found[worker] = frozenset((name, rank * share, (rank + 1) * share) for name in names)
+    return found
+
+
+def replan(
+    previous: Plan,
+    request: Request,
+    holders: Holders | None = None,
+    horizon_s: float = 3600.0,
+    migration: MigrationCost | None = None,
+    thorough: bool | None = None,
+) -> ReplanDecision:
+    """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
+
+    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan if all its
+    workers live; its repair (lost pipelines dropped, batch shared again); the repair with new pipelines of the GPUs that are left over
+    (`extend`); with `thorough` (by default on fleets of up to 64 GPUs) a whole search seeded with these.
+    """
+    if horizon_s <= 0:
+        raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
+    migration = migration or MigrationCost()
+    alive = set(request.fleet.workers)
+    held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
+    begin = request.clock()
+    candidates = _candidates(previous, request, alive)
+    candidates += extend(candidates[-1] if candidates else None, request)
+    if thorough is None:
+        thorough = len(alive) <= 64 or not candidates
+    searched = _search(request, candidates) if thorough else None
+    if searched is not None:
+        candidates.append(align(searched.plan, request, held))
+        candidates.append(searched.plan)
+    scored = [
+        s for s in (_score(plan, previous, request, held, horizon_s, migration) for plan in _unique(candidates)) if s
+    ]
+    if not scored:
+        raise InfeasibleError("no plan fits the fleet that is left; see the plan command for the tightest limit")
+    scored.sort(key=lambda s: (-s.useful, s.seconds))
+    best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
+    if kept is not None and best.useful <= kept.useful * 1.01:
+        best = kept
+    return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    plan: Plan
+    prediction: Prediction
+    seconds: float
+    useful: float
+
+
+def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
+    try:
+        return search_autohet(request, seeds)
+    except InfeasibleError:
+        return None
+
+
+def _unique(plans: Sequence[Plan]) -> list[Plan]:
+    return list(dict.fromkeys(plans))
+
+
+def _candidates(previous: Plan, request: Request, alive: set[str]) -> list[Plan]:
+    """The previous plan where its workers live and its batch is the request's, and its repair."""
+    out = []
+    if set(previous.workers) <= alive and previous.global_batch_sequences == request.global_batch_sequences:
+        out.append(previous)
+    repaired = repair(previous, request, alive)
+    if repaired is not None and repaired not in out:
+        out.append(repaired)
+    return out
+
+
+def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
+    """The previous plan without the pipelines that lost a worker; the rest share the batch so that the slowest ends earliest."""
+    whole = [p for p in previous.pipelines if set(p.workers) <= alive]
+    if not whole:
+        return None
+    seconds = [_seconds_of(request.cost, p) for p in whole]
+    counts = _share(whole, seconds, request.global_batch_sequences)
+    if counts is None:
+        return None
+    pipelines = tuple(Pipeline(p.stages, k, p.microbatch_sequences) for p, k in zip(whole, counts, strict=True))
+    return Plan(
+        previous.model,
+        request.global_batch_sequences,
+        previous.microbatch_sequences,
+        previous.sequence_length,
+        pipelines,
+    )
+
+
+def _seconds_of(cost: CostModel, pipeline: Pipeline) -> tuple[float, float]:
+    """(seconds of the first microbatch, of each further one)."""
+    stages = [sum(cost.stage_seconds(pipeline, i)) for i in range(len(pipeline.stages))]
+    return sum(stages), max(stages)
+
+
+def _share(pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]], batch: int) -> list[int] | None:
+    """Microbatches by which the pipelines meet the batch; each next one goes where it ends earliest."""
+    import heapq
+
+    counts = [1] * len(pipelines)
+    left = batch - sum(p.microbatch_sequences for p in pipelines)
+    heap = [(fill + step, i) for i, (fill, step) in enumerate(seconds)]
+    heapq.heapify(heap)
+    while left > 0 and heap:
+        end, i = heapq.heappop(heap)
+        size = pipelines[i].microbatch_sequences
+        if size > left:
+            continue
+        counts[i] += 1
+        left -= size
+        heapq.heappush(heap, (end + seconds[i][1], i))
+    return counts if left == 0 else None
+
+
+def _score(
+    plan: Plan, previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
+) -> _Scored | None:
+    prediction = request.cost.predict(plan)
+    if unacceptable(request, plan, prediction) is not None:
+        return None
+    seconds = 0.0 if plan == previous else migration_s(plan, request, held, migration)
+    useful = max(0.0, horizon_s - seconds) / prediction.step_time_s * request.global_batch_sequences
+    return _Scored(plan, prediction, seconds, useful)
+
+
+def migration_s(plan: Plan, request: Request, held: Holders, migration: MigrationCost) -> float:
+    """Seconds of the move: the node with the longest fetch at its link's speed, after the fixed part."""
+    by_node: dict[str, float] = {}
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            for rank, worker in enumerate(stage.workers):
+                missing = _missing_bytes(
+                    request, stage, index, len(pipeline.stages), rank, held.get(worker, frozenset()), migration
+                )
+                node = request.fleet.node_of(worker)
+                rate = migration.bytes_per_s or node.node_type.inter_node_bytes_per_s
+                by_node[node.name] = by_node.get(node.name, 0.0) + missing / rate
+    return migration.fixed_s + max(by_node.values(), default=0.0)
+
+
+def _missing_bytes(
+    request: Request,
+    stage: Stage,
+    index: int,
+    num_stages: int,
+    rank: int,
+    has: frozenset[tuple[str, int, int]],
+    migration: MigrationCost,
+) -> float:
+    share = 8 // stage.tp_degree
+    low, high = rank * share, (rank + 1) * share
+    spec = request.spec
+    total = 0.0
+    covered: dict[str, int] = {}
+    for layer, first, end in has:
+        covered[layer] = covered.get(layer, 0) + max(0, min(high, end) - max(low, first))
+    for name in layers_of(stage, index, num_stages):
+        part = spec.embedding if name == "embedding" else spec.head if name == "head" else spec.blocks[int(name)]
+        total += part.parameters * (share - covered.get(name, 0)) / 8
+    return total * migration.state_bytes_per_parameter
+
+
+def align(plan: Plan, request: Request, held: Holders) -> Plan:
+    """The same plan with equal groups exchanged so that layers stay where they are: each stage takes, among the groups of its node type
+    and TP degree, the one that already holds most of it; largest overlaps first."""
+    slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            kind = request.fleet.node_of(stage.workers[0]).node_type.name
+            slots.setdefault((kind, stage.tp_degree), []).append((p, s))
+    chosen: dict[tuple[int, int], tuple[str, ...]] = {}
+    for places in slots.values():
+        groups = [plan.pipelines[p].stages[s].workers for p, s in places]
+        chosen.update(_match(plan, places, groups, held))
+    pipelines = tuple(
+        Pipeline(
+            tuple(Stage(st.first_layer, st.num_layers, chosen[p, s]) for s, st in enumerate(pipeline.stages)),
+            pipeline.num_microbatches,
+            pipeline.microbatch_sequences,
+        )
+        for p, pipeline in enumerate(plan.pipelines)
+    )
+    return Plan(plan.model, plan.global_batch_sequences, plan.microbatch_sequences, plan.sequence_length, pipelines)
+
+
+def _match(
+    plan: Plan, places: list[tuple[int, int]], groups: list[tuple[str, ...]], held: Holders
+) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Assignment of greatest overlap (Hungarian algorithm)."""
+    import numpy as np
+    from scipy.optimize import linear_sum_assignment
+
+    names = [set(layers_of(plan.pipelines[p].stages[s], s, len(plan.pipelines[p].stages))) for p, s in places]
+    has = [{layer for worker in group for layer, _, _ in held.get(worker, frozenset())} for group in groups]
+    overlap = np.array([[len(want & have) for have in has] for want in names], dtype=float)
+    overlap += 1e-6 * np.eye(len(places))
+    rows, columns = linear_sum_assignment(-overlap)
+    return {places[i]: groups[j] for i, j in zip(rows, columns, strict=True)}
+
+
+def _decision(
+    best: _Scored,
+    kept: _Scored | None,
+    previous: Plan,
+    request: Request,
+    searched: Answer | None,
+    horizon_s: float,
+    seconds: float,
+) -> ReplanDecision:
+    stay = best.plan == previous
+    report = searched.search if searched else SearchReport(seconds, 1, None, None)
+    bound = report.lower_bound_s
+    gap = None if bound is None else max(0.0, best.prediction.step_time_s / bound - 1)
+    report = SearchReport(seconds, report.plans_evaluated, bound, gap)
+    idle = searched.idle if searched is not None and searched.plan == best.plan else ()
+    answer = Answer("autohet", best.plan, best.prediction, report, searched.rejected if searched else (), idle)
+    return ReplanDecision(
+        "stay" if stay else "move", answer, _reason(best, kept, searched, horizon_s), best.seconds, best.useful
+    )
+
+
+def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizon_s: float) -> str:
+    step = best.prediction.step_time_s
+    if kept is best:
+        if searched is None or searched.prediction.step_time_s >= step * (1 - 1e-9):
+            return f"staying: no plan of this fleet is faster than the present {step:.4g} s a step"
+        gain = step / searched.prediction.step_time_s - 1
+        return (
+            f"staying at {step:.4g} s a step: a plan {gain:.1%} faster exists, but moving to it would not earn its cost"
+            f" within {horizon_s:.0f} s"
+        )
+    text = f"moving in about {best.seconds:.1f} s to {step:.4g} s a step"
+    if kept is None:
+        return text + ": the present plan uses workers that are gone"
+    return (
+        text
+        + f" from {kept.prediction.step_time_s:.4g} s: {best.useful / max(kept.useful, 1e-9) - 1:.1%} more sequences in {horizon_s:.0f} s"
+    )
