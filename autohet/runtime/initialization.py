@@ -9,8 +9,10 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
@@ -47,18 +49,19 @@ def _draw(owner: nn.Module, path: str, seed: int) -> Iterator[tuple[str, Tensor]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         module.apply(owner._init_weights)  # type: ignore[arg-type]
-    for name, parameter in module.named_parameters():
-        yield f"{path}.{name}", parameter.detach().float()
+    drawn = {f"{path}.{name}": parameter.detach().float() for name, parameter in module.named_parameters()}
+    module.to_empty(device="meta")  # the skeleton keeps no storage: one layer in memory at a time
+    yield from drawn.items()
 
 
-def pretrained_parameters(path: str, config: PreTrainedConfig, names: Collection[str], revision: str | None = None) -> Iterator[tuple[str, Tensor]]:
+def pretrained_parameters(
+    path: str, config: PreTrainedConfig, names: Collection[str], revision: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, whole fp32 tensor) of each of `names`, read from a Hugging Face checkpoint's safetensors files, one tensor at a time.
 
     Raises:
         ConfigError: the checkpoint or a tensor is missing, or a shape is not the config's.
     """
-    from safetensors import safe_open
-
     family = family_of(config)
     specs = family.parameter_specs(config)
     files = _files_by_tensor(path, revision)
@@ -66,17 +69,24 @@ def pretrained_parameters(path: str, config: PreTrainedConfig, names: Collection
         stored = name if name in files else name.removeprefix(family.base + ".")
         if stored not in files:
             raise ConfigError(f"checkpoint '{path}' has no tensor {name}")
-        with safe_open(files[stored], framework="pt") as reader:
+        with _open(files[stored]) as reader:
             tensor = reader.get_tensor(stored)
         if tuple(tensor.shape) != specs[name].shape:
-            raise ConfigError(f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {specs[name].shape}")
+            raise ConfigError(
+                f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {specs[name].shape}"
+            )
         yield name, tensor.float()
+
+
+def _open(file: str) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is no readable safetensors file ({error}); fetch it again") from None
 
 
 def _files_by_tensor(path: str, revision: str | None) -> dict[str, str]:
     """Tensor name -> safetensors file."""
-    from safetensors import safe_open
-
     index = _find(path, "model.safetensors.index.json", revision)
     if index is not None:
         entries: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
@@ -88,7 +98,7 @@ def _files_by_tensor(path: str, revision: str | None) -> dict[str, str]:
     single = _find(path, "model.safetensors", revision)
     if single is None:
         raise ConfigError(f"checkpoint '{path}' has no model.safetensors; convert it to safetensors first")
-    with safe_open(single, framework="pt") as reader:
+    with _open(single) as reader:
         return dict.fromkeys(reader.keys(), single)
 
 

@@ -56,9 +56,11 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ReduceGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(total)
-        return total
+        # A partial product or masked rows: fresh, and neither's backward reads its own output, so the sum takes its place.
+        assert x.is_contiguous()
+        group.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -96,18 +98,22 @@ class RowParallel(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank holds rows [start, start + local rows): others' tokens give zeros, the sum is whole."""
+    """An embedding of which this rank holds rows from `start`: others' tokens give zeros, the sum is whole."""
 
     def __init__(self, original: nn.Module, tp: TensorParallel, start: int) -> None:
         super().__init__()
         self.weight = original.weight
         self.tp = tp
         self.start = start
+        self.padding_idx: int | None = getattr(original, "padding_idx", None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.start
         outside = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        if self.padding_idx is not None:
+            # As nn.Embedding: the padding token has its row's values but teaches the row nothing.
+            rows = torch.where((tokens == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.tp)
 
 

@@ -5,10 +5,13 @@ A new family is one small file with a `FAMILY` value (see `llama.py`, `gpt2.py`)
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import logging
 from pathlib import Path
 from typing import Any, Protocol
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from autohet.runtime.models import gpt2, llama, mistral, qwen2, qwen3
@@ -22,6 +25,8 @@ __all__ = [
 ]  # fmt: skip
 
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}
+# Keys of published config.json files that are no fields of the config classes: older spellings and bookkeeping.
+FOREIGN_KEYS = frozenset({"model_type", "rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "auto_map"})
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +48,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         config = _from_mapping(dict(source.config))
     else:
         config = _from_checkpoint(str(source.pretrained), source.revision)
+    _check_architecture(config)
     changed = family_of(config).check_dropout(config)
     if changed:
         logger.info("Dropout (%s) is set to 0: with it, the fleet would change the mathematics", ", ".join(changed))
@@ -56,17 +62,44 @@ def _from_mapping(mapping: dict[str, Any]) -> PreTrainedConfig:
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}")
     try:
-        return AutoConfig.for_model(model_type, **mapping)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.config is no valid {model_type} config: {error}") from None
+        config = AutoConfig.for_model(model_type, **mapping)
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ConfigError(f"model.config is no valid {model_type} config: {' '.join(str(error).split())}") from None
+    _check_keys(config, mapping)
+    return config
+
+
+def _check_keys(config: PreTrainedConfig, mapping: dict[str, Any]) -> None:
+    """transformers stores a misspelt key in silence and trains with the default instead."""
+    known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | FOREIGN_KEYS
+    for key in sorted(set(mapping) - known):
+        close = difflib.get_close_matches(key, sorted(known), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"model.config: {config.model_type} has no key '{key}'{hint}")
+
+
+def _check_architecture(config: PreTrainedConfig) -> None:
+    family_of(config)
+    heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    if heads % groups:
+        raise ConfigError(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}; choose a divisor")
+    if hidden % heads and getattr(config, "head_dim", None) is None:
+        raise ConfigError(f"num_attention_heads {heads} does not divide hidden_size {hidden}; choose a divisor")
+    if getattr(config, "add_cross_attention", False):
+        raise ConfigError(
+            "add_cross_attention is for encoder-decoder models; a decoder alone is trained here: set it to false"
+        )
 
 
 def _from_checkpoint(path: str, revision: str | None) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         where = "the directory" if Path(path).is_dir() else "the hub id or directory"
-        raise ConfigError(f"model.pretrained: {where} '{path}' has no readable config: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"model.pretrained: {where} '{path}' has no readable config: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def family_of(config: PreTrainedConfig) -> Family:

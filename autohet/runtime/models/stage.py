@@ -44,12 +44,19 @@ class StageModel(nn.Module):
             self.blocks.append(self._keep(blocks[index], f"blocks.{index - first_layer}", f"{family.layers}.{index}"))
         tied = family.tied_head(config)
         if self.is_first:
-            self.embedding = self._keep(model.get_submodule(family.token_embedding), "embedding", family.token_embedding)
+            self.embedding = self._keep(
+                model.get_submodule(family.token_embedding), "embedding", family.token_embedding
+            )
             if family.position_embedding:
-                self.positions = self._keep(model.get_submodule(family.position_embedding), "positions", family.position_embedding)
+                self.positions = self._keep(
+                    model.get_submodule(family.position_embedding), "positions", family.position_embedding
+                )
         if self.is_last:
             self.norm = self._keep(model.get_submodule(family.final_norm), "norm", family.final_norm)
-            self.head = self._keep(model.get_submodule(family.head), "head", family.token_embedding if tied else family.head)
+            self.head = self._keep(
+                model.get_submodule(family.head), "head", family.token_embedding if tied else family.head
+            )
+        self._fixed: tuple[Any, dict[str, Any]] = (None, {})
         self.rotary = _on_device(model.get_submodule(family.rotary), config, device) if family.rotary else None
         if tp is not None and tp.degree > 1:
             self._cut(tp)
@@ -76,7 +83,8 @@ class StageModel(nn.Module):
                 _enter_before(block.get_submodule(name), tp)
                 _divide_split_size(block.get_submodule(name), tp)
         if self.is_first:
-            self.embedding = VocabularyEmbedding(self.embedding, tp, self._vocabulary_start(self.paths["embedding"]))
+            start = self._vocabulary_start(self.paths["embedding"])
+            self.embedding = VocabularyEmbedding(self.embedding, tp, start)
 
     def _vocabulary_start(self, path: str) -> int:
         """First row of the vocabulary that this rank holds."""
@@ -105,9 +113,20 @@ class StageModel(nn.Module):
         missing = sorted(set(slots) - set(parameters))
         assert not missing, f"the stage of layers {self.first_layer}+{self.num_layers} was not given {missing[:3]}"
         for name, places in slots.items():
+            self._check_shape(name, parameters[name])
             parameter = nn.Parameter(parameters[name].detach().to(device=self.device, dtype=self.dtype))
             for module, kind in places:
                 module._parameters[kind] = parameter
+
+    def _check_shape(self, name: str, given: Tensor) -> None:
+        spec = self.specs[name]
+        rank, degree = (0, 1) if self.tp is None else (self.tp.rank, self.tp.degree)
+        shape = list(spec.shape)
+        if spec.split_dim is not None:
+            shape[spec.split_dim] = sum(spec.cuts[u + 1] - spec.cuts[u] for u in local_units(spec, rank, degree))
+        assert tuple(given.shape) == tuple(shape), (
+            f"{name}: rank {rank} of {degree} holds {shape}, not {list(given.shape)}"
+        )
 
     @torch.no_grad()
     def refresh_parameters(self, masters: Mapping[str, Tensor]) -> None:
@@ -123,22 +142,27 @@ class StageModel(nn.Module):
     # compute ---------------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        hidden = self._embed(x, positions) if self.is_first else x
-        rotary = None if self.rotary is None else self.rotary(hidden, position_ids=positions)
-        masks: dict[str, Any] = {}
+        hidden = self._embed(x) if self.is_first else x
+        fixed = self._fixed_by_shape(hidden)
         for index, block in enumerate(self.blocks):
-            arguments: dict[str, Any] = {"attention_mask": self._mask(index, hidden, positions, masks)}
-            if rotary is not None:
-                arguments |= {"position_embeddings": rotary, "position_ids": positions}
+            arguments: dict[str, Any] = {"attention_mask": fixed[self._mask_kind(index)]}
+            if self.rotary is not None:
+                arguments["position_embeddings"] = fixed["rotary"]
             hidden = self._run(block, hidden, arguments)
         if not self.is_last:
             return hidden
         return self.head(enter(self.norm(hidden), self.tp))
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
-        return hidden + self.positions(positions) if self.family.position_embedding else hidden
+        if not self.family.position_embedding:
+            return hidden
+        length, limit = tokens.shape[1], self.positions.weight.shape[0]
+        if length > limit:
+            raise ConfigError(
+                f"sequences of {length} tokens exceed the {limit} learned positions; shorten sequence_length"
+            )
+        return hidden + self.positions(torch.arange(length, device=tokens.device).unsqueeze(0))
 
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -147,15 +171,30 @@ class StageModel(nn.Module):
             out = block(hidden, **arguments)
         return out[0] if isinstance(out, tuple) else out
 
-    def _mask(self, index: int, hidden: Tensor, positions: Tensor, masks: dict[str, Any]) -> Any:
-        """The library's own mask for this block; None where plain causal attention needs none."""
+    def _mask_kind(self, index: int) -> str:
         kinds = getattr(self.config, "layer_types", None)
-        window = getattr(self.config, "sliding_window", None)
-        kind = kinds[self.first_layer + index] if kinds else ("sliding_attention" if window else "full_attention")
-        if kind not in masks:
-            make = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
-            masks[kind] = make(config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions)
-        return masks[kind]
+        if kinds:
+            return kinds[self.first_layer + index]
+        return "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
+
+    def _fixed_by_shape(self, hidden: Tensor) -> dict[str, Any]:
+        """Masks by kind and rotary tables: functions of the shape alone, so made once, not for every microbatch.
+
+        A mask is the library's own, None where plain causal attention needs none. It is not told the positions: they are always 0..S-1, and
+        the library would look for packed sequences in them, which makes the host wait for a GPU.
+        """
+        key = (hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
+        if self._fixed[0] != key:
+            made: dict[str, Any] = {}
+            for kind in {self._mask_kind(index) for index in range(self.num_layers)}:
+                make = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+                made[kind] = make(config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+            if self.rotary is not None:
+                made["rotary"] = self.rotary(
+                    hidden, position_ids=torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+                )
+            self._fixed = (key, made)
+        return self._fixed[1]
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every rank of the group."""
@@ -176,7 +215,9 @@ def build_stage(
     family = family_of(config)
     finest = family.max_tp_degree(config)
     if tp is not None and finest % tp.degree:
-        raise ConfigError(f"TP degree {tp.degree} does not divide this model's heads; it can be 1 to {finest}, a power of two")
+        raise ConfigError(
+            f"TP degree {tp.degree} does not divide this model's heads; it can be 1 to {finest}, a power of two"
+        )
     return StageModel(family, config, first_layer, num_layers, tp, device, dtype, recompute)
 
 

@@ -1,0 +1,99 @@
+"""What a user may write under `model`, what is refused, and how finely a model may be cut."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config, local_units
+from planner.errors import ConfigError
+from tests.harness.tiny_models import TINY, random_parameters, take, tiny_config
+
+
+def load(**mapping):
+    return load_config(SimpleNamespace(config=mapping, pretrained=None, revision=None))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        ({"model_type": "mamba"}, "known: gpt2, llama, mistral, qwen2, qwen3"),
+        ({"model_type": "llama", "hiden_size": 64}, "'hiden_size'; did you mean hidden_size"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}, "3 does not"),
+        ({"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}, "65"),
+        ({"model_type": "gpt2", "n_embd": 65, "n_head": 4}, "65"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
+    ],
+)
+def test_a_wrong_config_is_named(mapping, says):
+    with pytest.raises(ConfigError) as raised:
+        load(**mapping)
+    assert says in str(raised.value)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_config(SimpleNamespace(config=None, pretrained=str(tmp_path), revision=None))
+
+
+def test_a_published_config_with_older_spellings_is_taken():
+    older = {"model_type": "llama", "rope_theta": 5e5, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    assert load(**older).rope_parameters["rope_theta"] == 5e5
+
+
+def test_dropout_is_set_to_zero_and_said(caplog):
+    with caplog.at_level(logging.INFO):
+        config = load(model_type="gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.0, 0.0, 0.0)
+    assert "set to 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "finest"), [(32, 8, 8), (32, 4, 4), (12, 12, 4), (14, 2, 2), (25, 25, 1), (64, 16, 8)]
+)
+def test_the_finest_tp_degree_follows_the_heads(heads, groups, finest):
+    config = load(model_type="llama", hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=groups)
+    assert family_of(config).max_tp_degree(config) == finest
+
+
+def test_a_tp_degree_that_does_not_divide_the_heads_is_refused():
+    config = tiny_config("llama-grouped")
+    with pytest.raises(ConfigError, match="TP degree 4"):
+        build_stage(config, 0, 3, TensorParallel(None, 0, 4), torch.device("cpu"), torch.float32)
+
+
+def test_an_intermediate_size_below_the_finest_degree_is_refused():
+    config = tiny_config("llama", intermediate_size=3)
+    with pytest.raises(ConfigError, match="only 3 rows"):
+        family_of(config).parameter_specs(config)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_units_partition_every_tensor_at_every_degree(name):
+    config = tiny_config(name)
+    finest = family_of(config).max_tp_degree(config)
+    whole = random_parameters(config)
+    for spec in family_of(config).parameter_specs(config).values():
+        if spec.split_dim is None:
+            continue
+        for degree in (d for d in (1, 2, 4) if finest % d == 0):
+            units = [unit for rank in range(degree) for unit in local_units(spec, rank, degree)]
+            assert sorted(units) == list(range(spec.num_units))
+            rebuilt = torch.empty(spec.shape)
+            for rank in range(degree):
+                local, position = take(spec, whole[spec.name], rank, degree), 0
+                for unit in local_units(spec, rank, degree):
+                    size = spec.cuts[unit + 1] - spec.cuts[unit]
+                    piece = local.narrow(spec.split_dim, position, size)
+                    rebuilt.narrow(spec.split_dim, spec.cuts[unit], size).copy_(piece)
+                    position += size
+            assert torch.equal(rebuilt, whole[spec.name]), spec.name
+
+
+def test_packed_query_key_value_are_cut_alike():
+    config = tiny_config("gpt2")
+    spec = family_of(config).parameter_specs(config)["transformer.h.0.attn.c_attn.weight"]
+    half = take(spec, torch.arange(96).expand(32, 96), rank=1, degree=2)
+    assert half[0].tolist() == [*range(16, 32), *range(48, 64), *range(80, 96)]
