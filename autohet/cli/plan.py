@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> Session:
     job = Job.from_yaml(args.job)
-    fleet = cluster_from_yaml(args.cluster).fleet()
     inputs = planning_inputs(job, profile=args.profile, links=args.links)
+    fleet = inputs.fleet(cluster_from_yaml(args.cluster).fleet())
     parameters, calibration = inputs.parameters, None
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
