@@ -198,7 +198,12 @@ def _make_client(options: StorageOptions) -> Any:
         connect_timeout=min(10.0, options.request_timeout_s),
         read_timeout=min(30.0, options.request_timeout_s),
         retries={"total_max_attempts": 1},
-        s3={"addressing_style": "path"} if endpoint else {},  # other servers rarely have a DNS name for each bucket
+        s3={
+            "addressing_style": "path" if endpoint else "auto",  # other servers rarely have a DNS name for each bucket
+            # Bodies carry a CRC-32 that the server checks. Hashing them again with SHA-256 is what boto3 does on plain
+            # http alone, and what most of an upload's time went to (scripts/benchmarks/results/LOG.md).
+            "payload_signing_enabled": False,
+        },
     )
     session = boto3.session.Session()
     return session.client("s3", config=config, region_name=session.region_name or "us-east-1")

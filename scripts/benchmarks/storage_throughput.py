@@ -1,0 +1,207 @@
+"""boto3 (this repository's storage) against pyarrow's S3 filesystem: same server, parts and concurrency, one run.
+
+    python scripts/benchmarks/storage_throughput.py [--mib 512] [--out FILE.json]
+
+The server is a process of its own that speaks the part of S3's protocol that both need: GET sends a file of host memory
+with sendfile, PUT swallows what comes, so that the clients are what is measured. `latency` passes before each answer,
+as a distant bucket makes one wait (AWS states 100 to 200 ms to the first byte). Best of three; the client's CPU seconds
+are given too, since that is what training loses. On few cores server and client share them: read the ratios, not the
+absolute figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PART_BYTES = 16 << 20
+REPEATS = 3
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    latency_s = 0.0
+    path_of_data = ""
+
+    def do_GET(self) -> None:
+        size = os.path.getsize(self.path_of_data)
+        found = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start, end = (int(found[1]), int(found[2] or size - 1)) if found else (0, size - 1)
+        self._head(206 if found else 200, end - start + 1, {"Content-Range": f"bytes {start}-{end}/{size}"})
+        with open(self.path_of_data, "rb") as data:
+            while start <= end:
+                start += os.sendfile(self.connection.fileno(), data.fileno(), start, end - start + 1)
+
+    def do_HEAD(self) -> None:
+        self._head(200, os.path.getsize(self.path_of_data), {})
+
+    def do_PUT(self) -> None:
+        buffer = memoryview(bytearray(1 << 20))
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                self._swallow(size + 2, buffer)
+            self.rfile.readline()
+        else:
+            self._swallow(int(self.headers.get("Content-Length", 0)), buffer)
+        self._head(200, 0, {})
+
+    def _swallow(self, left: int, buffer: memoryview) -> None:
+        while left:
+            left -= self.rfile.readinto(buffer[: min(left, len(buffer))])
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        start = "?uploads" in self.path
+        kind = "InitiateMultipartUploadResult" if start else "CompleteMultipartUploadResult"
+        body = f"<{kind}><Bucket>b</Bucket><Key>k</Key><UploadId>u</UploadId><ETag>e</ETag></{kind}>".encode()
+        self._head(200, len(body), {"Content-Type": "application/xml"})
+        self.wfile.write(body)
+
+    def _head(self, status: int, length: int, headers: dict[str, str]) -> None:
+        time.sleep(self.latency_s)
+        self.send_response(status)
+        for name, value in {"Content-Length": str(length), "ETag": '"e"', "Accept-Ranges": "bytes", **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Last-Modified", "Sat, 21 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: printing costs more than serving."""
+
+
+def _serve(pipe: Connection, path: str, latency_s: float) -> None:
+    _Handler.path_of_data, _Handler.latency_s = path, latency_s
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    pipe.send(server.server_address[1])
+    server.serve_forever()
+
+
+def _boto3_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
+    os.environ["AWS_ENDPOINT_URL"] = endpoint
+    from recovery.storage import StorageOptions, open_storage
+
+    storage = open_storage("s3://bucket", StorageOptions(concurrency=concurrency, part_bytes=PART_BYTES))
+    data = bytearray(num_bytes)
+
+    def read() -> None:
+        into = memoryview(data)
+
+        def part(at: int) -> None:
+            storage.get_into("object", at, into[at : at + PART_BYTES])
+
+        with ThreadPoolExecutor(concurrency) as pool:
+            list(pool.map(part, range(0, num_bytes, PART_BYTES)))
+
+    return {"read": read, "write": lambda: storage.put("object", data)}
+
+
+def _pyarrow_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
+    import pyarrow
+    from pyarrow import fs
+
+    pyarrow.set_io_thread_count(concurrency)
+    s3 = fs.S3FileSystem(
+        endpoint_override=endpoint.removeprefix("http://"), scheme="http", region="us-east-1",
+        access_key="testing", secret_key="testing",
+    )  # fmt: skip
+    data = bytearray(num_bytes)
+    source = memoryview(data)
+
+    def read() -> None:
+        with s3.open_input_file("bucket/object") as file, ThreadPoolExecutor(concurrency) as pool:
+
+            def part(at: int) -> None:
+                source[at : at + PART_BYTES] = file.read_at(min(PART_BYTES, num_bytes - at), at)
+
+            list(pool.map(part, range(0, num_bytes, PART_BYTES)))
+
+    def write() -> None:
+        with s3.open_output_stream("bucket/object", buffer_size=0) as stream:
+            for at in range(0, num_bytes, PART_BYTES):
+                stream.write(source[at : at + PART_BYTES])
+
+    return {"read": read, "write": write}
+
+
+def _measure(run: Callable[[], None], num_bytes: int) -> dict[str, float]:
+    best = None
+    for _ in range(REPEATS):
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        took = time.perf_counter() - wall, time.process_time() - cpu
+        best = min(best or took, took)
+    assert best is not None
+    return {"bytes_per_s": round(num_bytes / best[0]), "cpu_s_per_gb": round(best[1] / num_bytes * 1e9, 3)}
+
+
+def _compare(path: str, num_bytes: int, latency_s: float, concurrency: int) -> list[dict[str, Any]]:
+    parent, child = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(child, path, latency_s), daemon=True)
+    server.start()
+    try:
+        endpoint = f"http://127.0.0.1:{parent.recv()}"
+        runs = {
+            "boto3": _boto3_runs(endpoint, num_bytes, concurrency),
+            "pyarrow": _pyarrow_runs(endpoint, num_bytes, concurrency),
+        }
+        rows = []
+        for direction in ("read", "write"):
+            row: dict[str, Any] = {"direction": direction, "latency_s": latency_s, "concurrency": concurrency}
+            row.update({client: _measure(runs[client][direction], num_bytes) for client in runs})
+            row["boto3_over_pyarrow"] = round(row["boto3"]["bytes_per_s"] / row["pyarrow"]["bytes_per_s"], 3)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        return rows
+    finally:
+        server.terminate()
+        server.join(10)
+
+
+def _where() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10).stdout
+    cpus = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "commit": commit.strip(),
+        "python": platform.python_version(),
+        "cpu": cpus[:1],
+        "num_cpus": len(cpus),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    os.environ.update(AWS_ACCESS_KEY_ID="testing", AWS_SECRET_ACCESS_KEY="testing", AWS_DEFAULT_REGION="us-east-1")
+    num_bytes, where = args.mib << 20, _where()
+    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.NamedTemporaryFile(dir=shared) as file:
+        file.write(os.urandom(1 << 20) * args.mib)
+        file.flush()
+        cases = [(latency_s, concurrency) for latency_s in (0.0, 0.1) for concurrency in (1, 8)]
+        rows = [row for case in cases for row in _compare(file.name, num_bytes, *case)]
+    document = {"what": "S3 client throughput, boto3 against pyarrow", "num_bytes": num_bytes, "part_bytes": PART_BYTES}
+    document |= {"where": where, "results": rows}
+    if args.out:
+        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
