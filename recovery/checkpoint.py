@@ -81,11 +81,11 @@ def commit_checkpoint(
 
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
-        CheckpointConflict: the step belongs to another job, or two receipts disagree about a shard.
+        CheckpointConflict: the step belongs to another job or model, or two receipts disagree about a shard.
     """
     committed = _committed(storage, step)
     if committed is not None:
-        return _same_job(storage, committed, job)
+        return _same_state(storage, committed, job, layout.tensors)
     files = _chosen_files(storage, step, layout, list(receipts))
     manifest = Manifest(
         step=step,
@@ -140,11 +140,16 @@ def _committed(storage: Storage, step: int) -> Manifest | None:
         return None
 
 
-def _same_job(storage: Storage, manifest: Manifest, job: str) -> Manifest:
-    if manifest.job == job:
-        return manifest
-    reason = f"is committed by job {manifest.job!r}, not {job!r}; give each job a storage prefix of its own"
-    raise CheckpointConflict(storage.uri, manifest.step, reason)
+def _same_state(storage: Storage, manifest: Manifest, job: str, specs: Mapping[str, TensorSpec]) -> Manifest:
+    """The committed manifest, if it is of this job and of the same tensors."""
+    if manifest.job != job:
+        reason = f"is committed by job {manifest.job!r}, not {job!r}; give each job a storage prefix of its own"
+        raise CheckpointConflict(storage.uri, manifest.step, reason)
+    theirs = {name: (spec.shape, spec.dtype) for name, spec in manifest.specs.items()}
+    if theirs != {name: (spec.shape, spec.dtype) for name, spec in specs.items()}:
+        reason = f"is committed by job {job!r} with other tensors: has its model changed? use another storage prefix"
+        raise CheckpointConflict(storage.uri, manifest.step, reason)
+    return manifest
 
 
 def _chosen_files(storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt]) -> tuple[DataFile, ...]:
@@ -193,5 +198,5 @@ def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:
         assert winner is not None, "a conditional put said that the manifest exists"
         # Ours went over the winner's .metadata, whose files are not ours.
         storage.put(prefix + METADATA_NAME, encode_dcp_metadata(winner))
-        return _same_job(storage, winner, manifest.job)
+        return _same_state(storage, winner, manifest.job, manifest.specs)
     return decode_manifest(encoded, prefix + MANIFEST_NAME)

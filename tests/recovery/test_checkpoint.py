@@ -193,6 +193,9 @@ def test_commit_refuses_another_job_and_diverged_replicas(directory: Storage) ->
     commit(directory, 1, layout, [*receipts, same])  # equal copies are no conflict
     with pytest.raises(CheckpointConflict, match="'job', not 'other'"):
         commit(directory, 1, layout, receipts, job="other")
+    other = TensorSpec("param/w", (2,), "float32")
+    with pytest.raises(CheckpointConflict, match="has its model changed"):
+        commit(directory, 1, Layout({other.name: other}, {}), [])
 
 
 def test_of_two_coordinators_one_commits_and_both_agree(storage: Storage) -> None:
