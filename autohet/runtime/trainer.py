@@ -22,7 +22,7 @@ from autohet.runtime.gradient_sync import GradientSync
 from autohet.runtime.groups import GenerationGroups, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
-from autohet.runtime.models import TensorParallel, build_stage
+from autohet.runtime.models import TensorParallel, build_stage, family_of
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.optimizer import clip_factor, update
 from autohet.runtime.pacing import Pace, Pacer
@@ -106,7 +106,8 @@ class StageTrainer:
         self._world = groups.group(plan.workers, "world")
         self._tp = self._tensor_parallel(groups)
         forward, backward = groups.group(plan.workers, "forward"), groups.group(plan.workers, "backward")
-        self.stage: StageModel = build_stage(config, place.stage.first_layer, place.stage.num_layers, self._tp, device, dtype, training.recompute == "full")
+        build = getattr(family_of(config), "build_stage", build_stage)  # a family may bring stages of its own (the tests' exact model)
+        self.stage: StageModel = build(config, place.stage.first_layer, place.stage.num_layers, self._tp, device, dtype, training.recompute == "full")
         self.stage.load_parameters({name.split("/", 1)[1]: tensor for name, tensor in state.items() if name.startswith("param/")})
         # Several NCCL communicators in flight need one order on all GPUs, which overlap with 1F1B does not give.
         overlap = device.type == "cpu" if overlap is None else overlap

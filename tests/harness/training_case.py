@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, PeerLost
 from autohet.runtime.initialization import initial_parameters
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
@@ -21,6 +21,7 @@ from autohet.runtime.models import load_config
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from recovery.layout import Layout
+from tests.harness import toy_model  # noqa: F401  registers the exact model
 
 CPU = torch.device("cpu")
 
@@ -205,3 +206,19 @@ def rebuild(case: Case, me: str, port: int, generation: int) -> int:
     state, step = SEAT.trainer.state, SEAT.trainer.step
     leave()
     return build(case, me, port, generation, state=state, step=step)
+
+
+def lose_vote_at(step: int) -> None:
+    """At `step` this worker contributes to the vote but is cut off before it sees the result."""
+    trainer = SEAT.trainer
+    assert trainer is not None
+    world = trainer._world
+    whole = world.wait_on_host
+
+    def cut_off(work: Any) -> None:
+        whole(work)
+        if trainer.step == step and trainer.phase == "vote":
+            world.wait_on_host = whole  # type: ignore[method-assign]
+            raise PeerLost("cut off by the test")
+
+    world.wait_on_host = cut_off  # type: ignore[method-assign]

@@ -1,0 +1,213 @@
+"""An exact decoder: every activation and gradient is a small integer, so that sums are bit-equal in whatever order a fleet adds them.
+
+Importing this module registers model type `exact_toy` with transformers and with the runtime, in this process. Weights are real fp32 numbers
+that AdamW moves; the model sees them rounded to integers, q(w) = clamp(round(8 w), -4, 4), and wraps what it computes back into a small
+range. Its "gradients" are defined likewise (wrapped, token by token): deterministic, a sum over tokens, but no derivative of the loss.
+All sums stay below 2^24 for global batches of up to 100,000 tokens, where fp32 addition is exact. fp32 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from autohet.runtime import models
+from autohet.runtime.models.family import Family, local_units
+
+TOY_CONFIG = {
+    "model_type": "exact_toy", "vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+class ExactConfig(PreTrainedConfig):
+    model_type = "exact_toy"
+    vocab_size: int = 37
+    hidden_size: int = 16
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    tie_word_embeddings: bool = True
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+class _Layer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(size, size, bias=False)
+        self.back = nn.Linear(size, size, bias=False)
+        self.norm = _Norm(size)
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: ExactConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config.hidden_size) for _ in range(config.num_hidden_layers))
+        self.norm = _Norm(config.hidden_size)
+
+
+class ExactForCausalLM(PreTrainedModel):
+    """Names and first weights of the parameters; computing is `ExactStage`'s."""
+
+    config_class = ExactConfig
+    _supports_sdpa = True
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ExactConfig) -> None:
+        super().__init__(config)
+        self.model = _Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, 0.0, 0.3)
+
+
+def quantise(weight: Tensor) -> Tensor:
+    return (weight * 8).round().clamp(-4, 4)
+
+
+def wrap(values: Tensor, reach: int) -> Tensor:
+    """Integers to -reach..reach, modulo 2 reach + 1."""
+    return torch.remainder(values + reach, 2 * reach + 1) - reach
+
+
+def _sum(tensor: Tensor, tp: Any) -> Tensor:
+    if tp is not None and tp.degree > 1:
+        tensor = tensor.contiguous()
+        tp.group.all_reduce(tensor)
+    return tensor
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, mix: Tensor, back: Tensor, norm: Tensor, tp: Any) -> Tensor:
+        inner = wrap(hidden @ quantise(mix).T, 4)
+        ctx.tp = tp
+        ctx.save_for_backward(hidden, inner, mix, back)
+        return wrap(hidden + _sum(inner @ quantise(back).T, tp) + quantise(norm), 8)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden, inner, mix, back = (tensor.flatten(0, -2) for tensor in ctx.saved_tensors)
+        gradient = gradients[0].flatten(0, -2)
+        to_inner = wrap(gradient @ quantise(back), 4)
+        to_hidden = wrap(gradient + _sum(to_inner @ quantise(mix), ctx.tp), 8)
+        return to_hidden.view(gradients[0].shape), to_inner.T @ hidden, gradient.T @ inner, gradient.sum(0), None
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, start: int, tp: Any) -> Tensor:
+        mine = (tokens >= start) & (tokens < start + weight.shape[0])
+        rows = torch.where(mine, tokens - start, 0)
+        ctx.save_for_backward(mine, rows)
+        ctx.shape = weight.shape
+        return _sum(quantise(weight)[rows] * mine.unsqueeze(-1), tp)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        mine, rows = ctx.saved_tensors
+        gradient = torch.zeros(ctx.shape)
+        gradient.index_add_(0, rows.flatten(), (gradients[0] * mine.unsqueeze(-1)).flatten(0, 1))
+        return gradient, None, None, None
+
+
+class _Loss(torch.autograd.Function):
+    """Sum over tokens of (wrap(q(E[target]) . (h + q(norm))) - 3)^2."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, norm: Tensor, weight: Tensor, targets: Tensor, start: int, tp: Any) -> Tensor:
+        counted = targets >= 0
+        mine = (targets >= start) & (targets < start + weight.shape[0])
+        rows = torch.where(mine, targets - start, 0)
+        final = wrap(hidden + quantise(norm), 8)
+        score = _sum((quantise(weight)[rows] * final).sum(-1) * mine, tp)
+        error = (wrap(score, 4) - 3) * counted
+        ctx.tp = tp
+        ctx.save_for_backward(final, weight, mine, rows, error)
+        return (error * error).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        final, weight, mine, rows, error = ctx.saved_tensors
+        gradient = torch.zeros(weight.shape)
+        held = (error * mine).unsqueeze(-1)
+        gradient.index_add_(0, rows.flatten(), (held * final).flatten(0, 1))
+        to_hidden = wrap(_sum(held * quantise(weight)[rows], ctx.tp), 8)
+        return to_hidden, to_hidden.flatten(0, 1).sum(0), gradient, None, None, None
+
+
+class ExactStage(nn.Module):
+    """The runtime's stage interface (see `autohet.runtime.models.stage.StageModel`); the last stage's "logits" are its hidden states."""
+
+    def __init__(self, family: Family, config: ExactConfig, first_layer: int, num_layers: int, tp: Any) -> None:
+        super().__init__()
+        self.tp, self.first_layer, self.num_layers = tp, first_layer, num_layers
+        self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == config.num_hidden_layers
+        self.names = models.stage_parameter_names(config, first_layer, num_layers)
+        self.head = "model.embed_tokens.weight" if family.tied_head(config) else "lm_head.weight"
+        self._start = {
+            name: spec.cuts[local_units(spec, tp.rank, tp.degree)[0]] if tp is not None else 0
+            for name, spec in family.parameter_specs(config).items()
+            if name in ("model.embed_tokens.weight", "lm_head.weight")
+        }
+        self._parameters_by_name: dict[str, nn.Parameter] = {}
+
+    def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        assert all(tensor.dtype == torch.float32 for tensor in parameters.values()), "the exact model is fp32 only"
+        self._parameters_by_name = {name: nn.Parameter(parameters[name].detach()) for name in self.names}
+
+    def refresh_parameters(self, masters: Mapping[str, Tensor]) -> None:
+        """Parameters are the masters themselves."""
+
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._parameters_by_name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self._parameters_by_name
+        if self.is_first:
+            name = "model.embed_tokens.weight"
+            x = _Embed.apply(held[name], x, self._start[name], self.tp)
+        for layer in range(self.first_layer, self.first_layer + self.num_layers):
+            path = f"model.layers.{layer}"
+            x = _Block.apply(x, held[f"{path}.mix.weight"], held[f"{path}.back.weight"], held[f"{path}.norm.weight"], self.tp)
+        return x
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        held = self._parameters_by_name
+        return _Loss.apply(logits, held["model.norm.weight"], held[self.head], targets, self._start[self.head], self.tp)
+
+
+class ExactFamily(Family):
+    def build_stage(
+        self, config: Any, first_layer: int, num_layers: int, tp: Any, device: torch.device, dtype: torch.dtype, recompute: bool = False
+    ) -> ExactStage:
+        assert device.type == "cpu"
+        assert dtype == torch.float32, "the exact model is fp32 only"
+        return ExactStage(self, config, first_layer, num_layers, tp)
+
+
+FAMILY = ExactFamily(
+    "exact_toy", rotary=None, tp_plan={"model.layers.*.mix": "colwise", "model.layers.*.back": "rowwise"}, dropout_keys=()
+)
+
+if "exact_toy" not in models.FAMILIES:
+    AutoConfig.register("exact_toy", ExactConfig)
+    AutoModelForCausalLM.register(ExactConfig, ExactForCausalLM)
+    models.FAMILIES["exact_toy"] = FAMILY
