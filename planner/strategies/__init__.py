@@ -1,23 +1,33 @@
-"""Searches for plans: `plan_with(strategy, request)`; see README.md in this folder for what each strategy does."""
+"""Searches for plans: `plan_with(strategy, request)`; README.md in this folder says what each strategy does."""
 
 from collections.abc import Callable
 
 from planner.errors import ConfigError
 from planner.strategies.autohet import search_autohet
+from planner.strategies.exhaustive import search_exhaustive
+from planner.strategies.fasop import search_fasop
 from planner.strategies.grids import search_megatron, search_varuna
+from planner.strategies.metis import search_metis
+from planner.strategies.pareto import search_objective
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "autohet": search_autohet,
+    "metis": search_metis,
+    "fasop": search_fasop,
     "megatron": search_megatron,
     "varuna": search_varuna,
+    "exhaustive": search_exhaustive,
 }
 
 __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport", "plan_with"]
 
 
 def plan_with(strategy: str, request: Request) -> Answer:
-    """The best plan that the strategy finds. InfeasibleError where none fits; ConfigError for an unknown strategy."""
+    """The best plan that the strategy finds for the request's objective.
+
+    InfeasibleError where none fits; ConfigError for an unknown strategy. With objective "pareto" `Answer.front` is the front.
+    """
     if strategy not in STRATEGIES:
-        raise ConfigError(f"strategy is '{strategy}'; known: {', '.join(STRATEGIES)}")
-    return STRATEGIES[strategy](request)
+        raise ConfigError(f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}")
+    return search_objective(STRATEGIES[strategy], request)

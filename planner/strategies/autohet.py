@@ -9,6 +9,7 @@ from planner.plan import Plan, check_plan
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.engine import Effort, Engine, Found
+from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
@@ -57,7 +58,9 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
 def effort_for(tables: Tables) -> Effort:
     """A large fleet gets fewer orders a column; a small one everything."""
     gpus = sum(r.num_gpus for r in tables.resources)
-    return Effort() if gpus > 64 else Effort(columns=40_000, exact=600, candidates=5, packed=80)
+    return (
+        Effort() if gpus > 64 else Effort(columns=40_000, exact=600, candidates=4 if gpus > FEW_GPUS else 2, packed=80)
+    )
 
 
 def _grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
@@ -78,7 +81,7 @@ def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
         if plan is not None:
             yield plan
             count += 1
-        if count == CANDIDATES:
+        if count == (CANDIDATES if len(request.fleet.workers) > FEW_GPUS else 4 * CANDIDATES):
             return
 
 

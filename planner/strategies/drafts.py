@@ -76,9 +76,7 @@ class Estimator:
         if not self.tables.overlaps_warmup:
             return whole + k * self._period(shape)
         hidden = [min(k, depth - 1 - s) * (f + share * t) for s, (f, t) in enumerate(zip(forward, tolls))]
-        return whole + max(
-            k * (f + b + 2 * share * t) - h for f, b, t, h in zip(forward, backward, tolls, hidden)
-        )
+        return whole + max(k * (f + b + 2 * share * t) - h for f, b, t, h in zip(forward, backward, tolls, hidden))
 
     def sync_s(self, draft: Draft) -> float:
         """Estimated seconds after the pipelines end."""

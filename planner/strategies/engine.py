@@ -7,6 +7,7 @@
 4. Each packing gets its microbatches exactly and single-layer moves under the 1F1B simulation (`refine.py`).
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from planner.strategies.balance import Balancer
 from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.exact import Pipelines, make_exact
+from planner.strategies.few import FEW_GPUS, best_sets
 from planner.strategies.packing import Packer
 from planner.strategies.refine import refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
@@ -31,6 +33,7 @@ class Effort:
     orders: int = 6
     levels: int = 4
     candidates: int = 4
+    sets: int = 40
     integer_program_nodes: int = 150
 
 
@@ -79,7 +82,8 @@ class Engine:
             return Found(self._ranked(drafts), 0.0, len(columns))
         exact = self._promising(columns, bound, prices)
         if len(exact):
-            for draft in self._pack_levels(exact):
+            few = self._few(exact) if self.supply.sum() <= FEW_GPUS else iter(())
+            for draft in itertools.chain(few, self._pack_levels(exact)):
                 better = refine(self.estimator, draft, self.batch)
                 drafts[better] = self.estimator.draft_s(better)
         return Found(self._ranked(drafts), bound, len(columns) + self.estimator.evaluated, self.hurry())
@@ -166,6 +170,19 @@ class Engine:
 
     # -- packing -------------------------------------------------------------------------------------------------------
 
+    def _few(self, exact: Pipelines) -> Iterator[Draft]:
+        """Every set of few pipelines, the best of them with their microbatches."""
+        pool = exact
+        if not self.mixed_tp:
+            pool = exact.take(np.flatnonzero(exact.least_tp == exact.most_tp))
+        for chosen in best_sets(self.tables, pool, self.supply, self.batch, self.effort.sets):
+            uneven = len(set(pool.microbatch[list(chosen)].tolist())) > 1 and not self.mixed_microbatch
+            if uneven or (not self.mixed_tp and len(set(pool.least_tp[list(chosen)].tolist())) > 1):
+                continue
+            draft = assign_microbatches(self.estimator, [pool.shape(i) for i in chosen], self.batch)
+            if draft is not None:
+                yield draft
+
     def _levels(self, exact: Pipelines) -> Iterator[Level]:
         """Limits on the smallest TP degree and on the fullest stage, with the sync seconds that they imply."""
         everyone = tuple(range(len(self.supply)))
@@ -248,7 +265,7 @@ class Engine:
     def _choose(self, packer: Packer, pool: Pipelines, seconds: float) -> dict[int, int] | None:
         count = pool.microbatches_in(seconds)
         worth = (count * pool.microbatch).astype(float)
-        relaxed = packer.relax(worth, None, None)
+        relaxed = packer.relax(worth)
         if relaxed.value < self.batch * (1 - 1e-9):
             return None
         gain = worth - pool.usage @ relaxed.prices
@@ -259,7 +276,11 @@ class Engine:
         tries = [keep] if self.mixed_microbatch else [keep[sizes == b] for b in np.unique(sizes)]
         for members in tries:
             pick = packer.choose(
-                members, worth[members], pool.microbatch[members], self.batch, self.effort.integer_program_nodes
+                members,
+                worth[members],
+                pool.microbatch[members],
+                self.batch,
+                self.effort.integer_program_nodes,
             )
             if pick is not None:
                 return {int(members[i]): c for i, c in pick.items()}

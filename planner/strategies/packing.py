@@ -26,7 +26,7 @@ class Packer:
     def __init__(self, usage: Ints, supply: Ints):
         self.usage = usage
         self.supply = supply
-        self.possible = (usage <= supply).all(axis=1)
+        self.possible = np.asarray((usage <= supply).all(axis=1), dtype=np.bool_)
         self._pool: list[int] = []
 
     def relax(self, value: Floats, target: float | None = None, at_most: int | None = None) -> Relaxed:
