@@ -130,6 +130,7 @@ def node_type_from_labels(
     device = find_gpu_type(gpu_type)
     memory = _number(labels, "gpu-memory-gib", name)
     intra, inter = _number(labels, "intra-node-gbps", name), _number(labels, "inter-node-gbps", name)
+    price = _number(labels, "usd-per-hour", name, zero=True)
     known_memory = row.gpu_memory_bytes if row else (device.memory_bytes if device else None)
     return NodeType(
         name=name,
@@ -150,7 +151,7 @@ def node_type_from_labels(
             "inter-node-gbps",
             instance_type,
         ),
-        usd_per_hour=_number(labels, "usd-per-hour", name, zero=True) or (row.usd_per_hour if row else None),
+        usd_per_hour=(row.usd_per_hour if row else None) if price is None else price,
         spot=_flag(labels, "spot", name),
         zone=_text(labels, "zone") or "",
         max_nodes=max_nodes,

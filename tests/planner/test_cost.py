@@ -1,0 +1,222 @@
+"""The cost model on small cases whose answer can be computed by hand, and properties that any cost model must have."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from planner.calibration import MeasuredRun, calibrate
+from planner.cluster import Fleet, Node, NodeType
+from planner.communication import Links, read_links
+from planner.cost import CostModel
+from planner.errors import ConfigError
+from planner.gradient_groups import sync_jobs
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.parameters import CostParameters
+from planner.plan import Pipeline, Plan, Stage
+from planner.profile import Measurement, ProfileTable
+from planner.trace import chrome_trace
+
+BLOCK = LayerSpec(1000, 100, 900, 8, 80.0, 40.0)
+PARAMETERS = CostParameters(context_bytes=0.0, context_share=0.0, launch_exposure=1.0)
+
+
+def spec(num_layers=4, tied=False):
+    head = LayerSpec(8, 8, 800) if tied else LayerSpec(808, 8, 800)
+    return ModelSpec("m", "test", 8, 100, 4, 4, 32, tied, 4, LayerSpec(800), (BLOCK,) * num_layers, head)
+
+
+def node_type(name="t4", gpu="T4", gpus=4, memory=2**20, usd=1.0):
+    return NodeType(name, gpu, gpus, memory, 1e9, 1e8, usd)
+
+
+def profile(speed_by_gpu=None, degrees=(1, 2)):
+    rows = []
+    for gpu, speed in (speed_by_gpu or {"T4": 1.0}).items():
+        for degree in degrees:
+            for size in (1, 2, 4, 8):
+                for layer, seconds in (("embedding", 0.1), ("block", 1.0), ("head", 0.5)):
+                    t = seconds * size / speed / degree
+                    rows.append(Measurement("m", gpu, "fp32", degree, 16, size, layer, t, 2 * t, 0.25 / degree))
+    return ProfileTable(rows)
+
+
+def model(fleet, the_spec=None, parameters=PARAMETERS, **kwargs):
+    kwargs.setdefault("profile", profile())
+    return CostModel(fleet, the_spec or spec(), sequence_length=16, precision="fp32", parameters=parameters, **kwargs)
+
+
+def fleet_of(*kinds):
+    return Fleet(0, tuple(Node(f"{kind.name}-{i}", kind) for i, kind in enumerate(kinds)))
+
+
+def test_one_worker_pays_its_layers_and_its_update():
+    fleet = fleet_of(node_type())
+    plan = Plan("m", 6, 2, 16, (Pipeline((Stage(0, 4, ("t4-0/0",)),), 3, 2),))
+    prediction = model(fleet).predict(plan)
+    # 3 microbatches x 2 sequences x (0.1 + 4 x 1 + 0.5) x 3, and 6 layers' updates.
+    assert prediction.step_time_s == pytest.approx(6 * 4.6 * 3 + 6 * 0.25)
+    assert prediction.breakdown_s["grad_sync"] == 0.0
+    assert prediction.tokens_per_s == pytest.approx(96 / prediction.step_time_s)
+    assert prediction.usd_per_hour == 1.0
+    assert prediction.usd_per_million_tokens == pytest.approx(1e6 / 3600 * prediction.step_time_s / 96)
+    assert prediction.estimated == ()
+
+
+def test_memory_counts_state_and_activations_in_flight():
+    fleet = fleet_of(node_type())
+    stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
+    found = model(fleet).memory_by_worker(Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),)))
+    tokens, per_parameter = 32, 20
+    block_kept = tokens * 120 * 4
+    backward = tokens * 40 * 4
+    assert found["t4-0/0"] == pytest.approx((800 + 2000) * per_parameter + 2 * 2 * block_kept + backward, rel=1e-6)
+    logits = tokens * 100 * 2 * 8
+    assert found["t4-0/1"] == pytest.approx((2000 + 808) * per_parameter + 2 * block_kept + logits, rel=1e-6)
+
+
+def test_recomputation_trades_memory_for_time():
+    fleet = fleet_of(node_type())
+    stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
+    plan = Plan("m", 16, 2, 16, (Pipeline(stages, 8, 2),))
+    plain, again = model(fleet).predict(plan), model(fleet, recompute=True).predict(plan)
+    assert again.step_time_s > plain.step_time_s
+    assert again.memory_bytes_by_worker["t4-0/0"] < plain.memory_bytes_by_worker["t4-0/0"]
+
+
+def test_a_tied_embedding_is_held_once_by_a_single_stage():
+    fleet = fleet_of(node_type())
+    one = Plan("m", 2, 2, 16, (Pipeline((Stage(0, 4, ("t4-0/0",)),), 1, 2),))
+    tied, apart = model(fleet, spec(tied=True)), model(fleet, spec())
+    gap = apart.memory_by_worker(one)["t4-0/0"] - tied.memory_by_worker(one)["t4-0/0"]
+    assert gap == pytest.approx(800 * 20, abs=2)
+
+
+def test_gradients_are_summed_over_the_holders_of_each_layer():
+    a = Pipeline((Stage(0, 1, ("a/0",)), Stage(1, 3, ("a/1",))), 2, 1)
+    b = Pipeline((Stage(0, 4, ("b/0",)),), 2, 1)
+    jobs = sync_jobs(Plan("m", 4, 1, 16, (a, b)), spec(), CostParameters())
+    found = {frozenset(job.members): job.num_bytes / 4 for job in jobs}
+    assert found == {frozenset({"a/0", "b/0"}): 800 + 1000, frozenset({"a/1", "b/0"}): 3000 + 808}
+
+
+def test_unequal_tensor_parallel_degrees_share_units():
+    a, b = Pipeline((Stage(0, 4, ("a/0", "a/1")),), 1, 1), Pipeline((Stage(0, 4, ("b/0",)),), 1, 1)
+    jobs = sync_jobs(Plan("m", 2, 1, 16, (a, b)), spec(), CostParameters())
+    assert {frozenset(job.members) for job in jobs} == {frozenset({"a/0", "b/0"}), frozenset({"a/1", "b/0"})}
+    assert sum(job.num_bytes for job in jobs) / 4 == pytest.approx(spec().parameters)
+
+
+def test_a_tied_embedding_is_summed_over_first_and_last_stages():
+    stages = (Stage(0, 2, ("a/0",)), Stage(2, 2, ("a/1",)))
+    jobs = sync_jobs(Plan("m", 2, 1, 16, (Pipeline(stages, 2, 1),)), spec(tied=True), CostParameters())
+    assert [(job.members, job.num_bytes, job.tied) for job in jobs] == [(("a/0", "a/1"), 3200.0, True)]
+
+
+def test_rings_share_the_nic_that_they_cross():
+    links = Links(CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0))
+    kind = node_type()
+    members = [("a", kind), ("b", kind)]
+    assert links.all_reduce_s(members, 1e8) == pytest.approx(1.0)
+    assert links.all_reduce_s(members, 1e8, flows=4) == pytest.approx(4.0)
+    assert links.all_reduce_s(members[:1], 1e8) == 0.0
+
+
+def test_a_link_table_replaces_the_labels(tmp_path):
+    path = tmp_path / "links.csv"
+    path.write_text(
+        "scope,gpu_type,peer_gpu_type,message_bytes,bytes_per_s\nintra,T4,T4,1024,1e6\nintra,T4,T4,4096,3e6\n"
+    )
+    links = Links(CostParameters(), read_links(path))
+    kind = node_type()
+    assert links.bandwidth(kind, kind, True, 2048, 1) == pytest.approx(2e6)
+    assert links.bandwidth(kind, kind, True, 1e9, 1) == pytest.approx(3e6)
+    path.write_text("scope,gpu_type,peer_gpu_type,message_bytes,bytes_per_s\nnear,T4,T4,1,1\n")
+    with pytest.raises(ConfigError, match="near"):
+        read_links(path)
+
+
+def test_faster_gpus_never_slow_a_plan():
+    slow, fast = node_type("t4", "T4"), node_type("l4", "L4")
+    table = profile({"T4": 1.0, "L4": 2.0})
+    stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
+    faster = (stages[0], Stage(2, 2, ("l4-1/0",)))
+    m = model(fleet_of(slow, fast), profile=table, parameters=replace(PARAMETERS, latency_inter_s=0.0))
+    before, after = (m.predict(Plan("m", 4, 1, 16, (Pipeline(s, 4, 1),))) for s in (stages, faster))
+    assert after.step_time_s < before.step_time_s
+
+
+def test_what_was_not_measured_is_estimated_and_says_so():
+    fleet = fleet_of(node_type("a10g", "A10G", memory=2**34))
+    plan = Plan("m", 2, 1, 16, (Pipeline((Stage(0, 4, ("a10g-0/0",)),), 2, 1),))
+    prediction = CostModel(fleet, spec(), sequence_length=16, precision="bf16").predict(plan)
+    assert prediction.step_time_s > 0
+    assert any("estimated from" in note for note in prediction.estimated)
+    degrees = model(fleet_of(node_type()), profile=profile(degrees=(1,)))
+    four = Plan("m", 2, 1, 16, (Pipeline((Stage(0, 4, tuple(f"t4-0/{i}" for i in range(4))),), 2, 1),))
+    assert any("from TP 1" in note for note in degrees.predict(four).estimated)
+
+
+def test_a_gpu_that_nobody_knows_is_an_error_not_zero():
+    fleet = fleet_of(node_type("x", "MYSTERY"))
+    plan = Plan("m", 1, 1, 16, (Pipeline((Stage(0, 4, ("x-0/0",)),), 1, 1),))
+    with pytest.raises(ConfigError, match="MYSTERY"):
+        CostModel(fleet, spec(), sequence_length=16, precision="fp32").predict(plan)
+
+
+def test_a_plan_that_does_not_fit_names_its_tightest_worker():
+    fleet = fleet_of(node_type(memory=2**16))
+    plan = Plan("m", 2, 1, 16, (Pipeline((Stage(0, 4, ("t4-0/0",)),), 2, 1),))
+    prediction = model(fleet).predict(plan)
+    assert not prediction.fits
+    worker, share = prediction.tightest_worker
+    assert worker == "t4-0/0"
+    assert share == pytest.approx(prediction.memory_bytes_by_worker[worker] / int(0.97 * 2**16))
+
+
+def test_the_trace_holds_every_action_once_and_ends_with_the_step():
+    fleet = fleet_of(node_type())
+    stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1", "t4-0/2")))
+    plan = Plan("m", 3, 1, 16, (Pipeline(stages, 3, 1),))
+    m = model(fleet)
+    events = [e for e in chrome_trace(plan, m.simulate(plan), fleet)["traceEvents"] if e["ph"] == "X"]
+    for lane in range(3):
+        names = [e["name"] for e in events if e["tid"] == lane and e["cat"] in ("forward", "backward")]
+        assert sorted(names) == ["B0", "B1", "B2", "F0", "F1", "F2"]
+    last = max(e["ts"] + e["dur"] for e in events)
+    assert last / 1e6 == pytest.approx(m.predict(plan).step_time_s)
+    for lane in range(3):
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_calibration_recovers_a_slower_network_and_a_longer_backward():
+    fleet = fleet_of(node_type(), node_type())
+    table = ProfileTable(
+        Measurement("m", "T4", "fp32", 1, 16, 1, layer, seconds, None, 0.01)
+        for layer, seconds in (("embedding", 1e-4), ("block", 5e-3), ("head", 1e-3))
+    )
+    truth = replace(PARAMETERS, backward_ratio=2.4, efficiency_inter=0.6)
+
+    def model_of(plan, parameters):
+        return model(fleet, spec(), parameters, profile=table)
+
+    runs = []
+    for size in (1, 2, 4, 8):
+        pipelines = tuple(Pipeline((Stage(0, 4, (f"t4-{i}/0",)),), 8 // size, size) for i in range(2))
+        plan = Plan("m", 16, size, 16, pipelines)
+        runs.append(MeasuredRun(plan, model_of(plan, truth).predict(plan).step_time_s))
+    fit = calibrate(runs, model_of, PARAMETERS)
+    assert fit.error_after < 0.25 * fit.error_before
+    assert fit.parameters.backward_ratio > PARAMETERS.backward_ratio
+    assert math.isclose(fit.to_document()["parameters"]["backward_ratio"]["default"], 2.0)
+
+
+def test_calibration_with_exact_defaults_moves_nothing():
+    fleet = fleet_of(node_type())
+    plan = Plan("m", 4, 1, 16, (Pipeline((Stage(0, 4, ("t4-0/0",)),), 4, 1),))
+    seconds = model(fleet).predict(plan).step_time_s
+    fit = calibrate([MeasuredRun(plan, seconds)], lambda plan, p: model(fleet, parameters=p), PARAMETERS)
+    assert fit.parameters.backward_ratio == pytest.approx(PARAMETERS.backward_ratio)
+    assert fit.error_after < 1e-6
