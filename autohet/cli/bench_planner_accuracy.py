@@ -2,8 +2,9 @@
 
 The measurements lie in the folder named by AUTOHET_MEASUREMENTS (default: `shared` beside the checkout); where it is
 absent the rows say so. Each row says what was fitted and what was held out. "Nothing" fitted means the defaults of
-`CostParameters`, one set for all rows: they were chosen with these sets in view (planner/README.md), so only measurements
-that are not listed here test them blind. Facts of a framework (gradient width, how a tied embedding is summed) are given.
+`CostParameters`, one set for all rows: they were chosen with these sets in view (planner/README.md), so only
+measurements that are not listed here test them blind. Facts of a framework (gradient width, how a tied embedding is
+summed) are given.
 """
 
 import csv
@@ -108,7 +109,7 @@ def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
 
 
 def scores(runs: Sequence[MeasuredRun], model: CostModel) -> Row:
-    """Mean and median absolute relative errors, rank correlation, regret of choosing by prediction, error of peak memory."""
+    """Absolute relative errors, rank correlation, regret of choosing by prediction, error of peak memory."""
     predictions = [model.predict(run.plan) for run in runs]
     measured, predicted = [run.measured_s for run in runs], [p.step_time_s for p in predictions]
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
@@ -219,7 +220,7 @@ def _fasop_profile(entries: Sequence[Row]) -> list[Measurement]:
 
 
 def _metis_rows(folder: Path) -> list[Row]:
-    """Nine iterations of a 10-layer GPT on one A100 node: bookkeeping of measured parts (layers, loss, optimizer, batch)."""
+    """Nine iterations of a 10-layer GPT on one A100 node: measured parts (layers, loss, optimizer, batch) summed."""
     at = folder / "data" / "metis"
     with (at / "measured_iterations_a100.csv").open(newline="") as file:
         measured = list(csv.DictReader(file))
@@ -263,7 +264,7 @@ def _metis_rows(folder: Path) -> list[Row]:
 
 
 def _metis_profile(tp: int, size: int, entry: Row) -> list[Measurement]:
-    """Its layer times (forward and backward together, split 1:2); what forward and backward took beyond them is the head's."""
+    """Its layer times (forward and backward together, split 1:2); what these took beyond the layers is the head's."""
     time, total = entry["execution_time"], entry["execution_time"]["layer_compute_total_ms"]
     rest = time["forward_backward_time_ms"] - sum(total)
     named = {"embedding": total[0], "block": total[1], "head": total[-1] + rest}

@@ -1,0 +1,124 @@
+"""`autohet plan`: documents in, JSON out; wrong input is one message, never a traceback."""
+
+import json
+
+import pytest
+
+from autohet.cli.main import main
+
+JOB = """
+name: small
+model: {config: {model_type: gpt2, n_layer: 4, n_embd: 64, n_head: 4, vocab_size: 128, n_positions: 32}}
+training: {global_batch_sequences: 8, sequence_length: 32, precision: fp16}
+"""
+CLUSTER = """
+cluster_name: c
+available_node_types:
+  t4: {node_config: {InstanceType: g4dn.12xlarge}, max_workers: 1}
+  a10g: {node_config: {InstanceType: g5.12xlarge}, max_workers: 1}
+"""
+
+
+def _plan_document(workers=("t4-0/0", "a10g-0/0"), **change):
+    stages = [
+        {"first_layer": 0, "num_layers": 1, "workers": [workers[0]]},
+        {"first_layer": 1, "num_layers": 3, "workers": [workers[1]]},
+    ]
+    document = {
+        "version": 1,
+        "model": "small",
+        "global_batch_sequences": 8,
+        "microbatch_sequences": 2,
+        "sequence_length": 32,
+        "pipelines": [{"num_microbatches": 4, "stages": stages}],
+    }
+    return document | change
+
+
+@pytest.fixture
+def case(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "a.json").write_text(json.dumps(_plan_document()))
+    (tmp_path / "b.json").write_text(json.dumps(_plan_document(("a10g-0/0", "t4-0/0"))))
+    return tmp_path
+
+
+def _run(case, *more):
+    return main(["plan", "--job", str(case / "job.yaml"), "--cluster", str(case / "cluster.yaml"), *more])
+
+
+def test_one_plan_is_costed_as_one_document(case, capsys):
+    trace, out = case / "trace.json", case / "out.json"
+    arguments = ["--evaluate", str(case / "a.json"), "--json", "--trace-out", str(trace), "--out", str(out)]
+    assert _run(case, *arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    predicted = document["predicted"]
+    assert document["feasible"]
+    assert document["plan"] == _plan_document()
+    assert predicted["step_time_s"] > 0
+    assert predicted["usd_per_hour"] == pytest.approx(3.912 + 5.672)
+    assert set(predicted["memory_bytes_by_worker"]) == {"t4-0/0", "a10g-0/0"}
+    assert sum(predicted["breakdown_s"].values()) == pytest.approx(predicted["step_time_s"])
+    assert any("T4" in note for note in predicted["estimated"])
+    assert json.loads(out.read_text()) == _plan_document()
+    lanes = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "thread_name"}
+    assert lanes == {"t4-0/0", "a10g-0/0"}
+
+
+def test_several_plans_keep_their_order_and_runs_calibrate(case, capsys):
+    both = [str(case / "a.json"), str(case / "b.json")]
+    assert _run(case, "--evaluate", *both, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)["results"]
+    assert [r["plan"] for r in plain] == [json.loads((case / n).read_text()) for n in ("a.json", "b.json")]
+    slower = 1.3 * plain[0]["predicted"]["step_time_s"]
+    (case / "runs.csv").write_text(f"plan,measured_s\na.json,{slower}\n")
+    assert _run(case, "--evaluate", *both, "--calibrate", str(case / "runs.csv"), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["calibration"]["mean_error_after"] < document["calibration"]["mean_error_before"]
+    assert document["results"][0]["predicted"]["step_time_s"] > plain[0]["predicted"]["step_time_s"]
+
+
+def test_a_plans_own_batch_and_length_win_over_the_jobs(case, capsys):
+    (case / "a.json").write_text(json.dumps(_plan_document(sequence_length=16)))
+    assert _run(case, "--evaluate", str(case / "a.json"), "--json") == 0
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert predicted["tokens_per_s"] == pytest.approx(predicted["sequences_per_s"] * 16)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("job.yaml", JOB.replace("model_type", "model_kind"), "model_type"),
+        ("job.yaml", JOB.replace("training", "trainning"), "trainning"),
+        ("job.yaml", JOB.replace("gpt2", "nothing-like-it"), "nothing-like-it"),
+        ("cluster.yaml", CLUSTER.replace("max_workers", "max_worker"), "max_worker"),
+        ("cluster.yaml", CLUSTER.replace("g4dn.12xlarge", "m5.large").replace("g5.12", "m5.12"), "has GPUs"),
+        ("a.json", "{", "not JSON"),
+        ("a.json", json.dumps(_plan_document(colour=1)), "colour"),
+        ("a.json", json.dumps(_plan_document(("t4-0/0", "t4-0/0"))), "2 times"),
+        ("a.json", json.dumps(_plan_document(("t4-0/0", "t4-9/0"))), "t4-9/0"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(case, capsys, file, text, named):
+    (case / file).write_text(text)
+    assert _run(case, "--evaluate", str(case / "a.json"), "--json") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert named in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--evaluate", "absent.json"], "absent.json"),
+        (["--profile", "absent.csv"], "absent.csv"),
+        (["--links", "absent.csv"], "absent.csv"),
+        (["--calibrate", "absent.csv"], "absent.csv"),
+        (["--strategy", "luck"], "luck"),
+    ],
+)
+def test_what_is_not_there_is_named(case, capsys, arguments, named):
+    assert _run(case, *arguments, "--json") == 2
+    assert named in capsys.readouterr().err
