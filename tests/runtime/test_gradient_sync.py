@@ -1,0 +1,127 @@
+"""Buckets: every shard in exactly one, with exactly its holders, in one order for all; sums against a direct computation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from autohet.runtime.gradient_sync import Bucket, GradientSync, group_order, plan_buckets
+from autohet.runtime.layout import held_units, layout_of_plan
+from planner.plan import Plan
+from tests.harness.toy_model import ExactConfig
+
+CONFIG = ExactConfig(num_hidden_layers=4, tie_word_embeddings=True)
+LAYER_BYTES = 4 * (2 * 16 * 16 + 16)
+
+
+def plan(*pipelines: list[tuple[int, list[str]]]) -> Plan:
+    documents = []
+    for shape in pipelines:
+        first, stages = 0, []
+        for layers, workers in shape:
+            stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
+            first += layers
+        documents.append({"num_microbatches": 1, "stages": stages})
+    common = {"version": 1, "model": "m", "global_batch_sequences": len(pipelines), "microbatch_sequences": 1, "sequence_length": 4}
+    return Plan.from_document({**common, "pipelines": documents})
+
+
+ACROSS = plan([(3, ["a", "b"]), (1, ["c"])], [(1, ["d"]), (3, ["e", "f"])], [(4, ["g"])])
+
+
+@pytest.mark.parametrize("limit", [1, LAYER_BYTES, 1 << 30])
+def test_every_shard_is_in_one_bucket_with_its_holders(limit: int) -> None:
+    layout = layout_of_plan(ACROSS, CONFIG)
+    seen: dict[tuple[str, int], Bucket] = {}
+    for bucket in plan_buckets(ACROSS, CONFIG, limit):
+        position = 0
+        for piece in bucket.pieces:
+            assert piece.offset == position
+            position += piece.num_elements
+            for unit in piece.units:
+                assert (piece.parameter, unit) not in seen
+                seen[piece.parameter, unit] = bucket
+        assert len(bucket.pieces) == 1 or 4 * bucket.num_elements <= limit
+    shards = {shard for shard in layout.shards if shard.tensor.startswith("param/")}
+    assert set(seen) == {(shard.tensor.removeprefix("param/"), shard.unit) for shard in shards}
+    for shard in shards:
+        assert seen[shard.tensor.removeprefix("param/"), shard.unit].holders == layout.holders(shard)
+
+
+def test_a_tied_embedding_is_summed_over_both_ends() -> None:
+    first_and_last = plan([(2, ["a"]), (2, ["b"])], [(1, ["c"]), (2, ["d"]), (1, ["e"])])
+    holders = {piece.parameter: b.holders for b in plan_buckets(first_and_last, CONFIG) for piece in b.pieces}
+    assert holders["model.embed_tokens.weight"] == ("a", "b", "c", "e")
+    assert set(group_order(first_and_last, CONFIG)) == set(holders.values())
+
+
+class FakeGroups:
+    """Groups that record what is given to them: the test adds up itself."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, ...]] = []
+        self.given: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+
+    def group(self, members: tuple[str, ...], purpose: str = "sync") -> Any:
+        self.made.append(tuple(members))
+        outer = self
+
+        class One:
+            def start_all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+                outer.given[tuple(members)].append(tensor)
+                return tensor
+
+            def wait(self, work: Any) -> None:
+                pass
+
+        return One()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
+    torch.manual_seed(0)
+    layout = layout_of_plan(ACROSS, CONFIG)
+    specs = {name: spec for name, spec in layout.tensors.items() if name.startswith("param/")}
+    degree = {w: s.tp_degree for p in ACROSS.pipelines for s in p.stages for w in s.workers}
+    wanted = {name: torch.zeros(spec.shape) for name, spec in specs.items()}
+    syncs, fakes = {}, {}
+    for worker in ACROSS.workers:
+        units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
+        parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
+        fakes[worker] = FakeGroups()
+        sync = syncs[worker] = GradientSync(ACROSS, CONFIG, worker, fakes[worker], parameters, degree[worker], overlap=overlap)  # type: ignore[arg-type]
+        sync.begin()
+        for microbatch in range(3):
+            if microbatch == 2:
+                sync.last_backward()
+            torch.autograd.backward([p.sum() * (1 + len(n) % 3) for n, p in parameters.items()])
+        for name, u in units.items():
+            spec, value = specs[f"param/{name}"], 3.0 * (1 + len(name) % 3)
+            for unit in u:
+                wanted[f"param/{name}"][spec.unit_slices(unit)] += value / (degree[worker] if spec.split_dim is None else 1)
+        if overlap:
+            assert fakes[worker].given, "no sum started during the last backward"
+        sync.finish()
+    add_up(fakes)
+    squares = torch.zeros((), dtype=torch.float64)
+    for worker, sync in syncs.items():
+        squares += sync.finish()
+        for name, gradient in sync.gradients.items():
+            spec, units = specs[f"param/{name}"], dict(layout.units_of(worker))[f"param/{name}"]
+            pieces = [wanted[f"param/{name}"][spec.unit_slices(unit)] for unit in units]
+            assert torch.equal(gradient, wanted[f"param/{name}"] if spec.split_dim is None else torch.cat(pieces, spec.split_dim)), name
+    assert float(squares) == sum(float(tensor.double().square().sum()) for tensor in wanted.values())
+
+
+def add_up(fakes: dict[str, FakeGroups]) -> None:
+    """What the all-reduces would have done."""
+    for members in {members for fake in fakes.values() for members in fake.made}:
+        for flats in zip(*(fakes[worker].given[members] for worker in members), strict=True):
+            total = torch.stack(list(flats)).sum(0)
+            for flat in flats:
+                flat.copy_(total)
