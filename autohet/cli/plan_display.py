@@ -1,0 +1,306 @@
+"""What `autohet plan` shows a person: tables and bars on the terminal, a picture (PNG or SVG) of a plan or of a Pareto front.
+
+A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU type.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from planner.cluster import Fleet
+from planner.errors import ConfigError
+from planner.plan import Pipeline, Plan, Stage
+
+# Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the picture's.
+COLOURS = (
+    ("dodger_blue2", "#0072B2"),
+    ("orange1", "#E69F00"),
+    ("green4", "#009E73"),
+    ("hot_pink3", "#CC79A7"),
+    ("sky_blue1", "#56B4E9"),
+    ("orange_red1", "#D55E00"),
+    ("yellow2", "#C8B900"),
+    ("grey62", "#888888"),
+)
+MOST_BARS = 12
+_NARROW = 3
+Document = Mapping[str, Any]
+
+
+def show(document: Document, fleet: Fleet, console: Console | None = None) -> None:
+    """Prints one answer, the comparison of several, or a front."""
+    console = console or Console()
+    if "front" in document and "plan" not in document:
+        console.print(front_table(document["front"], fleet))
+    elif "results" in document:
+        results = document["results"]
+        console.print(comparison_table(results))
+        for result in results:
+            if result.get("plan"):
+                console.print(Text(f"\n{result['strategy']}", style="bold"))
+                _print_plan(console, result, fleet)
+    else:
+        _print_answer(console, document, fleet)
+
+
+def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
+    if not document.get("plan"):
+        console.print(Text(f"no plan: {document.get('reason', 'not feasible')}", style="bold red"))
+        return
+    _print_plan(console, document, fleet)
+    console.print(_facts(document))
+    for item in document.get("idle", ()):
+        console.print(Text(f"idle: {', '.join(_short(item['workers']))}: {item['why']}", style="dim"))
+    if document.get("front"):
+        console.print(front_table(document["front"], fleet))
+    if document.get("calibration"):
+        console.print(Text(f"calibrated: {document['calibration']}", style="dim"))
+
+
+def comparison_table(results: Sequence[Document]) -> Table:
+    """One row a strategy; the ratio is to the best step time."""
+    times = [r["predicted"]["step_time_s"] for r in results if r.get("predicted")]
+    best = min(times, default=None)
+    table = Table(title="Plans compared, costed by one model")
+    for name, justify in (
+        ("strategy", "left"), ("step", "right"), ("ratio", "right"), ("tokens/s", "right"), ("$/h", "right"), ("$/M tokens", "right"),
+        ("pipelines", "left"), ("GPUs", "right"), ("gap", "right"), ("search", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for result in results:
+        if not result.get("predicted"):
+            table.add_row(
+                result["strategy"], Text("no plan", style="red"), "", "", "", "", str(result.get("reason", ""))[:60]
+            )
+            continue
+        table.add_row(*_comparison_row(result, best or 1.0))
+    return table
+
+
+def _comparison_row(result: Document, best: float) -> list[Text | str]:
+    predicted, search = result["predicted"], result.get("search") or {}
+    plan = Plan.from_document(result["plan"])
+    ratio = predicted["step_time_s"] / best
+    gap = search.get("gap")
+    return [
+        result["strategy"],
+        seconds(predicted["step_time_s"]),
+        Text(f"{ratio:.3f}", style="bold green" if ratio < 1 + 1e-9 else ""),
+        f"{predicted['tokens_per_s']:,.0f}",
+        money(predicted["usd_per_hour"]),
+        money(predicted["usd_per_million_tokens"], 3),
+        shape_of(plan),
+        str(len(plan.workers)),
+        "" if gap is None else f"{gap:.1%}",
+        seconds(search["seconds"]) if search.get("seconds") is not None else "",
+    ]
+
+
+def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
+    """The Pareto front, fastest first."""
+    table = Table(title="Pareto front: no other plan is both faster and cheaper")
+    for name in ("step", "tokens/s", "$/h", "$/M tokens", "GPUs in use", "pipelines", "TP"):
+        table.add_column(name, justify="right" if name != "GPUs in use" else "left")
+    for member in front:
+        plan, predicted = Plan.from_document(member["plan"]), member["predicted"]
+        degrees = sorted({stage.tp_degree for p in plan.pipelines for stage in p.stages})
+        table.add_row(
+            seconds(predicted["step_time_s"]),
+            f"{predicted['tokens_per_s']:,.0f}",
+            money(predicted["usd_per_hour"]),
+            money(predicted["usd_per_million_tokens"], 3),
+            ", ".join(f"{count} {gpu}" for gpu, count in _gpus(plan, fleet).items()),
+            shape_of(plan),
+            "/".join(map(str, degrees)),
+        )
+    return table
+
+
+def _gpus(plan: Plan, fleet: Fleet) -> dict[str, int]:
+    return dict(sorted(Counter(fleet.gpu_type(worker) for worker in plan.workers).items()))
+
+
+def _facts(document: Document) -> Text:
+    predicted, search = document["predicted"], document.get("search") or {}
+    parts = [f"step {seconds(predicted['step_time_s'])}", f"{predicted['tokens_per_s']:,.0f} tokens/s"]
+    if predicted.get("usd_per_hour") is not None:
+        parts.append(f"{predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M tokens")
+    pieces = {name: s for name, s in predicted["breakdown_s"].items() if s > 1e-6}
+    parts.append(", ".join(f"{name.replace('_', ' ')} {seconds(s)}" for name, s in pieces.items()))
+    if search.get("lower_bound_s"):
+        parts.append(f"no plan is under {seconds(search['lower_bound_s'])} (gap {search['gap']:.1%})")
+    return Text(" | ".join(parts))
+
+
+def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
+    plan = Plan.from_document(document["plan"])
+    colours = colours_of(fleet)
+    layers = plan.pipelines[0].stages[-1].end_layer if plan.pipelines else 1
+    width = max(20, min(console.width - 30, max(layers * 4, 48)))
+    for count, pipeline in grouped(plan, fleet)[:MOST_BARS]:
+        text = Text(f"{count:>3} x ")
+        text.append_text(bar(pipeline, fleet, width, colours))
+        text.append(f"  {pipeline.num_microbatches} x {pipeline.microbatch_sequences} seq")
+        console.print(text, no_wrap=True, overflow="crop")
+    hidden = len(grouped(plan, fleet)) - MOST_BARS
+    if hidden > 0:
+        console.print(Text(f"    and {hidden} more kinds of pipeline", style="dim"))
+    console.print(_legend(plan, fleet, colours))
+
+
+def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
+    """Pipelines that look the same counted together, in plan order."""
+    found: dict[tuple[object, ...], tuple[int, Pipeline]] = {}
+    for pipeline in plan.pipelines:
+        stages = tuple((s.num_layers, s.tp_degree, fleet.gpu_type(s.workers[0])) for s in pipeline.stages)
+        key = (stages, pipeline.num_microbatches, pipeline.microbatch_sequences)
+        found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
+    return list(found.values())
+
+
+def bar(pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tuple[str, str]]) -> Text:
+    """One pipeline as coloured segments; a segment shows its blocks, and its TP degree where that is above 1."""
+    text = Text()
+    total = max(1, pipeline.stages[-1].end_layer)
+    at = 0
+    for number, stage in enumerate(pipeline.stages):
+        end = max(at + _NARROW, round(width * stage.end_layer / total))
+        label = segment_label(stage)
+        shown = label if len(label) < end - at else str(stage.num_layers)
+        style = f"bold black on {colours[fleet.gpu_type(stage.workers[0])][0]}"
+        last = number == len(pipeline.stages) - 1
+        text.append(shown[: end - at].center(end - at - (0 if last else 1)), style=style)
+        text.append("" if last else " ")
+        at = end
+    return text
+
+
+def segment_label(stage: Stage) -> str:
+    return f"{stage.num_layers}" + (f" tp{stage.tp_degree}" if stage.tp_degree > 1 else "")
+
+
+def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
+    """GPU type -> (terminal colour, picture colour), in order of appearance in the fleet."""
+    types = dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes)
+    return {gpu: COLOURS[i % len(COLOURS)] for i, gpu in enumerate(types)}
+
+
+def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) -> Text:
+    used, have = _gpus(plan, fleet), Counter(fleet.gpu_type(worker) for worker in fleet.workers)
+    text = Text("      ")
+    for gpu, (colour, _) in colours.items():
+        text.append("  ", style=f"on {colour}")
+        text.append(f" {gpu} {used.get(gpu, 0)}/{have[gpu]}   ")
+    return text
+
+
+def shape_of(plan: Plan) -> str:
+    """Number of pipelines and their depths, such as `4 of 1-3 stages`."""
+    depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
+    span = str(depths[0]) if len(depths) == 1 else f"{depths[0]}-{depths[-1]}"
+    return f"{len(plan.pipelines)} of {span} stage{'s' if depths[-1] > 1 else ''}"
+
+
+def seconds(value: float) -> str:
+    """Four digits and a unit that suits."""
+    if value < 0.1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.4g} s"
+
+
+def money(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _short(workers: Sequence[str]) -> list[str]:
+    return [*workers[:4], f"and {len(workers) - 4} more"] if len(workers) > 4 else list(workers)
+
+
+# ---- pictures ----
+
+
+def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
+    """Writes a picture of the plan, or of the front where the document has one. ConfigError where it cannot be drawn or written."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--picture needs matplotlib: pip install 'autohet[picture]'") from None
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
+    front = document.get("front")
+    results = [r for r in document.get("results", [document]) if r.get("plan")]
+    if not front and not results:
+        raise ConfigError("there is no plan to draw")
+    if front:
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        _draw_front(figure.add_subplot(), front, fleet)
+    else:
+        rows = [min(len(grouped(Plan.from_document(r["plan"]), fleet)), MOST_BARS) for r in results]
+        figure = Figure(figsize=(10, 1.3 + sum(0.5 * n + 0.8 for n in rows)), layout="constrained")
+        axes = figure.subplots(len(results), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in rows]})
+        for axis, result in zip(axes[:, 0], results, strict=True):
+            _draw_plan(axis, result, fleet)
+        _draw_legend(figure, fleet)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
+
+
+def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
+    plan, colours = Plan.from_document(result["plan"]), colours_of(fleet)
+    kinds = grouped(plan, fleet)[:MOST_BARS]
+    for row, (_, pipeline) in enumerate(kinds):
+        for stage in pipeline.stages:
+            colour = colours[fleet.gpu_type(stage.workers[0])][1]
+            axis.barh(
+                row,
+                stage.num_layers,
+                left=stage.first_layer,
+                color=colour,
+                edgecolor="white",
+                linewidth=1.5,
+                height=0.72,
+            )
+            if stage.num_layers * 25 >= plan.pipelines[0].stages[-1].end_layer:
+                middle = stage.first_layer + stage.num_layers / 2
+                axis.text(middle, row, segment_label(stage), ha="center", va="center", fontsize=8)
+    labels = [f"{count} x ({p.num_microbatches} x {p.microbatch_sequences} seq)" for count, p in kinds]
+    axis.set_yticks(range(len(kinds)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("blocks", fontsize=8)
+    axis.tick_params(axis="x", labelsize=8)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    step = seconds(result["predicted"]["step_time_s"])
+    axis.set_title(f"{result['strategy']}: {step} a step, {shape_of(plan)}", loc="left", fontsize=10)
+
+
+def _draw_legend(figure: Any, fleet: Fleet) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=gpu) for gpu, (_, colour) in colours_of(fleet).items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=8)
+
+
+def _draw_front(axis: Any, front: Sequence[Document], fleet: Fleet) -> None:
+    prices = [member["predicted"]["usd_per_hour"] for member in front]
+    rates = [member["predicted"]["tokens_per_s"] for member in front]
+    axis.plot(prices, rates, color="#0072B2", marker="o", drawstyle="steps-post", linewidth=1.5)
+    labelled = range(len(front)) if len(front) <= 8 else {0, len(front) // 3, 2 * len(front) // 3, len(front) - 1}
+    for i in labelled:
+        gpus = _gpus(Plan.from_document(front[i]["plan"]), fleet)
+        text = "\n".join(f"{count} {gpu}" for gpu, count in gpus.items())
+        axis.annotate(text, (prices[i], rates[i]), xytext=(6, -6), textcoords="offset points", va="top", fontsize=7)
+    axis.set_xlabel("$ an hour")
+    axis.set_ylabel("tokens a second")
+    axis.set_ylim(bottom=0)
+    axis.set_title("Pareto front: price against speed", loc="left", fontsize=10)
+    axis.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
