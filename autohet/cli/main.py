@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "benchmarks: planner, recovery, step",
     "checkpoint": "list, verify or export checkpoints",
     "status": "what a running job is doing",
+    "demo": "the demonstration, on an emulated fleet on this machine",
 }
 
 

@@ -9,7 +9,11 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("status", help="what a running job is doing")
-    parser.add_argument("--address", metavar="ADDR", help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)")
+    parser.add_argument(
+        "--address",
+        metavar="ADDR",
+        help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -22,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for name, status in jobs.items():
         loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
-        print(f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss}, {len(status['workers'])} workers, generation {status['generation']}")
+        print(
+            f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss}, {len(status['workers'])} workers, generation {status['generation']}"
+        )
     if not jobs:
         print("no job of this cluster has left a status")
     return 0

@@ -20,8 +20,16 @@ def add_parser(subparsers: Any) -> None:
         description="Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the job's storage. Ctrl-C and SIGTERM leave one.",
     )
     parser.add_argument("--job", required=True, metavar="JOB", help="the job document (YAML)")
-    parser.add_argument("--cluster", metavar="CLUSTER", help="Ray cluster-launcher YAML; with provider fake_multinode an emulated fleet is started here")
-    parser.add_argument("--address", metavar="ADDR", help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)")
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="Ray cluster-launcher YAML; with provider fake_multinode an emulated fleet is started here",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="ADDR",
+        help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)",
+    )
     parser.add_argument("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
 
@@ -57,6 +65,8 @@ def describe(summary: dict[str, Any]) -> str:
     for change in summary["reconfigurations"]:
         tiers = ", ".join(f"{tier} {count / 1e6:.1f} MB" for tier, count in change["bytes_by_tier"].items())
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in change["seconds"].items())
-        lines.append(f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost; {tiers}; seconds: {parts}")
+        lines.append(
+            f"  {change['cause']} at step {change['step']}: {change['steps_lost']} steps lost; {tiers}; seconds: {parts}"
+        )
     lines.append(f"checkpoint: {summary['checkpoint']}\nevents: {summary['events']}")
     return "\n".join(lines)

@@ -34,7 +34,15 @@ class AgentReport:
 class AgentActor:
     """Started when the node joins; holds a lease, so that a draining node stays until it is told to go."""
 
-    def __init__(self, node: str, host: str, token: str, memory_directory: str, disk_directory: str, metadata_poll_s: float | None) -> None:
+    def __init__(
+        self,
+        node: str,
+        host: str,
+        token: str,
+        memory_directory: str,
+        disk_directory: str,
+        metadata_poll_s: float | None,
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
         self._node = node
         self._store = AgentStore(memory_directory, disk_directory, node)
@@ -45,14 +53,17 @@ class AgentActor:
     def report(self) -> AgentReport:
         notice = None if self._watch is None else self._watch.notice
         left = None if notice is None or notice[1] is None else notice[1] - time.time()
-        return AgentReport(self._node, self._endpoint, None if self._watch is None else self._watch.instance_type, left, notice and notice[0])
+        return AgentReport(
+            self._node,
+            self._endpoint,
+            None if self._watch is None else self._watch.instance_type,
+            left,
+            notice and notice[0],
+            self._store.problems,
+        )
 
     def inventory(self) -> list[Any]:
         return list(self._store.inventory())
-
-    def spill(self, step: int) -> None:
-        """Keep the snapshots of `step` on disk, as the committed step."""
-        self._store.spill(step)
 
     def close(self) -> None:
         if self._watch is not None:

@@ -57,7 +57,14 @@ class Change:
         rebuild = max(0.0, ready - start - detect - self.replan_s - restore)
         if self.cause != "death":
             rebuild = max(0.0, ready - stood - restore)
-        parts = {"detect": detect, "replan": self.replan_s, "rebuild": rebuild, "restore": restore, "first_step": first - ready, "total": total}
+        parts = {
+            "detect": detect,
+            "replan": self.replan_s,
+            "rebuild": rebuild,
+            "restore": restore,
+            "first_step": first - ready,
+            "total": total,
+        }
         return {name: round(value, 4) for name, value in parts.items()}
 
     def to_document(self) -> dict[str, Any]:

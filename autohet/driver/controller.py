@@ -86,7 +86,14 @@ class Controller:
             if name not in self._known_nodes:
                 self._known_nodes.add(name)
                 kind = seen.nodes[name].node.node_type
-                self.events.emit("arrival", self.generation, node=name, node_type=kind.name, gpu_type=kind.gpu_type, num_gpus=kind.num_gpus)
+                self.events.emit(
+                    "arrival",
+                    self.generation,
+                    node=name,
+                    node_type=kind.name,
+                    gpu_type=kind.gpu_type,
+                    num_gpus=kind.num_gpus,
+                )
 
     # Waiting ---------------------------------------------------------------------------------------------------------
 
@@ -133,7 +140,9 @@ class Controller:
         if seen.stop_reason:
             return self._stop(seen, f"stopped by {seen.stop_reason}", ok=False)
         if all(seen.reports[worker].phase is Phase.FINISHED for worker in self.members):
-            return Closing("trained to the last step", True, seen.now + self.timeouts.checkpoint_s, self.job.training.steps)
+            return Closing(
+                "trained to the last step", True, seen.now + self.timeouts.checkpoint_s, self.job.training.steps
+            )
         leaving = policy.find_leavers(seen, self.members, 0.2)
         if leaving is not None:
             return self._on_notice(leaving, seen)
@@ -142,7 +151,9 @@ class Controller:
         return self._on_arrival(state, arrived, seen) if arrived else state
 
     def _on_death(self, trouble: policy.Trouble, seen: Observation) -> State:
-        self.events.emit("death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason)
+        self.events.emit(
+            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
+        )
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
         self.workforce.interrupt(survivors)
@@ -155,7 +166,9 @@ class Controller:
         usable = [name for name in policy.usable_nodes(seen) if name not in trouble.nodes]
         proposal, why = self._try_plan(seen, usable, change)
         if proposal is None:
-            self.events.emit("decision", self.generation, f"Deciding to stop and wait, since {trouble.reason} and {why}")
+            self.events.emit(
+                "decision", self.generation, f"Deciding to stop and wait, since {trouble.reason} and {why}"
+            )
             self.pending = change
             return self._stop(seen, f"{trouble.reason} and {why}", ok=False, then_wait=why)
         self._say(proposal, trouble.reason)
@@ -168,7 +181,9 @@ class Controller:
         proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
         if proposal is None or proposal.stay:
             reason = why if proposal is None else proposal.reason
-            self.events.emit("decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {reason}")
+            self.events.emit(
+                "decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {reason}"
+            )
             state.declined = state.declined | frozenset(arrived)
             return state
         self._say(proposal, trouble.reason)
@@ -181,7 +196,9 @@ class Controller:
             return None, f"only {num_workers} workers are left; the job needs {self.job.elastic.min_workers}"
         started = self.planning.clock()
         try:
-            proposal = self.planning.propose(policy.fleet_of(seen, usable, self.generation + 1), self.proposal, cause=change.cause)
+            proposal = self.planning.propose(
+                policy.fleet_of(seen, usable, self.generation + 1), self.proposal, cause=change.cause
+            )
         except ConfigError as error:
             return None, str(error)
         finally:
@@ -193,11 +210,21 @@ class Controller:
 
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None
-        return Change(trouble.cause, trouble.nodes, trouble.happened_at, seen.now, self.ledger.committed_steps, plan, trouble.reason)
+        return Change(
+            trouble.cause,
+            trouble.nodes,
+            trouble.happened_at,
+            seen.now,
+            self.ledger.committed_steps,
+            plan,
+            trouble.reason,
+        )
 
     def _survivors(self, seen: Observation) -> tuple[str, ...]:
         """Members whose process answers, on whatever node: those with a notice too, as long as they live."""
-        return tuple(w for w in self.members if w in seen.reports and w not in seen.losses and seen.node_of(w) in seen.nodes)
+        return tuple(
+            w for w in self.members if w in seen.reports and w not in seen.losses and seen.node_of(w) in seen.nodes
+        )
 
     def _release_idle_leavers(self, seen: Observation) -> None:
         for name in seen.notices:
@@ -244,9 +271,17 @@ class Controller:
             self.workforce.interrupt(survivors)
             state.deadline = seen.now + self.timeouts.quiesce_s
         if new_nodes or state.change.cause != "death":
-            self.events.emit("death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason)
+            self.events.emit(
+                "death",
+                self.generation,
+                nodes=list(trouble.nodes),
+                workers=list(trouble.workers),
+                reason=trouble.reason,
+            )
             known = state.change.nodes if state.change.cause == "death" else ()
-            state.change.happened_at = min(state.change.happened_at, trouble.happened_at) if known else trouble.happened_at
+            state.change.happened_at = (
+                min(state.change.happened_at, trouble.happened_at) if known else trouble.happened_at
+            )
             state.change.cause, state.change.reason = "death", trouble.reason
             state.change.nodes = tuple(sorted({*known, *trouble.nodes}))
 
@@ -258,7 +293,13 @@ class Controller:
             state.interrupted = True
             self.workforce.interrupt(survivors)
         else:
-            self.events.emit("death", self.generation, workers=restless, nodes=[], reason=f"{', '.join(restless)} did not stop in time")
+            self.events.emit(
+                "death",
+                self.generation,
+                workers=restless,
+                nodes=[],
+                reason=f"{', '.join(restless)} did not stop in time",
+            )
             self.workforce.dismiss(restless)
         state.deadline = seen.now + self.timeouts.quiesce_s
         return state
@@ -289,8 +330,14 @@ class Controller:
         if failed:
             self.failures_in_a_row += 1
             if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
-                return self._fail(f"{failed[0].worker} failed {self.failures_in_a_row} times in a row: {failed[0].error}")
-        gone = set() if proposal is None else {w for w in proposal.plan.workers if w not in seen.reports or w in seen.losses}
+                return self._fail(
+                    f"{failed[0].worker} failed {self.failures_in_a_row} times in a row: {failed[0].error}"
+                )
+        gone = (
+            set()
+            if proposal is None
+            else {w for w in proposal.plan.workers if w not in seen.reports or w in seen.losses}
+        )
         if proposal is None or gone:
             proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
             if proposal is None:
@@ -314,7 +361,9 @@ class Controller:
             return state
         generation = self.generation + 1
         try:
-            book = self.orders.write(generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation))
+            book = self.orders.write(
+                generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation)
+            )
         except NotRestorable as error:
             return self._fail(f"the training state is lost: {error}")
         except ConfigError as error:
@@ -337,7 +386,9 @@ class Controller:
     def _build(self, state: Building, seen: Observation) -> State:
         mine = [seen.reports[w] for w in state.proposal.plan.workers if w in seen.reports and w not in seen.losses]
         there = [r for r in mine if r.generation == state.generation and r.live_generation == state.generation]
-        if len(there) == len(state.proposal.plan.workers) and all(r.phase not in (Phase.BUILDING, Phase.RESTORING) for r in there):
+        if len(there) == len(state.proposal.plan.workers) and all(
+            r.phase not in (Phase.BUILDING, Phase.RESTORING) for r in there
+        ):
             return self._ready(state, seen, there)
         trouble = policy.find_deaths(seen, state.participants)
         fresh = {w for w, r in seen.reports.items() if r.generation == state.generation}
@@ -348,7 +399,9 @@ class Controller:
         return self._build_failed(state, trouble, seen) if trouble else state
 
     def _build_failed(self, state: Building, trouble: policy.Trouble, seen: Observation) -> State:
-        self.events.emit("death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason)
+        self.events.emit(
+            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
+        )
         change = state.change
         change.attempts += 1
         self.failures_in_a_row += 1
@@ -369,11 +422,20 @@ class Controller:
             self._released.add(name)
             self.workforce.release_node(name)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
-        self.planned_nodes = frozenset(name for name in seen.nodes if name in policy.usable_nodes(seen) or name in {seen.node_of(w) for w in self.members})
+        self.planned_nodes = frozenset(
+            name
+            for name in seen.nodes
+            if name in policy.usable_nodes(seen) or name in {seen.node_of(w) for w in self.members}
+        )
         self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
         self.ledger.begin_generation(state.generation, change)
         self.events.emit(
-            "restore", self.generation, step=change.restore_step, bytes_by_tier=change.bytes_by_tier(), steps_lost=change.steps_lost, cause=change.cause
+            "restore",
+            self.generation,
+            step=change.restore_step,
+            bytes_by_tier=change.bytes_by_tier(),
+            steps_lost=change.steps_lost,
+            cause=change.cause,
         )
         return Training(state.generation, seen.now)
 
@@ -392,7 +454,11 @@ class Controller:
         if state.step is None and len(standing) == len(self.members):
             state.step = standing[0].step
         if state.step is not None and seen.checkpoint.step == state.step:
-            return Waiting(state.then_wait, seen.now, self.pending) if state.then_wait else self._ended(state, state.reason)
+            return (
+                Waiting(state.then_wait, seen.now, self.pending)
+                if state.then_wait
+                else self._ended(state, state.reason)
+            )
         error = seen.checkpoint.error or self.ledger.checkpoint_error
         if seen.now > state.deadline or (error and state.step is not None):
             why = error or "the checkpoint was not finished in time"

@@ -22,7 +22,9 @@ logger = logging.getLogger("autohet")
 class Durable:
     """Owns a thread and the newest committed checkpoint's manifest. `state` and `fresh` may be called at any time."""
 
-    def __init__(self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int) -> None:
+    def __init__(
+        self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int
+    ) -> None:
         self._storage = storage
         self._job = job
         self._model_config = dict(model_config)

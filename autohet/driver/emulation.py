@@ -61,7 +61,12 @@ class EmulatedFleet:
         with _environment(HEALTH_CHECKS):
             self._cluster = LocalCluster(
                 initialize_head=True,
-                head_node_args={"num_cpus": 2, "num_gpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False},
+                head_node_args={
+                    "num_cpus": 2,
+                    "num_gpus": 0,
+                    "object_store_memory": OBJECT_STORE_BYTES,
+                    "include_dashboard": False,
+                },
             )
         for name, entry in self.document["available_node_types"].items():
             if name == self.document["head_node_type"]:
@@ -76,7 +81,9 @@ class EmulatedFleet:
         assert self._cluster is not None
         entry = self.document["available_node_types"].get(node_type)
         if entry is None:
-            raise ConfigError(f"the cluster has no node type '{node_type}'; it has {', '.join(self.document['available_node_types'])}")
+            raise ConfigError(
+                f"the cluster has no node type '{node_type}'; it has {', '.join(self.document['available_node_types'])}"
+            )
         index = self._counts.get(node_type, 0)
         self._counts[node_type] = index + 1
         name = name or f"{node_type}-{index}"
@@ -84,7 +91,11 @@ class EmulatedFleet:
         labels = {**{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")}, NAME_LABEL: name}
         with _environment({NODE_TYPE_NAME_ENV: node_type}):
             ray_node = self._cluster.add_node(
-                wait=wait, num_cpus=resources.get("CPU", 1), num_gpus=resources.get("GPU", 1), labels=labels, object_store_memory=OBJECT_STORE_BYTES
+                wait=wait,
+                num_cpus=resources.get("CPU", 1),
+                num_gpus=resources.get("GPU", 1),
+                labels=labels,
+                object_store_memory=OBJECT_STORE_BYTES,
             )
         self.nodes[name] = EmulatedNode(name, node_type, ray_node)
         return self.nodes[name]

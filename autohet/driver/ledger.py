@@ -95,7 +95,9 @@ class Ledger:
         got[worker] = parts
         if set(got) >= set(controller.members):
             self._committed.add(step)
-            controller.workforce.commit_checkpoint(step, generation, controller.orders.layout_of(generation), list(got.values()))
+            controller.workforce.commit_checkpoint(
+                step, generation, controller.orders.layout_of(generation), list(got.values())
+            )
             self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
 
     def measured_step_s(self, generation: int) -> float | None:
@@ -127,7 +129,12 @@ class Ledger:
             "steps_lost": sum(change.steps_lost for change in changes),
             "reconfigurations": [change.to_document() for change in changes],
             "plans": [
-                {"generation": generation, "plan": plan.to_document(), "predicted_step_s": predicted, "measured_step_s": self.measured_step_s(generation)}
+                {
+                    "generation": generation,
+                    "plan": plan.to_document(),
+                    "predicted_step_s": predicted,
+                    "measured_step_s": self.measured_step_s(generation),
+                }
                 for generation, plan, predicted in plans
             ],
             "checkpoint": self.checkpoint_uri,

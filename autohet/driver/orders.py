@@ -32,7 +32,13 @@ class Book:
 class OrderBook:
     """Knows every generation's layout and the step that it began from. Pure but for that memory."""
 
-    def __init__(self, job: Job, model_config: Any, pace: Callable[[Proposal], Mapping[str, Any]] | None = None, links: Links | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model_config: Any,
+        pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
+        links: Links | None = None,
+    ) -> None:
         self.job = job
         self.model_config = model_config
         self._pace = pace
@@ -65,7 +71,9 @@ class OrderBook:
         layout = layout_of_plan(plan, self.model_config)
         return newest is None or restorable_step(layout.shards, live) != newest
 
-    def write(self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int]) -> Book:
+    def write(
+        self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int]
+    ) -> Book:
         """Orders for every worker of the plan, and for living workers outside it that hold state which is needed.
 
         Raises:
@@ -77,7 +85,11 @@ class OrderBook:
         holdings = [h for h in (*live, *self._kept(seen)) if in_lineage(h.source.generation, h.step, self._first_steps)]
         step, transfers = self._schedule(layout, holdings, seen, bool(self._layouts))
         self._layouts[generation], self._first_steps[generation] = layout, step
-        sources = set() if transfers is None else {w for w, part in transfers.parts.items() if part.messages} - set(plan.workers)
+        sources = (
+            set()
+            if transfers is None
+            else {w for w, part in transfers.parts.items() if part.messages} - set(plan.workers)
+        )
         leaving = tuple(sorted(w for w in sources if w in seen.reports))
         participants = (*plan.workers, *leaving)
         writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
@@ -100,9 +112,13 @@ class OrderBook:
             yield from inventory
         manifest = seen.checkpoint.manifest
         if manifest is not None:
-            yield Holding(Source("s3", "", str(seen.checkpoint.uri), manifest.step, 0), manifest.shards, manifest.checksums)
+            yield Holding(
+                Source("s3", "", str(seen.checkpoint.uri), manifest.step, 0), manifest.shards, manifest.checksums
+            )
 
-    def _schedule(self, layout: Layout, holdings: list[Holding], seen: Observation, begun: bool) -> tuple[int, TransferSchedule | None]:
+    def _schedule(
+        self, layout: Layout, holdings: list[Holding], seen: Observation, begun: bool
+    ) -> tuple[int, TransferSchedule | None]:
         node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}
         if not begun:
             manifest = seen.checkpoint.manifest

@@ -42,7 +42,13 @@ class Proposal:
 class Planning:
     """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the argument."""
 
-    def __init__(self, job: Job, spec: ModelSpec, make_cost: Callable[[Fleet], CostModel], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        job: Job,
+        spec: ModelSpec,
+        make_cost: Callable[[Fleet], CostModel],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.job = job
         self.spec = spec
         self.make_cost = make_cost
@@ -68,7 +74,7 @@ class Planning:
         """The job's wishes as one planning problem."""
         wishes, training = self.job.parallelism, self.job.training
         return Request(
-            fleet=fleet,
+            fleet=cost.fleet,
             spec=self.spec,
             cost=cost,
             global_batch_sequences=training.global_batch_sequences,

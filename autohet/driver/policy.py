@@ -60,7 +60,9 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
         return None
     nodes = tuple(sorted({observation.node_of(worker) for worker in lost}))
     reasons = "; ".join(f"{worker}: {loss.reason}" for worker, loss in sorted(lost.items()))
-    return Trouble("death", nodes, tuple(sorted(lost)), min(loss.last_heard for loss in lost.values()), f"lost {reasons}")
+    return Trouble(
+        "death", nodes, tuple(sorted(lost)), min(loss.last_heard for loss in lost.values()), f"lost {reasons}"
+    )
 
 
 def find_failures(observation: Observation, members: Collection[str]) -> Trouble | None:
@@ -80,18 +82,24 @@ def find_failures(observation: Observation, members: Collection[str]) -> Trouble
 def find_leavers(observation: Observation, members: Collection[str], debounce_s: float) -> Trouble | None:
     """Nodes of members that have a notice. Staggered notices are waited for, `debounce_s` at the most."""
     nodes = {observation.node_of(worker) for worker in members}
-    notices: Mapping[str, Notice] = {name: n for name, n in observation.notices.items() if name in nodes and name in observation.nodes}
+    notices: Mapping[str, Notice] = {
+        name: n for name, n in observation.notices.items() if name in nodes and name in observation.nodes
+    }
     if not notices or observation.now - min(n.seen_at for n in notices.values()) < debounce_s:
         return None
     workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
     first = min(notices.values(), key=lambda n: (n.deadline is None, n.deadline or 0.0, n.node))
-    when = "with no deadline named" if first.deadline is None else f"in {max(0.0, first.deadline - observation.now):.0f} s"
+    when = (
+        "with no deadline named" if first.deadline is None else f"in {max(0.0, first.deadline - observation.now):.0f} s"
+    )
     names = ", ".join(sorted(notices))
     verb = "leaves" if len(notices) == 1 else "leave"
     return Trouble("notice", tuple(sorted(notices)), workers, first.seen_at, f"{names} {verb} {when} ({first.source})")
 
 
-def find_arrivals(observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float) -> tuple[str, ...]:
+def find_arrivals(
+    observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float
+) -> tuple[str, ...]:
     """Usable nodes that the present plan was not made for. More may be on their way: the newest must be `debounce_s` old."""
     new = [name for name in usable_nodes(observation) if name not in planned and name not in declined]
     if not new or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s:

@@ -6,6 +6,7 @@ The one place that touches what Ray does not document (2.60): `get_draining_node
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ray.experimental import internal_kv
 from planner.cluster import Cluster, NodeType, node_type_from_labels
 from planner.errors import ConfigError
 
+logger = logging.getLogger("autohet.ray")
 GROUP_LABEL = "ray.io/node-group"
 NAME_LABEL = "autohet-node-name"  # a node that wants a certain name in plans (emulated fleets, bare machines)
 STATUS_KEY = b"autohet:status:"
@@ -36,6 +38,11 @@ class RayNode:
     labels: Mapping[str, str]
 
 
+def quieten() -> None:
+    """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that is a debug message."""
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("%s", "\n".join(data["lines"]))
+
+
 def living_nodes() -> list[RayNode]:
     """Nodes that Ray holds for alive and that have GPUs, in a stable order."""
     found = []
@@ -43,7 +50,12 @@ def living_nodes() -> list[RayNode]:
         gpus = int(entry.get("Resources", {}).get("GPU", 0))
         if entry["Alive"] and gpus > 0:
             labels = dict(entry.get("Labels") or {})
-            group = labels.get(GROUP_LABEL) or labels.get("autohet.io/gpu-type") or labels.get("ray.io/accelerator-type") or "node"
+            group = (
+                labels.get(GROUP_LABEL)
+                or labels.get("autohet.io/gpu-type")
+                or labels.get("ray.io/accelerator-type")
+                or "node"
+            )
             found.append(RayNode(entry["NodeID"], entry["NodeManagerAddress"], group, gpus, labels))
     return sorted(found, key=lambda node: node.node_id)
 
@@ -57,14 +69,19 @@ def draining_nodes() -> dict[str, float | None]:
     """Node id -> seconds until its deadline (None: no deadline named)."""
     now_ms = time.time() * 1000
     drains = ray_state.get_draining_nodes()
-    return {node_id: (None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000) for node_id, deadline_ms in drains.items()}
+    return {
+        node_id: (None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000)
+        for node_id, deadline_ms in drains.items()
+    }
 
 
 def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
     """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler replaces it. True if accepted."""
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     deadline_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
-    accepted, _ = client.drain_node(node_id, autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, message, deadline_ms)
+    accepted, _ = client.drain_node(
+        node_id, autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, message, deadline_ms
+    )
     return bool(accepted)
 
 
@@ -74,7 +91,9 @@ def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | No
     Raises:
         ConfigError: a fact is missing; names the label that would supply it.
     """
-    labels = {key: value for key, value in node.labels.items() if key.startswith(("autohet.io/", "ray.io/accelerator-type"))}
+    labels = {
+        key: value for key, value in node.labels.items() if key.startswith(("autohet.io/", "ray.io/accelerator-type"))
+    }
     known = None if cluster is None else next((kind for kind in cluster.node_types if kind.name == node.group), None)
     try:
         return node_type_from_labels(node.group, labels, node.num_gpus, instance_type)

@@ -43,7 +43,16 @@ class Seat:
 class RayWorkforce:
     """Implements `Workforce` over Ray. All calls come from the driver's one thread."""
 
-    def __init__(self, job: Job, run_id: str, durable: Durable, cluster: Cluster | None, *, worker_threads: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run_id: str,
+        durable: Durable,
+        cluster: Cluster | None,
+        *,
+        worker_threads: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.job = job
         self.run_id = run_id
         self.durable = durable
@@ -80,7 +89,9 @@ class RayWorkforce:
         now = self.clock()
         self._find_losses(now)
         self._take_inventories()
-        reports = {w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses}
+        reports = {
+            w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
+        }
         new = {report.worker for report in fresh}
         reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
@@ -212,7 +223,9 @@ class RayWorkforce:
     def _start(self, worker: str, seat: Seat) -> None:
         self._losses.pop(worker, None)
         node = seat.view.node
-        place = WorkerPlace(worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory))
+        place = WorkerPlace(
+            worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory)
+        )
         handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
             place, self.job, self._worker_threads
         )
@@ -251,8 +264,6 @@ class RayWorkforce:
 
     def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
         self.durable.commit(step, generation, layout, receipts)
-        for seat in self._seats.values():
-            seat.agent.spill.remote(step)
 
     def release_node(self, node: str) -> None:
         """End the agent: a draining node then has no lease left and Ray lets it go."""
@@ -268,7 +279,9 @@ class RayWorkforce:
 
     def close(self) -> None:
         """End every actor of the job and the rendezvous store."""
-        closing = [handle.close.remote() for handle in self._workers.values()] + [seat.agent.close.remote() for seat in self._seats.values()]
+        closing = [handle.close.remote() for handle in self._workers.values()] + [
+            seat.agent.close.remote() for seat in self._seats.values()
+        ]
         ray.wait(closing, num_returns=len(closing), timeout=5) if closing else None
         for handle in [*self._workers.values(), *(seat.agent for seat in self._seats.values())]:
             ray.kill(handle)

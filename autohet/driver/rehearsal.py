@@ -18,7 +18,13 @@ class Rehearsal:
     """Makes the events of `elastic.script` happen, each once. `fleet` None: a real cluster, where only notices and deaths of workers can be
     rehearsed (deaths and freezes kill or stop processes, they take no machine away)."""
 
-    def __init__(self, script: Sequence[ScriptedEvent], workforce: RayWorkforce, fleet: EmulatedFleet | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        script: Sequence[ScriptedEvent],
+        workforce: RayWorkforce,
+        fleet: EmulatedFleet | None,
+        clock: Callable[[], float],
+    ) -> None:
         self._left = sorted(script, key=lambda event: event.at_step)
         self._workforce, self._fleet, self._clock = workforce, fleet, clock
 
@@ -61,7 +67,11 @@ class Rehearsal:
     def _pick(self, event: ScriptedEvent, seen: Observation, members: Sequence[str]) -> str:
         """A node of the type that trains now; the last by name, so that a rehearsal repeats."""
         trains = {seen.node_of(worker) for worker in members}
-        fitting = [n for n, v in seen.nodes.items() if v.node.node_type.name == event.node_type and n in trains and n not in seen.notices]
+        fitting = [
+            n
+            for n, v in seen.nodes.items()
+            if v.node.node_type.name == event.node_type and n in trains and n not in seen.notices
+        ]
         if not fitting:
             raise ConfigError(f"elastic.script: no node of type '{event.node_type}' trains at step {event.at_step}")
         return max(fitting)

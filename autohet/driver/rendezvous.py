@@ -17,7 +17,12 @@ class Rendezvous:
         self._listener.bind(("", 0))
         port = self._listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), master_listen_fd=self._listener.detach()
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=self._listener.detach(),
         )
         self.address = (host, port)
 

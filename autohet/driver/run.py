@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autohet.driver import ray_cluster
 from autohet.driver.controller import Controller
 from autohet.driver.durable import Durable
 from autohet.driver.emulation import EmulatedFleet, is_emulated, read_document
@@ -31,13 +32,17 @@ from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.model_spec import model_spec_from_config
 from autohet.runtime.models import load_config
 from planner.cluster import Cluster, Fleet, cluster_from_document
+from planner.communication import read_links
 from planner.cost import CostModel
 from planner.errors import ConfigError
+from planner.parameters import CostParameters
+from planner.profile import read_profile
 from recovery.storage import open_storage
 from recovery.storage_errors import StorageError
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 1.0
+MAX_EMULATED_MICROBATCH = 16
 Show = Callable[[Controller, Observation], None]
 
 
@@ -51,46 +56,77 @@ class Outcome:
 
 
 def make_planning(job: Job, *, clock: Callable[[], float] = time.perf_counter) -> Planning:
-    """The planner as this job uses it; on an emulated fleet it reads the emulated profile.
+    """The planner as this job uses it; on an emulated fleet it reads the emulated profile and the emulated memory.
 
     Raises:
         ConfigError: model, profile or links are wrong.
     """
-    from planner.communication import read_links
-    from planner.profile import read_profile
-
-    training, wishes = job.training, job.parallelism
+    training, wishes, emulation = job.training, job.parallelism, job.emulation
     model = job.model.config if job.model.config is not None else str(job.model.pretrained)
     spec = model_spec_from_config(job.name, model, precision=training.precision, revision=job.model.revision)
-    profile = read_profile(wishes.profile) if wishes.profile else None
     links = read_links(wishes.links) if wishes.links else None
-
-    if job.emulation is not None:
-        profile = emulated_profile(job.emulation, model=job.name, dtype=training.precision, sequence_length=training.sequence_length, max_microbatch_sequences=16)
+    profile = read_profile(wishes.profile) if wishes.profile else None
+    parameters = CostParameters()
+    if emulation is not None:
+        profile = emulated_profile(
+            emulation,
+            model=job.name,
+            dtype=training.precision,
+            sequence_length=training.sequence_length,
+            max_microbatch_sequences=MAX_EMULATED_MICROBATCH,
+        )
+        parameters = CostParameters(context_bytes=0.0, context_share=0.0)
 
     def make_cost(fleet: Fleet) -> CostModel:
         return CostModel(
-            fleet, spec, profile, sequence_length=training.sequence_length, precision=training.precision, recompute=training.recompute == "full", links=links,
-            model=job.name if job.emulation is not None else None,
+            fleet if emulation is None else scale_memory(fleet, emulation.memory_scale), spec, profile, sequence_length=training.sequence_length,
+            precision=training.precision, recompute=training.recompute == "full", links=links, parameters=parameters,
+            model=job.name if emulation is not None else None,
         )  # fmt: skip
 
     return Planning(job, spec, make_cost, clock)
 
 
+def scale_memory(fleet: Fleet, scale: float) -> Fleet:
+    """EMULATION: the fleet with GPU memories times `scale`."""
+    nodes = (
+        replace(n, node_type=replace(n.node_type, gpu_memory_bytes=int(n.node_type.gpu_memory_bytes * scale)))
+        for n in fleet.nodes
+    )
+    return Fleet(generation=fleet.generation, nodes=tuple(nodes))
+
+
 class JobRun:
     """Everything that one run of a job owns on the driver's side. `start`, then `tick` until `controller.ended`, then `close`."""
 
-    def __init__(self, job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster | None,
+        fleet: EmulatedFleet | None,
+        events: EventLog,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
         self._check_data(job, int(config.vocab_size))
         self._storage_uri = job.checkpoint_storage
-        self.durable = Durable(open_storage(self._storage_uri), job.name, config.to_dict(), {"seed": job.training.seed}, job.checkpoint.keep)
+        self.durable = Durable(
+            open_storage(self._storage_uri),
+            job.name,
+            config.to_dict(),
+            {"seed": job.training.seed},
+            job.checkpoint.keep,
+        )
         planning = make_planning(job)
-        self.workforce = RayWorkforce(job, run_id(job), self.durable, cluster, worker_threads=1 if fleet is not None else 4, clock=clock)
+        self.workforce = RayWorkforce(
+            job, run_id(job), self.durable, cluster, worker_threads=1 if fleet is not None else 4, clock=clock
+        )
         self.orders = OrderBook(job, config, paces_of if job.emulation is not None else None)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
-        self.rehearsal = Rehearsal(job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock)
+        self.rehearsal = Rehearsal(
+            job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
+        )
         self._published_at = 0.0
         self._clock = clock
 
@@ -105,11 +141,18 @@ class JobRun:
         if found.manifest is not None:
             self.controller.generation = found.manifest.generation
             logger.info("Going on from step %d of %s", found.step, found.uri)
-        self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri)
+        self.events.emit(
+            "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri
+        )
 
     def tick(self) -> Observation:
         seen = self.controller.tick()
-        self.rehearsal.play(self.controller.ledger.committed_steps, seen, self.controller.members, isinstance(self.controller.state, Training))
+        self.rehearsal.play(
+            self.controller.ledger.committed_steps,
+            seen,
+            self.controller.members,
+            isinstance(self.controller.state, Training),
+        )
         if self._clock() - self._published_at >= STATUS_PERIOD_S:
             self._published_at = self._clock()
             self.workforce.publish(self.controller.status())
@@ -128,7 +171,9 @@ class JobRun:
 
 def run_id(job: Job) -> str:
     """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or storage."""
-    identity = json.dumps([job.name, job.model.config, job.model.pretrained, job.training.seed, job.checkpoint_storage], sort_keys=True)
+    identity = json.dumps(
+        [job.name, job.model.config, job.model.pretrained, job.training.seed, job.checkpoint_storage], sort_keys=True
+    )
     return f"{job.name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
 
 
@@ -141,11 +186,18 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     document = read_document(cluster_path) if cluster_path else None
     cluster = cluster_from_document(document) if document is not None else None
     with connection(job, document, address) as fleet:
-        events = EventLog(events_path)
-        try:
-            return _train(job, cluster, fleet, events, show)
-        finally:
-            events.close()
+        return train_on(job, cluster, fleet, events_path, show)
+
+
+def train_on(
+    job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events_path: Path | None, show: Show
+) -> Outcome:
+    """Run a job on the cluster that this process is connected to."""
+    events = EventLog(events_path)
+    try:
+        return _train(job, cluster, fleet, events, show)
+    finally:
+        events.close()
 
 
 def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show) -> Outcome:
@@ -168,6 +220,7 @@ def connection(job: Job, document: Mapping[str, Any] | None, address: str | None
     """A connection to Ray for the length of a run; for an emulated cluster file, the emulated fleet too."""
     import ray
 
+    ray_cluster.quieten()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "ignore_reinit_error": True}
     if document is not None and is_emulated(document) and address is None:
         fleet = EmulatedFleet(document, lambda name: node_directories(job, name))
@@ -180,7 +233,9 @@ def connection(job: Job, document: Mapping[str, Any] | None, address: str | None
     try:
         ray.init(address=address or "auto", **options)
     except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster at {address or 'this machine'}: {error}; start one, or give --address or an emulated --cluster") from None
+        raise ConfigError(
+            f"no Ray cluster at {address or 'this machine'}: {error}; start one, or give --address or an emulated --cluster"
+        ) from None
     try:
         yield None
     finally:

@@ -1,9 +1,9 @@
 """The states of a job's controller. Each carries its reason and its deadline; the controller moves between them, one tick at a time.
 
-    Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
-                  ^            |          |
-                  |            v          v
-                  +------- Quiescing <----+          (a notice, a death, an arrival; or the same during Building)
+Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
+              ^            |          |
+              |            v          v
+              +------- Quiescing <----+          (a notice, a death, an arrival; or the same during Building)
 """
 
 from __future__ import annotations

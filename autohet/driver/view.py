@@ -26,7 +26,9 @@ class View:
     def __init__(self, *, emulated: bool, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._emulated = emulated
-        self._live = Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
+        self._live = (
+            Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
+        )
         self._line_at = 0.0
         self._line_step = -1
 
@@ -35,7 +37,9 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -55,9 +59,18 @@ class View:
         if controller.ledger.changes:
             last = controller.ledger.changes[-1]
             tiers = ", ".join(f"{tier} {megabytes(count)}" for tier, count in last.bytes_by_tier().items() if count)
-            parts.append(Text(f"last change: {last.cause}; {last.steps_lost} steps lost; {tiers or 'nothing moved'}; {last.seconds()['total']:.1f} s"))
+            parts.append(
+                Text(
+                    f"last change: {last.cause}; {last.steps_lost} steps lost; {tiers or 'nothing moved'}; {last.seconds()['total']:.1f} s"
+                )
+            )
         if self._emulated:
-            parts.append(Text("EMULATED GPUs: nodes are processes of this machine, paced to the speed of the types that they pose as", style="dim"))
+            parts.append(
+                Text(
+                    "EMULATED GPUs: nodes are processes of this machine, paced to the speed of the types that they pose as",
+                    style="dim",
+                )
+            )
         return Group(*parts)
 
 
@@ -86,7 +99,9 @@ def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:
         for stage in pipeline.stages:
             gpu_type = proposal.cost.fleet.gpu_type(stage.workers[0])
             last = stage.first_layer + stage.num_layers - 1
-            text.append(f"[{stage.first_layer}-{last}] {'+'.join(stage.workers)} ({gpu_type})  ", style=colour[gpu_type])
+            text.append(
+                f"[{stage.first_layer}-{last}] {'+'.join(stage.workers)} ({gpu_type})  ", style=colour[gpu_type]
+            )
         table.add_row(str(index), f"{pipeline.num_microbatches} x {pipeline.microbatch_sequences}", text)
     return table
 

@@ -45,7 +45,9 @@ def clip_factor(settings: OptimizerSettings, gradient_norm: float) -> float:
 
 
 @torch.no_grad()
-def update(state: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: OptimizerSettings, step: int, factor: float) -> None:
+def update(
+    state: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: OptimizerSettings, step: int, factor: float
+) -> None:
     """Apply step `step`'s update to the local slices in `state` (masters and moments by state name), in place.
 
     gradients: summed fp32 slices by parameter name; `factor` scales them (token weighting and clipping). Elementwise, so that every

@@ -28,6 +28,7 @@ class Preservation:
         self._uploader = Uploader(open_storage(job.checkpoint_storage))
         self._timeout_s = job.elastic.timeouts().checkpoint_s
         self._snapshots: SnapshotWriter | None = None
+        self._disk: SnapshotWriter | None = None
         self._order: GenerationOrder | None = None
         self._awaited: tuple[int, int] | None = None
         self.snapshot_step: int | None = None
@@ -37,12 +38,18 @@ class Preservation:
         self._close_snapshots()
         self._order = order
         if self._every:
-            self._snapshots = SnapshotWriter(self._place.memory_directory, self._place.worker, order.layout, order.generation)
+            self._snapshots = SnapshotWriter(
+                self._place.memory_directory, self._place.worker, order.layout, order.generation
+            )
+        self._disk = SnapshotWriter(
+            self._place.disk_directory, self._place.worker, order.layout, order.generation, force_to_device=True
+        )
 
     def before_update(self) -> None:
         """Blocks until the state may change: the snapshot of the step before is copied."""
-        if self._snapshots is not None:
-            self._snapshots.wait_copied(self._timeout_s)
+        for writer in (self._snapshots, self._disk):
+            if writer is not None:
+                writer.wait_copied(self._timeout_s)
 
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
         """After the step's update: start its snapshot; with `durable`, start to upload this worker's shards."""
@@ -51,7 +58,16 @@ class Preservation:
             self._snapshots.start(step, state, self._timeout_s)
             self.snapshot_step = step
         if durable:
+            self._spill(step, state)
             self._upload(self._order, step, state)
+
+    def _spill(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A full disk is no failure."""
+        assert self._disk is not None
+        try:
+            self._disk.start(step, state, self._timeout_s)
+        except RecoveryError as error:
+            logger.warning("step %d is not on this node's disk: %s", step, error)
 
     def _upload(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
         if self._uploader.busy:
@@ -75,9 +91,10 @@ class Preservation:
             return [(*awaited, str(error))]
 
     def _close_snapshots(self) -> None:
-        if self._snapshots is not None:
-            self._snapshots.close()
-            self._snapshots = None
+        for writer in (self._snapshots, self._disk):
+            if writer is not None:
+                writer.close()
+        self._snapshots = self._disk = None
 
     def close(self) -> None:
         self._close_snapshots()

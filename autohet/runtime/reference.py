@@ -28,9 +28,17 @@ def reference_model(config: PreTrainedConfig, parameters: Iterator[tuple[str, Te
     return model
 
 
-def train_reference(model: PreTrainedModel, training: TrainingSection, rows: Rows, steps: int, microbatch_sequences: int = 8) -> Iterator[float]:
+def train_reference(
+    model: PreTrainedModel, training: TrainingSection, rows: Rows, steps: int, microbatch_sequences: int = 8
+) -> Iterator[float]:
     """Train in place; yields each step's loss (mean over the targets of the global batch)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=training.learning_rate,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+    )
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -40,7 +48,10 @@ def train_reference(model: PreTrainedModel, training: TrainingSection, rows: Row
         num_targets = int((targets >= 0).sum())
         total = 0.0
         for part, wanted in zip(tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True):
-            loss = F.cross_entropy(model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum") / num_targets
+            loss = (
+                F.cross_entropy(model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum")
+                / num_targets
+            )
             loss.backward()
             total += float(loss.detach())
         if training.clip_norm is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -13,6 +11,7 @@ from autohet.runtime.initialization import initial_parameters, pretrained_parame
 from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
+from autohet.runtime.restoration import restore_state
 from recovery.layout import Layout
 
 
@@ -22,16 +21,16 @@ class StateSource:
     def __init__(self, place: WorkerPlace, job: Job, config: PreTrainedConfig, device: torch.device) -> None:
         self.place, self.job, self.config, self.device = place, job, config, device
 
-    def fill(self, order: GenerationOrder, live: Any | None, world: Group) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def fill(
+        self, order: GenerationOrder, live: tuple[Layout, dict[str, Tensor]] | None, world: Group
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The local slices of the order's layout, and the bytes that came from each tier.
 
-        Every participant of the generation calls it; it blocks until this worker has received, and sent, all that the schedule says.
+        `live` is this worker's present layout and state. Every participant of the generation calls it; it blocks until this worker has received, and sent, all that the schedule says.
         """
         if order.transfers is None:
             return self._first(order.layout), {"memory": 0, "disk": 0, "peer": 0, "s3": 0}
-        from autohet.runtime.restoration import restore
-
-        return restore(self.place, self.job, order, live, world, self.device)
+        return restore_state(self.place, self.job, order, live, world, self.device)
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
         """State before the first step: drawn or pretrained masters, moments of zero."""
@@ -44,7 +43,9 @@ class StateSource:
             whole = initial_parameters(self.config, names, self.job.training.seed)
         state: dict[str, Tensor] = {}
         for name, tensor in whole:
-            local = local_slice(layout, state_name("param", name), units[state_name("param", name)], tensor).to(self.device)
+            local = local_slice(layout, state_name("param", name), units[state_name("param", name)], tensor).to(
+                self.device
+            )
             for kind in STATE_KINDS:
                 state[state_name(kind, name)] = local if kind == "param" else torch.zeros_like(local)
         return state

@@ -52,7 +52,9 @@ class Worker:
         self.device = choose_device(job.training.device)
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
-        dataset.check(vocab_size=int(self.config.vocab_size), global_batch_sequences=job.training.global_batch_sequences)
+        dataset.check(
+            vocab_size=int(self.config.vocab_size), global_batch_sequences=job.training.global_batch_sequences
+        )
         self._batches = Batches(dataset, job.training.seed, job.training.global_batch_sequences, self.device)
         self._preservation = Preservation(place, job)
         self._hook = phase_hook
@@ -87,12 +89,20 @@ class Worker:
         if self._thread is not None:
             self._thread.join(self.timeouts.quiesce_s)
             assert not self._thread.is_alive(), "the generation before did not end"
-        store = TCPStore(order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s))
-        groups = GenerationGroups(store, order.generation, self.place.worker, self.device, self.timeouts.step_s, self.timeouts.rendezvous_s)
+        store = TCPStore(
+            order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s)
+        )
+        groups = GenerationGroups(
+            store, order.generation, self.place.worker, self.device, self.timeouts.step_s, self.timeouts.rendezvous_s
+        )
         with self._lock:
             self._groups = groups
-            self._report = replace(self._report, generation=order.generation, phase=Phase.BUILDING, error=None, restore=None)
-        self._thread = threading.Thread(target=self._run, args=(order, groups), name=f"generation-{order.generation}", daemon=True)
+            self._report = replace(
+                self._report, generation=order.generation, phase=Phase.BUILDING, error=None, restore=None
+            )
+        self._thread = threading.Thread(
+            target=self._run, args=(order, groups), name=f"generation-{order.generation}", daemon=True
+        )
         self._thread.start()
 
     def request_stop(self, *, checkpoint: bool) -> None:
@@ -149,13 +159,15 @@ class Worker:
         self._set(order.generation, Phase.RESTORING)
         grouped = time.perf_counter()
         source = StateSource(self.place, self.job, self.config, self.device)
-        state, bytes_by_tier = source.fill(order, self._live, world)
+        state, bytes_by_tier = source.fill(order, self._live and (self._live.layout, self._live.state), world)
         world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
         restored = time.perf_counter()
         with self._lock:
             self._trainer = None
             part = order.plan.workers
-            self._live = Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
+            self._live = (
+                Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
+            )
             record = RestoreRecord(bytes_by_tier, grouped - started, restored - grouped)
             self._report = replace(self._report, restore=record)
         if self.place.worker not in order.plan.workers:
@@ -180,13 +192,22 @@ class Worker:
 
     def _committed(self, order: GenerationOrder, trainer: StageTrainer, result: StepResult) -> None:
         record = StepRecord(
-            result.step, result.loss, result.gradient_norm, result.tokens, result.seconds, order.generation, time.time(), result.parts_s
+            result.step,
+            result.loss,
+            result.gradient_norm,
+            result.tokens,
+            result.seconds,
+            order.generation,
+            time.time(),
+            result.parts_s,
         )
         with self._lock:
             assert self._live is not None
             self._live.step = trainer.step
             self._steps.append(record)
-        durable = result.checkpoint or trainer.step == order.end_step or trainer.step % self.job.checkpoint.every_steps == 0
+        durable = (
+            result.checkpoint or trainer.step == order.end_step or trainer.step % self.job.checkpoint.every_steps == 0
+        )
         try:
             self._preservation.keep(trainer.step, trainer.state, durable=durable)
         except RecoveryError as error:

@@ -176,10 +176,13 @@ class EmulationSection:
     """Speed of each type relative to the one of speed 1."""
     block_forward_s: float = 0.01
     """Seconds of one sequence's forward through one block at relative speed 1 (not used with `profile`)."""
+    memory_scale: float = 1.0
+    """Emulated GPU memory for each byte of the type's: a small model then meets the limits that a large one would."""
 
     def __post_init__(self) -> None:
         require_positive("emulation.scale", self.scale)
         require_positive("emulation.block_forward_s", self.block_forward_s)
+        require_positive("emulation.memory_scale", self.memory_scale)
         for gpu_type, speed in self.relative_speed_by_gpu_type.items():
             require_positive(f"emulation.relative_speed_by_gpu_type.{gpu_type}", speed)
         require(

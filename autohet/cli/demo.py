@@ -1,0 +1,119 @@
+"""`autohet demo`: trains on an emulated mixed spot fleet, takes a notice, a death and an arrival, and shows what each cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autohet.cli.train import configure_logging
+from autohet.runtime.job import Job
+
+BANNER = "EMULATED: nodes are processes of this machine; their GPU types are labels, their speeds paced by sleeping, their memories scaled"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("demo", help="the demonstration, on an emulated fleet on this machine")
+    parser.add_argument("--job", default="cluster_configs/jobs/demo.yaml", metavar="JOB")
+    parser.add_argument("--cluster", default="cluster_configs/local-emulated.yaml", metavar="CLUSTER")
+    parser.add_argument(
+        "--out", default="runs/demo", metavar="DIR", help="events and checkpoints; what is there is replaced"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the summary document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    job = Job.from_yaml(arguments.job)
+    job.require_training()
+    configure_logging()
+    from autohet.driver.demo import demonstrate
+    from autohet.driver.view import View
+
+    console = Console()
+    console.print(f"[bold]AutoHet demonstration[/bold]   [yellow]{BANNER}[/yellow]", highlight=False)
+    with View(emulated=True) as view:
+        found = demonstrate(
+            job, arguments.cluster, Path(arguments.out), view, lambda part, what: tell(console, part, what)
+        )
+    conclude(console, found)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found.to_document(), indent=1))
+    return 0 if found.outcome.ok and found.max_relative_loss_difference <= 1e-3 else 1
+
+
+def tell(console: Console, part: str, what: Any) -> None:
+    """Print one part's result."""
+    from autohet.driver.view import plan_table
+
+    if part == "plans":
+        console.print("\n[bold]The plan for this fleet[/bold]")
+        console.print(plan_table(what[0]))
+        console.print("[bold]The symmetric plan (megatron) for the same fleet[/bold]")
+        console.print(plan_table(what[1]))
+    elif part == "symmetric":
+        plan = what.summary["plans"][0]
+        console.print(
+            f"Symmetric plan measured: {plan['measured_step_s']:.3f} s a step (predicted {plan['predicted_step_s']:.3f} s)",
+            highlight=False,
+        )
+    elif part == "outcome":
+        for change in what.summary["reconfigurations"]:
+            describe_change(console, change)
+
+
+def describe_change(console: Console, change: dict[str, Any]) -> None:
+    """What happened, plan before and after, what it cost."""
+    console.print(
+        f"\n[bold]{change['cause'].capitalize()}[/bold] at step {change['step']}: {change['reason']}", highlight=False
+    )
+    console.print(f"  plan before: {outline(change['plan_before'])}", highlight=False)
+    console.print(f"  plan after:  {outline(change['plan_after'])}", highlight=False)
+    tiers = ", ".join(f"{tier} {count / 1e6:.2f} MB" for tier, count in change["bytes_by_tier"].items())
+    seconds = ", ".join(f"{part} {value:.2f} s" for part, value in change["seconds"].items())
+    console.print(f"  steps lost: {change['steps_lost']};  bytes from {tiers}", highlight=False)
+    console.print(f"  time: {seconds}", highlight=False)
+
+
+def outline(plan: dict[str, Any]) -> str:
+    """A plan in one line: layers and workers of each stage, pipelines apart."""
+    pipelines = []
+    for pipeline in plan["pipelines"]:
+        stages = " > ".join(f"{stage['num_layers']} on {'+'.join(stage['workers'])}" for stage in pipeline["stages"])
+        pipelines.append(f"{pipeline['num_microbatches']}x[{stages}]")
+    return "  ".join(pipelines)
+
+
+def conclude(console: Console, found: Any) -> None:
+    """The comparisons at the end."""
+    table = Table(title="Result (EMULATED speeds)", title_justify="left")
+    table.add_column("what")
+    table.add_column("figure", justify="right")
+    plan = found.outcome.summary["plans"][0]
+    error = plan["measured_step_s"] / plan["predicted_step_s"] - 1
+    rows = [
+        ("steps trained, steps lost", f"{found.outcome.summary['steps']}, {found.outcome.summary['steps_lost']}"),
+        (
+            "final loss; the same job undisturbed in one process",
+            f"{found.outcome.summary['final_loss']:.6f}; {found.reference_losses[-1]:.6f}",
+        ),
+        ("largest relative difference of the loss at any step", f"{found.max_relative_loss_difference:.1e}"),
+        (
+            "step time measured, predicted",
+            f"{plan['measured_step_s']:.3f} s, {plan['predicted_step_s']:.3f} s ({error:+.1%})",
+        ),
+        ("symmetric plan (megatron) on the same fleet", f"{found.symmetric_step_s:.3f} s"),
+        ("speed-up of the asymmetric plan", f"{found.symmetric_step_s / found.asymmetric_step_s:.2f}x"),
+        (
+            "bytes from S3 in all recoveries",
+            str(sum(c["bytes_by_tier"]["s3"] for c in found.outcome.summary["reconfigurations"])),
+        ),
+        ("whole demonstration", f"{found.seconds:.0f} s"),
+    ]
+    for what, figure in rows:
+        table.add_row(what, figure)
+    console.print()
+    console.print(table)
