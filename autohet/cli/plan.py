@@ -206,7 +206,9 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
     if args.objective == "pareto" and not args.compare and "front" in document:
         document = {"front": document["front"], "strategy": names[0]}
         return document, Plan.from_document(document["front"][0]["plan"]) if document["front"] else None, code
-    best = min(feasible, key=lambda r: r["predicted"]["step_time_s"], default=None)
+    money = (args.objective or job.parallelism.objective) == "cost"
+    key = "usd_per_million_tokens" if money else "step_time_s"
+    best = min(feasible, key=lambda r: r["predicted"][key], default=None)
     return document, Plan.from_document(best["plan"]) if best else None, code
 
 

@@ -62,7 +62,8 @@ def test_scores_are_kept_where_attention_cannot_be_fused():
 def test_a_token_meets_only_the_experts_it_is_routed_to():
     config = {
         "model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
     }  # fmt: skip
     block = model_spec_from_config("m", config).blocks[0]
     experts = 4 * 3 * 64 * 96
