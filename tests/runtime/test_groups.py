@@ -1,0 +1,113 @@
+"""Every wait ends: the rendezvous by its deadline or an interrupt; errors say who and pickle."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from autohet.runtime.groups import GenerationGroups, Group, Interrupted, PeerLost
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def two(store: TCPStore, name: str) -> tuple[Group, Group]:
+    """Both ends of a group of two, in one process."""
+    made: dict[str, Group] = {}
+    other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+
+    def build(me: str, through: TCPStore) -> None:
+        made[me] = Group(name, ("a", "b"), me, through, CPU, 60.0)
+
+    threads = [threading.Thread(target=build, args=pair) for pair in (("a", store), ("b", other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return made["a"], made["b"]
+
+
+def in_thread(operation: object) -> tuple[threading.Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            operation()  # type: ignore[operator]
+        except (Interrupted, PeerLost) as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+@pytest.mark.parametrize("error", [Interrupted("generation 3"), PeerLost("world: a is gone")])
+def test_errors_pickle(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+
+
+def test_an_interrupt_wakes_a_receive_and_its_peer_sees_the_loss(store: TCPStore) -> None:
+    a, b = two(store, "pair")
+    thread, raised = in_thread(lambda: a.wait(a.recv(torch.zeros(3), "b", 5)))
+    waiting, lost = in_thread(lambda: b.all_reduce(torch.zeros(3)))
+    a.interrupt()
+    for each in (thread, waiting):
+        each.join(20)  # the group's own deadline is 60 s
+    assert isinstance(raised[0], Interrupted)
+    assert isinstance(lost[0], PeerLost)
+    with pytest.raises(Interrupted):
+        a.all_reduce(torch.zeros(1))
+
+
+def test_sums_maxima_and_messages(store: TCPStore) -> None:
+    a, b = two(store, "pair")
+    one, other = torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0])
+    thread, raised = in_thread(lambda: (b.all_reduce(other), b.all_reduce_max(other), b.wait(b.send(other, "a", 1))))
+    a.all_reduce(one)
+    assert one.tolist() == [3.0, 8.0]
+    one += 1
+    a.all_reduce_max(one)
+    message = torch.empty(2)
+    a.wait(a.recv(message, "b", 1))
+    thread.join(20)
+    assert not raised
+    assert message.tolist() == other.tolist() == [4.0, 9.0]
+
+
+def test_the_rendezvous_names_its_deadline(store: TCPStore) -> None:
+    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=0.05)
+    with pytest.raises(PeerLost, match="rendezvous"):
+        groups.meet(["a", "b"])
+
+
+def test_an_interrupt_ends_the_rendezvous(store: TCPStore) -> None:
+    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=60.0)
+    thread, raised = in_thread(lambda: groups.meet(["a", "b"]))
+    groups.interrupt()
+    thread.join(20)
+    assert isinstance(raised[0], Interrupted)
+    with pytest.raises(Interrupted):
+        groups.group(["a"])
+
+
+def test_a_group_of_one_needs_nobody() -> None:
+    group = Group("alone", ("a",), "a", HashStore(), CPU, 1.0)
+    tensor, started = torch.ones(2), time.monotonic()
+    group.all_reduce(tensor)
+    assert tensor.tolist() == [1.0, 1.0]
+    group.interrupt()
+    assert time.monotonic() - started < 20
+    assert group.size == 1

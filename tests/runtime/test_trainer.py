@@ -1,0 +1,131 @@
+"""One worker alone: what commits a step, what skips it, what stops the run, how a cut-off update goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from autohet.runtime.groups import GenerationGroups, Interrupted
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.trainer import StageTrainer
+from planner.plan import Plan
+from tests.harness.toy_model import TOY_CONFIG
+from tests.harness.training_case import CPU, Case, local_state, rows_of
+
+TRAINING = {
+    "global_batch_sequences": 4, "sequence_length": 6, "steps": 10, "precision": "fp32", "learning_rate": 5e-2, "clip_norm": 0.5,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def plan_of(microbatches: int) -> dict[str, Any]:
+    layers = [{"first_layer": 0, "num_layers": 0, "workers": ["w"]}]
+    return {
+        "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 4 // microbatches, "sequence_length": 6,
+        "pipelines": [{"num_microbatches": microbatches, "stages": layers}],
+    }  # fmt: skip
+
+
+def trainer_of(model: dict[str, Any], microbatches: int = 2, **options: Any) -> tuple[StageTrainer, Any]:
+    document = plan_of(microbatches)
+    document["pipelines"][0]["stages"][0]["num_layers"] = model["num_hidden_layers"]
+    case = Case(model, document, TRAINING, 4)
+    plan, config = Plan.from_document(document), case.config()
+    groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
+    state = local_state(case, layout_of_plan(plan, config), "w")
+    return StageTrainer(config, plan, "w", groups, case.section(), CPU, state, 0, **options), rows_of(case)
+
+
+def copy_of(trainer: StageTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.state.items()}
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_nothing_else() -> None:
+    trainer, rows = trainer_of(LLAMA)
+    trainer.train_step(rows)
+    before = copy_of(trainer)
+    name = "param/model.norm.weight"
+    kept = trainer.state[name].clone()
+    trainer.state[name].fill_(float("inf"))
+    result = trainer.train_step(rows)
+    assert not result.applied
+    assert trainer.step == 2
+    trainer.state[name].copy_(kept)
+    assert all(torch.equal(tensor, before[each]) for each, tensor in trainer.state.items())
+    assert trainer.train_step(rows).applied
+    assert not torch.equal(trainer.state[name], kept)
+
+
+def test_targets_that_do_not_count_weigh_nothing() -> None:
+    """Microbatches with unequal numbers of counted targets: the mean is over tokens, not over microbatches."""
+    results = []
+    for microbatches in (1, 4):
+        trainer, rows = trainer_of(LLAMA, microbatches)
+
+        def masked(step: int, sequences: range, rows: Any = rows) -> Any:
+            tokens, targets = (tensor.clone() for tensor in rows(step, sequences))
+            for index, sequence in enumerate(sequences):
+                targets[index, : 2 * sequence] = -100
+            return tokens, targets
+
+        result = trainer.train_step(masked)
+        assert result.tokens == 6 + 4 + 2 + 0
+        results.append((result.loss, result.gradient_norm))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
+    seen: list[str] = []
+    trainer, rows = trainer_of(TOY_CONFIG, phase_hook=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait"))
+    trainer.train_step(rows)
+    assert seen == ["forward", "backward"] * 2 + ["gradient_sync", "vote", "apply", "wait"]
+
+
+def test_a_stop_travels_in_the_vote() -> None:
+    trainer, rows = trainer_of(TOY_CONFIG)
+    assert not trainer.train_step(rows).stop
+    trainer.request_stop(checkpoint=True)
+    result = trainer.train_step(rows)
+    assert result.stop
+    assert result.checkpoint
+
+
+def test_an_update_that_was_cut_off_goes_on_to_the_same_bits() -> None:
+    plain, rows = trainer_of(TOY_CONFIG)
+    plain.train_step(rows)
+    cut = [True]
+
+    def cut_off(phase: str, step: int) -> None:
+        if phase == "apply" and cut:
+            cut.clear()
+            raise RuntimeError("cut off")
+
+    trainer, rows = trainer_of(TOY_CONFIG, phase_hook=cut_off)
+    before = copy_of(trainer)
+    with pytest.raises(RuntimeError, match="cut off"):
+        trainer.train_step(rows)
+    assert (trainer.step, trainer.prepared) == (0, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state.items())
+    trainer.apply_prepared()
+    assert (trainer.step, trainer.prepared) == (1, None)
+    assert all(torch.equal(tensor, plain.state[name]) for name, tensor in trainer.state.items())
+
+
+def test_an_interrupt_ends_the_step_of_a_worker_that_waits_for_nobody() -> None:
+    trainer, rows = trainer_of(TOY_CONFIG)
+    before = copy_of(trainer)
+
+    def interrupting(step: int, sequences: range) -> Any:
+        trainer._groups.interrupt()
+        return rows(step, sequences)
+
+    with pytest.raises(Interrupted):
+        trainer.train_step(interrupting)
+    assert (trainer.step, trainer.prepared) == (0, None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state.items())
