@@ -197,8 +197,7 @@ class Controller:
         started = self.planning.clock()
         try:
             proposal = self.planning.propose(
-                policy.fleet_of(seen, usable, self.generation + 1), self.proposal, cause=change.cause
-            )
+                policy.fleet_of(seen, usable, self.generation + 1), self.proposal)
         except ConfigError as error:
             return None, str(error)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autohet.runtime.job import Job
@@ -13,7 +13,12 @@ from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import Plan, check_plan
+from planner.replan import MigrationCost, replan
 from planner.strategies import Answer, Request, plan_with
+
+
+REPLANNING_STRATEGY = "autohet"
+MOVE_FIXED_S = 5.0  # to stop, rebuild groups and take the first step, beside the bytes moved: what reconfigurations took when measured
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,10 @@ class Planning:
         self.make_cost = make_cost
         self.clock = clock
 
-    def propose(self, fleet: Fleet, current: Proposal | None, cause: str = "start") -> Proposal:
-        """The best plan for `fleet`; after an arrival, the present plan where the move would not pay.
+    def propose(self, fleet: Fleet, current: Proposal | None) -> Proposal:
+        """The plan for `fleet` that will have done the most work by the time the fleet is expected to change again.
+
+        With a present plan that still can run, the answer may be to stay with it.
 
         Raises:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are wrong.
@@ -64,11 +71,17 @@ class Planning:
         fixed = self._fixed_plan(fleet, cost)
         if fixed is not None:
             return fixed
-        answer = plan_with(self.job.parallelism.strategy, self.request(fleet, cost))
-        proposal = self._proposal(answer, cost)
-        if cause == "arrival" and current is not None:
-            return self._weigh(proposal, current)
-        return proposal
+        request = self.request(fleet, cost)
+        if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
+            return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
+        return self._replan(current, request, cost)
+
+    def _replan(self, current: Proposal, request: Request, cost: CostModel) -> Proposal:
+        """By the useful work until the fleet is expected to change again, the move's cost taken off."""
+        horizon_s = self.job.parallelism.horizon_s
+        decision = replan(current.plan, request, horizon_s=horizon_s, migration=MigrationCost(fixed_s=MOVE_FIXED_S))
+        proposal = self._proposal(decision.answer, cost)
+        return replace(proposal, stay=decision.kind == "stay", reason=decision.reason)
 
     def request(self, fleet: Fleet, cost: CostModel) -> Request:
         """The job's wishes as one planning problem."""
@@ -107,17 +120,3 @@ class Planning:
         if not set(plan.workers) <= set(fleet.workers):
             return None
         return Proposal(plan, cost.predict(plan), cost)
-
-    def _weigh(self, new: Proposal, current: Proposal) -> Proposal:
-        """Whether a move pays within the horizon: steps gained by the faster plan against the steps that the move costs."""
-        horizon = self.job.parallelism.horizon_s
-        pause = 2.0 * current.predicted_step_s + 5.0
-        before = horizon / current.predicted_step_s
-        after = max(0.0, horizon - pause) / new.predicted_step_s
-        if after > before:
-            return new
-        reason = (
-            f"the best plan with it takes {new.predicted_step_s:.3g} s a step against {current.predicted_step_s:.3g} s now: over the next "
-            f"{horizon:.0f} s it would do {after:.0f} steps instead of {before:.0f}"
-        )
-        return Proposal(current.plan, current.prediction, current.cost, current.idle, stay=True, reason=reason)
