@@ -43,11 +43,11 @@ class Executor:
 
     def run(
         self, batch: Callable[[int], Batch], on_phase: Callable[[str], None], before_last_backward: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, Tensor]:
         """One step's passes: gradients of the *sum* of losses accumulate in the stage's parameters.
 
         `batch(m)` gives microbatch m. Returns the sum of losses (float64 scalar, 0 where the stage is not the last) and the number of
-        targets that counted. Raises PeerLost or Interrupted; then the step has not happened.
+        targets that counted (int64 scalar). Raises PeerLost or Interrupted; then the step has not happened.
         """
         self._batch, self._phase, self._before_last_backward = batch, on_phase, before_last_backward
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -56,7 +56,7 @@ class Executor:
         self._gradients: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._num_targets = 0
+        self._num_targets = torch.zeros((), dtype=torch.int64, device=self._device)
         self.wait_s = 0.0
         steps: dict[Kind, Callable[[int], None]] = {
             Kind.RECV_ACTIVATION: self._recv_activation, Kind.FORWARD: self._forward, Kind.SEND_ACTIVATION: self._send_activation,
@@ -98,7 +98,7 @@ class Executor:
         if self.place.is_last:
             loss = self.stage.loss_sum(out, targets)
             self._loss += loss.detach()
-            self._num_targets += int((targets >= 0).sum())
+            self._num_targets += (targets >= 0).sum()  # no .item(): on CUDA the host must not wait here
             out = loss
         self._kept[m] = (given, out)
         if self.pacer is not None:

@@ -101,6 +101,7 @@ class StageTrainer:
         self._hook, self._before_update = phase_hook, before_update
         self._device, self._groups = device, groups
         self._updated: set[str] = set()
+        self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         dtype = COMPUTE_DTYPE[training.precision]
         self._world = groups.group(plan.workers, "world")
@@ -156,7 +157,7 @@ class StageTrainer:
             step, vote.loss, vote.gradient_norm, vote.tokens, ended - started, vote.stops > 0, vote.checkpoints > 0, vote.is_finite, parts
         )
 
-    def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, int, dict[str, float]]:
+    def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
         """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets, seconds by part."""
         started = time.perf_counter()
         self._sync.begin()
@@ -174,7 +175,7 @@ class StageTrainer:
         if self._hook is not None:
             self._hook(phase, self.step)
 
-    def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: int) -> Vote:
+    def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """One all-reduce over all workers: it decides the step. Loss and tokens come from one rank of each last stage."""
         counts = self.place.is_last and self.place.tp_rank == 0
         mine = torch.zeros(6, dtype=torch.float64, device=self._device)
@@ -196,20 +197,21 @@ class StageTrainer:
 
         vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
         """
-        assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
-        if self.last_vote is not None and self.last_vote[0] == self.step:
-            vote = self.last_vote[1]
-        assert vote is not None, "without the vote's result the step did not happen"
-        self.last_vote = (self.step, vote)
-        self._enter("apply")
-        if self._before_update is not None:
-            self._before_update()
-        if vote.is_finite:
-            self._update(vote)
-        self.step += 1
-        self.prepared = None
-        self.phase = "idle"
-        return vote.is_finite
+        with self._applying:
+            assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
+            if self.last_vote is not None and self.last_vote[0] == self.step:
+                vote = self.last_vote[1]
+            assert vote is not None, "without the vote's result the step did not happen"
+            self.last_vote = (self.step, vote)
+            self._enter("apply")
+            if self._before_update is not None:
+                self._before_update()
+            if vote.is_finite:
+                self._update(vote)
+            self.step += 1
+            self.prepared = None
+            self.phase = "idle"
+            return vote.is_finite
 
     def _update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / vote.tokens

@@ -78,9 +78,10 @@ def even(total: int, parts: int) -> list[int]:
 
 
 def grid(dp: int, pp: int, tp: int) -> dict[str, Any]:
-    return plan_document(
-        *(pipeline(*((layers, tp) for layers in even(LAYERS, pp)), microbatches=count) for count in even(BATCH, dp))
-    )
+    """Microbatches of one sequence, so that 3, 5, 6 and 7 pipelines get unequal numbers; larger ones where many processes share two cores."""
+    size = BATCH // dp // 2 if tp >= 4 else 1
+    shape = [(layers, tp) for layers in even(LAYERS, pp)]
+    return plan_document(*(pipeline(*shape, microbatches=count // size, size=size) for count in even(BATCH, dp)))
 
 
 GRIDS = [
