@@ -139,6 +139,7 @@ class CostModel:
             self._tp_communication_s,
         )
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
+        self._memories: dict[tuple[int, int], MemoryTerms] = {}
         self._timelines: dict[tuple[object, int], Timeline] = {}
 
     # ---- queries of a search ----
@@ -210,9 +211,12 @@ class CostModel:
         return found
 
     def _memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:
-        return memory_terms(
-            self.spec, self.sequence_length, self.precision, tp_degree, microbatch, self.recompute, self.parameters
-        )
+        key = (tp_degree, microbatch)
+        if key not in self._memories:
+            self._memories[key] = memory_terms(
+                self.spec, self.sequence_length, self.precision, tp_degree, microbatch, self.recompute, self.parameters
+            )
+        return self._memories[key]
 
     def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
         """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section
@@ -258,12 +262,10 @@ class CostModel:
             for worker in stage.workers
         }
         jobs = sync_jobs(plan, self.spec, self.parameters)
-        update = {
-            w: self._update_s(stage, i, p)
-            for p in plan.pipelines
-            for i, stage in enumerate(p.stages)
-            for w in stage.workers
-        }
+        update = {}
+        for pipeline in plan.pipelines:
+            for index, stage in enumerate(pipeline.stages):
+                update.update(dict.fromkeys(stage.workers, self._update_s(stage, index, pipeline)))
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
         return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
 
