@@ -7,7 +7,6 @@ A search reads `layer_costs` (arrays over the layers of one way to use a node ty
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,11 @@ from planner.model_spec import ModelSpec
 from planner.parameters import CostParameters
 from planner.pipeline_simulation import PipelineTimes, Timeline, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.prediction import Prediction
 from planner.profile import ProfileTable, default_profile
 from planner.step_simulation import StepTimeline, simulate_sync
+
+__all__ = ["CostModel", "LayerCosts", "Prediction", "Simulation"]
 
 Floats = NDArray[np.float64]
 
@@ -47,48 +49,6 @@ class LayerCosts:
     fixed_bytes: float
     limit_bytes: float
     estimated: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One plan, costed. Seconds a step; dollars None where a node in use has no price."""
-
-    step_time_s: float
-    sequences_per_s: float
-    tokens_per_s: float
-    usd_per_hour: float | None
-    usd_per_million_tokens: float | None
-    breakdown_s: dict[str, float]
-    memory_bytes_by_worker: dict[str, int]
-    memory_limit_bytes_by_worker: dict[str, int]
-    estimated: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether every worker stays within its memory."""
-        return all(self.memory_bytes_by_worker[w] <= limit for w, limit in self.memory_limit_bytes_by_worker.items())
-
-    @property
-    def tightest_worker(self) -> tuple[str, float]:
-        """The fullest worker and the share of its memory that it needs (above 1: it does not fit)."""
-        share = {w: self.memory_bytes_by_worker[w] / limit for w, limit in self.memory_limit_bytes_by_worker.items()}
-        worker = max(share, key=lambda w: share[w])
-        return worker, share[worker]
-
-    def to_document(self) -> dict[str, Any]:
-        """The contract's `predicted`, with `fits` and, where something was not measured, `estimated`."""
-        return {
-            "step_time_s": self.step_time_s,
-            "sequences_per_s": self.sequences_per_s,
-            "tokens_per_s": self.tokens_per_s,
-            "usd_per_hour": self.usd_per_hour,
-            "usd_per_million_tokens": self.usd_per_million_tokens,
-            "breakdown_s": dict(self.breakdown_s),
-            "memory_bytes_by_worker": dict(self.memory_bytes_by_worker),
-            "memory_limit_bytes_by_worker": dict(self.memory_limit_bytes_by_worker),
-            "fits": self.fits,
-            "estimated": list(self.estimated),
-        }
 
 
 @dataclass(frozen=True)
