@@ -1,0 +1,100 @@
+"""What the packages promise about each other: walls, names, sizes, and that errors survive a process border."""
+
+import importlib
+import inspect
+import pickle
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("planner", "recovery", "autohet")
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is behind the wall")
+sys.meta_path.insert(0, Blocker())
+import importlib, pkgutil
+package = importlib.import_module({package!r})
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "blocked"),
+    [("planner", ["torch", "ray", "boto3", "transformers", "autohet", "recovery"]), ("recovery", ["ray", "planner", "autohet", "transformers"])],
+)
+def test_a_package_imports_without_what_it_must_not_know(package, blocked):
+    run = subprocess.run(
+        [sys.executable, "-c", BLOCKER.format(blocked=set(blocked), package=package)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def source_files():
+    return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+
+
+def test_no_module_is_a_drawer_for_anything():
+    vague = {"utils", "helpers", "common", "misc", "util"}
+    assert [str(path) for path in source_files() if path.stem in vague] == []
+
+
+def test_files_stay_small():
+    long = {str(path.relative_to(ROOT)): count for path in source_files() if (count := len(path.read_text().splitlines())) > 400}
+    assert long == {}
+
+
+def test_only_the_driver_imports_ray():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in source_files()
+        if "autohet/driver" not in str(path) and any(line.strip().startswith(("import ray", "from ray")) for line in path.read_text().splitlines())
+    ]
+    assert wrong == []
+
+
+def error_classes():
+    """Every exception class that the three packages define."""
+    found = []
+    for name in ("planner.errors", "recovery.errors", "recovery.storage_errors", "recovery.checkpoint_errors", "autohet.runtime.groups"):
+        module = importlib.import_module(name)
+        found += [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Exception) and c.__module__ == name]
+    return found
+
+
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
+def test_an_error_crosses_a_process_border_with_its_message(kind):
+    required = [p for p in inspect.signature(kind.__init__).parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    if kind.__init__ in (Exception.__init__, ValueError.__init__):
+        error = kind("what went wrong")
+    else:
+        error = kind(*(example(p) for p in required))
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert str(copy) == str(error)
+
+
+def example(parameter):
+    """A value of a parameter's annotated kind."""
+    text = str(parameter.annotation)
+    if "tuple" in text:
+        return ("a", "b")
+    if "float" in text:
+        return 1.5
+    return 3 if "int" in text else "thing"
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [str(path.relative_to(ROOT)) for path in source_files() if not path.read_text().lstrip().startswith('"""')]
+    assert silent == []
+
+
+def test_walk_finds_the_packages():
+    assert {name for package in PACKAGES for _, name, _ in pkgutil.iter_modules([str(ROOT / package)])} >= {"plan", "layout", "driver"}
