@@ -8,13 +8,14 @@ last two grow (`PointSplit`); 3. another TP degree of this model and GPU: work d
 link (flagged); 4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.catalogue import canonical_gpu_type
+from planner.catalogue import canonical_gpu_type, find_gpu_type
 from planner.errors import ConfigError
 from planner.estimate import Estimate, estimate_layer, estimate_update_s
 from planner.model_spec import LayerSpec, ModelSpec
@@ -94,8 +95,10 @@ class LayerTimeModel:
     parameters: CostParameters
     recompute: bool
     tp_communication_s: Callable[[str, int, int], float]
+    borrow: bool = True
     _cache: dict[tuple[str, int, int], LayerTimes] = field(default_factory=dict)
     _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
+    _sources: dict[ProfileKey, "LayerTimeModel"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {key.model for key in self.profile.keys}
@@ -223,13 +226,63 @@ class LayerTimeModel:
             ratio = degree / tp_degree
             notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
             return max(0.2 * forward, forward - had) * ratio + add, max(0.2 * backward, backward - had) * ratio + add
-        found: Estimate = estimate_layer(
-            (self.profile, default_profile()), gpu_type, self.dtype, kind, layer, self.spec, self.sequence_length,
-            microbatch, tp_degree, self.parameters,
-        )  # fmt: skip
+        source = self._nearest_key(gpu_type, name) if self.borrow else None
+        if source is not None:
+            return self._borrowed(source, gpu_type, tp_degree, microbatch, name, layer, notes)
+        found = self._estimate(gpu_type, tp_degree, microbatch, kind, layer)
         communication = self._communication(gpu_type, tp_degree, microbatch, name)
         notes.append(f"{kind} on {gpu_type} ({self.dtype}, TP {tp_degree}): {found.reason}")
         return found.forward_s + communication, found.backward_s + communication
+
+    def _estimate(self, gpu_type: str, tp_degree: int, microbatch: int, kind: str, layer: LayerSpec) -> Estimate:
+        tables = (self.profile, default_profile())
+        length = self.sequence_length
+        return estimate_layer(
+            tables, gpu_type, self.dtype, kind, layer, self.spec, length, microbatch, tp_degree, self.parameters
+        )
+
+    def _nearest_key(self, gpu_type: str, name: str) -> ProfileKey | None:
+        """Where this model's layer was measured on another device, dtype or length: the nearest, in that order."""
+        device = find_gpu_type(gpu_type)
+        found = []
+        for key in self.profile.keys:
+            other, layers = find_gpu_type(key.gpu_type), self.profile.layers(key)
+            measured = name in layers or name.split(":")[0] in layers
+            if key.model != self.model or other is None or device is None or not measured:
+                continue
+            apart = abs(math.log(other.peak_flops(self.dtype) / device.peak_flops(self.dtype)))
+            length = abs(math.log(key.sequence_length / self.sequence_length))
+            found.append(((apart, key.dtype != self.dtype, length, key.tp_degree, key.gpu_type, key.dtype), key))
+        return min(found)[1] if found else None
+
+    def _borrowed(
+        self,
+        source: ProfileKey,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        layer: LayerSpec,
+        notes: list[str],
+    ) -> tuple[float, float]:
+        """This model's own times at `source`, times the ratio of the estimates here and there."""
+        kind = name.split(":")[0]
+        if source not in self._sources:
+            self._sources[source] = LayerTimeModel(
+                self.profile, self.spec, self.model, source.dtype, source.sequence_length, self.parameters, False,
+                self.tp_communication_s, borrow=False,
+            )  # fmt: skip
+        there = self._sources[source]
+        times = there.times(source.gpu_type, tp_degree, microbatch)
+        index = int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
+        here = self._estimate(gpu_type, tp_degree, microbatch, kind, layer)
+        beside = there._estimate(source.gpu_type, tp_degree, microbatch, kind, layer)
+        notes.append(
+            f"{kind} on {gpu_type} ({self.dtype}, length {self.sequence_length}): from its time on {source.gpu_type} "
+            f"({source.dtype}, length {source.sequence_length}) by measured speeds of other models, FLOPs and bandwidth"
+        )
+        forward, backward = float(times.forward_s[index]), float(times.backward_s[index])
+        return forward * here.forward_s / beside.forward_s, backward * here.backward_s / beside.backward_s
 
     def _measured_degree(
         self, gpu_type: str, tp_degree: int, name: str

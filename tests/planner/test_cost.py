@@ -158,6 +158,28 @@ def test_what_was_not_measured_is_estimated_and_says_so():
     assert any("from TP 1" in note for note in degrees.predict(four).estimated)
 
 
+def test_a_model_measured_on_another_gpu_is_scaled_by_the_speeds_of_measured_models():
+    table = ProfileTable(
+        Measurement("m", "A100-40", "fp16", 1, 1024, size, layer, seconds * size, 2 * seconds * size, 1e-3)
+        for layer, seconds in (("embedding", 1e-4), ("block", 1e-2), ("head", 5e-3))
+        for size in (1, 2, 4)
+    )
+    big = LayerSpec(12 * 4096**2, 0, 12 * 4096**2, 4096)
+    the_spec = replace(spec(), hidden_size=4096, blocks=(big,) * 4)
+    kinds = [node_type("a100", "A100-40"), node_type("a10g", "A10G"), node_type("t4", "T4")]
+    m = CostModel(fleet_of(*kinds), the_spec, table, sequence_length=1024, precision="fp16")
+    a100, a10g, t4 = (m.layer_times(kind.gpu_type, 1, 2) for kind in kinds)
+    assert a100.estimated == ()
+    assert any("from its time on A100-40" in note for note in a10g.estimated)
+    # Bundled measurements of models of that size: an A10G takes 3 to 4 times, a T4 5 to 8 times an A100's time.
+    assert 2.5 < a10g.forward_s[1] / a100.forward_s[1] < 4.5
+    assert 4.0 < t4.forward_s[1] / a100.forward_s[1] < 9.0
+    longer = CostModel(fleet_of(*kinds), the_spec, table, sequence_length=2048, precision="bf16").layer_times(
+        "A100-40", 1, 2
+    )
+    assert 1.8 < longer.forward_s[1] / a100.forward_s[1] < 2.6
+
+
 def test_a_gpu_that_nobody_knows_is_an_error_not_zero():
     fleet = fleet_of(node_type("x", "MYSTERY"))
     plan = Plan("m", 1, 1, 16, (Pipeline((Stage(0, 4, ("x-0/0",)),), 1, 1),))
