@@ -30,19 +30,25 @@ class Executor:
     """One worker's part of a pipeline's forward and backward passes. Called by every worker of the pipeline once a step; blocks."""
 
     def __init__(
-        self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, hidden_shape: tuple[int, int, int], dtype: torch.dtype,
+        self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
         device: torch.device, pacer: Pacer | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.place, self.stage, self.pacer = place, stage, pacer
         self._forward_group, self._backward_group = forward_group, backward_group
         self._shape, self._dtype, self._device = hidden_shape, dtype, device
-        self._check = check  # raises Interrupted once the generation is over: between actions, for stages that wait for nobody
+        self._check = (
+            check  # raises Interrupted once the generation is over: between actions, for stages that wait for nobody
+        )
         pipeline = place.pipeline
         self._actions = one_forward_one_backward(place.stage_index, len(pipeline.stages), pipeline.num_microbatches)
         self.wait_s = 0.0
 
     def run(
-        self, batch: Callable[[int], Batch], on_phase: Callable[[str], None], before_last_backward: Callable[[], None] = lambda: None
+        self,
+        batch: Callable[[int], Batch],
+        on_phase: Callable[[str], None],
+        before_last_backward: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Tensor]:
         """One step's passes: gradients of the *sum* of losses accumulate in the stage's parameters.
 
@@ -71,7 +77,9 @@ class Executor:
 
     def _recv_activation(self, m: int) -> None:
         assert self.place.upstream is not None
-        self._inputs[m] = self._take(Kind.RECV_ACTIVATION, m, self._forward_group, self.place.upstream, 2 * m).requires_grad_()
+        self._inputs[m] = self._take(
+            Kind.RECV_ACTIVATION, m, self._forward_group, self.place.upstream, 2 * m
+        ).requires_grad_()
 
     def _recv_gradient(self, m: int) -> None:
         assert self.place.downstream is not None
@@ -79,7 +87,7 @@ class Executor:
 
     def _take(self, kind: Kind, m: int, group: Group, source: str, tag: int) -> Tensor:
         """Wait for what microbatch m brings, after posting the receive of the next one: it may come while this one computes."""
-        tensor, work = self._arrived.pop((kind, m), None) or self._post(group, source, tag)
+        tensor, work = self._arrived.pop((kind, m)) if (kind, m) in self._arrived else self._post(group, source, tag)
         if m + 1 < self.place.pipeline.num_microbatches:
             self._arrived[(kind, m + 1)] = self._post(group, source, tag + 2)
         self._wait(group, work)
@@ -111,7 +119,7 @@ class Executor:
             self._before_last_backward()
         given, out = self._kept.pop(m)
         if self.place.is_last:
-            out.backward()
+            torch.autograd.backward(out)
         else:
             torch.autograd.backward(out, self._gradients.pop(m))
         if not self.place.is_first:
@@ -125,7 +133,13 @@ class Executor:
         self._send(Kind.SEND_ACTIVATION, self._forward_group, tensor, self.place.send_forward_to, 2 * m)
 
     def _send_gradient(self, m: int) -> None:
-        self._send(Kind.SEND_GRADIENT, self._backward_group, self._gradients.pop(m).contiguous(), self.place.send_backward_to, 2 * m + 1)
+        self._send(
+            Kind.SEND_GRADIENT,
+            self._backward_group,
+            self._gradients.pop(m).contiguous(),
+            self.place.send_backward_to,
+            2 * m + 1,
+        )
 
     def _send(self, kind: Kind, group: Group, tensor: Tensor, to: tuple[str, ...], tag: int) -> None:
         """Start a send; it may take until CHANNEL_DEPTH more have started, so that no more tensors than that are kept for it."""

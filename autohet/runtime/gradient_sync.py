@@ -106,11 +106,15 @@ def group_order(plan: Plan, config: PreTrainedConfig) -> list[tuple[str, ...]]:
 class _LocalPiece:
     """A piece on this worker: its place in the bucket, and where it lies in the local gradient."""
 
-    def __init__(self, piece: Piece, spec: ParameterSpec, local_units: tuple[int, ...], flat: Tensor, weight: float) -> None:
+    def __init__(
+        self, piece: Piece, spec: ParameterSpec, local_units: tuple[int, ...], flat: Tensor, weight: float
+    ) -> None:
         self.parameter, self.weight, self.dim = piece.parameter, weight, spec.split_dim or 0
         self.view = flat[piece.offset : piece.offset + piece.num_elements].view(piece.shape)
         self.is_whole = piece.units == local_units
-        self.runs: list[tuple[int, int]] = []  # (start, length) along dim of the local gradient; none where it is the bucket's view itself
+        self.runs: list[
+            tuple[int, int]
+        ] = []  # (start, length) along dim of the local gradient; none where it is the bucket's view itself
         position = 0
         for unit in () if self.is_whole else local_units:
             length = spec.cuts[unit + 1] - spec.cuts[unit]
@@ -137,13 +141,15 @@ class GradientSync:
     """This worker's fp32 gradients of one step: accumulated over microbatches, then summed over their holders.
 
     Built by every worker of the plan, in the same order of groups. Per step: `begin`; backward passes, `last_backward` called before the
-    last one (with `overlap`, a bucket's sum starts as soon as that pass has completed it); `finish`. From then on `gradients` (local slices by
+    last one (with `overlap`, a bucket's sum starts as soon as that pass has completed it); `finish`. From then on
+    `gradients` (local slices by
     parameter name) holds the sums, the same bits at every holder, until the next `begin`. Where a worker holds exactly one piece of a
     parameter, its gradient is a view of the bucket and nothing is copied.
     """
 
     def __init__(
-        self, plan: Plan, config: PreTrainedConfig, me: str, groups: GenerationGroups, parameters: Mapping[str, nn.Parameter], tp_degree: int,
+        self, plan: Plan, config: PreTrainedConfig, me: str, groups: GenerationGroups, parameters: Mapping[str, nn.Parameter],
+        tp_degree: int,
         *, overlap: bool = True,
     ) -> None:  # fmt: skip
         self._me, self._parameters, self._overlap = me, dict(parameters), overlap
@@ -155,15 +161,24 @@ class GradientSync:
         device = next(iter(self._parameters.values())).device if self._parameters else groups.device
         self._flats = [torch.zeros(bucket.num_elements, dtype=torch.float32, device=device) for bucket in self.buckets]
         self._pieces = [
-            [_LocalPiece(piece, *held[piece.parameter], flat, _weight(held[piece.parameter][0], tp_degree)) for piece in bucket.pieces]
+            [
+                _LocalPiece(piece, *held[piece.parameter], flat, _weight(held[piece.parameter][0], tp_degree))
+                for piece in bucket.pieces
+            ]
             for bucket, flat in zip(self.buckets, self._flats, strict=True)
         ]
         self.gradients = {piece.parameter: piece.view for pieces in self._pieces for piece in pieces if piece.is_whole}
-        self._apart = {name: torch.zeros(p.shape, dtype=torch.float32, device=device) for name, p in self._parameters.items() if name not in self.gradients}
+        self._apart = {
+            name: torch.zeros(p.shape, dtype=torch.float32, device=device)
+            for name, p in self._parameters.items()
+            if name not in self.gradients
+        }
         self.gradients.update(self._apart)
-        self._buckets_of = {name: [i for i, b in enumerate(self.buckets) if any(p.parameter == name for p in b.pieces)] for name in held}
+        self._buckets_of = {
+            name: [i for i, b in enumerate(self.buckets) if any(p.parameter == name for p in b.pieces)] for name in held
+        }
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulated(name, p))
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulated(name, p))  # type: ignore[no-untyped-call]
         self._reset()
 
     def _reset(self) -> None:
@@ -217,7 +232,7 @@ class GradientSync:
             for piece in self._pieces[index]:
                 piece.unpack(self.gradients[piece.parameter])
             if bucket.holders[0] == self._me:
-                for part in self._flats[index].split(1 << 20):
+                for part in torch.split(self._flats[index], 1 << 20):
                     total += part.double().square_().sum()
         self._works = [None] * len(self.buckets)
         return total

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Work
+from torch.distributed import ProcessGroupGloo, ReduceOp, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 POISON_TAG = 1 << 30
 STORE_POLL_S = 0.01
@@ -39,13 +40,15 @@ class Group:
     A failure raises PeerLost, or Interrupted after `interrupt`.
     """
 
-    def __init__(self, name: str, members: Sequence[str], me: str, store: Store, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, members: Sequence[str], me: str, store: Store, device: torch.device, timeout_s: float
+    ) -> None:
         self.name, self.members, self.me = name, tuple(members), me
         self.rank, self.size = self.members.index(me), len(members)
         self.timeout_s = timeout_s
         self.device = device
         self._interrupted = threading.Event()
-        self._group = self._create(PrefixStore(name, store)) if self.size > 1 else None
+        self._group: Any = self._create(PrefixStore(name, store)) if self.size > 1 else None
 
     def _create(self, store: Store) -> Any:
         timeout = timedelta(seconds=self.timeout_s)
@@ -75,20 +78,25 @@ class Group:
             return None
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return self._call(lambda: self._group.allreduce([tensor], options))
+        work: Work | None = self._call(lambda: self._group.allreduce([tensor], options))
+        return work
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start sending a contiguous tensor; it must not change before `wait`."""
-        return self._call(lambda: self._group.send([tensor], self.members.index(to), tag))
+        work: Work | None = self._call(lambda: self._group.send([tensor], self.members.index(to), tag))
+        return work
 
     def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
         """Start receiving into a contiguous tensor."""
-        return self._call(lambda: self._group.recv([tensor], self.members.index(source), tag))
+        work: Work | None = self._call(lambda: self._group.recv([tensor], self.members.index(source), tag))
+        return work
 
     def wait(self, work: Work | None) -> None:
         """End an operation: the tensor may be used (on CUDA: by the current stream)."""
         if work is not None:
-            self._call(lambda: work.wait(timedelta(seconds=self.timeout_s)) if self.device.type == "cpu" else work.wait())
+            self._call(
+                lambda: work.wait(timedelta(seconds=self.timeout_s)) if self.device.type == "cpu" else work.wait()
+            )
 
     def wait_on_host(self, work: Work | None) -> None:
         """As `wait`, and on CUDA the host waits too, within the deadline: where a step's outcome is decided."""
@@ -127,7 +135,7 @@ class Group:
             self._poison()
 
     def _poison(self) -> None:
-        """Let a receive time out. Where a peer's connection is closed already (it died first), gloo refuses at once and closes nothing else:
+        """Let a receive time out. Where a peer's connection is closed already (it died first), gloo refuses at once and closes nothing:
         then the next peer's."""
         for other in range(self.size):
             if other != self.rank:
@@ -142,7 +150,9 @@ class GenerationGroups:
     """All groups of one worker in one generation. `world` has every participant; p2p of activations and of gradients go over
     `forward` and `backward` (apart on NCCL, where a pair's operations run in order; one and the same on gloo, which has tags)."""
 
-    def __init__(self, store: Store, generation: int, me: str, device: torch.device, timeout_s: float, rendezvous_s: float) -> None:
+    def __init__(
+        self, store: Store, generation: int, me: str, device: torch.device, timeout_s: float, rendezvous_s: float
+    ) -> None:
         self.me, self.device, self.timeout_s = me, device, timeout_s
         self._store = PrefixStore(f"generation-{generation}", store)
         self._rendezvous_s = rendezvous_s
@@ -152,7 +162,7 @@ class GenerationGroups:
 
     def meet(self, members: Collection[str]) -> None:
         """Wait until every member is here: a store poll that an interrupt ends, so that no group's constructor waits for the dead."""
-        self._store.set(f"here/{self.me}", b"1")
+        self._store.set(f"here/{self.me}", "1")
         keys = [f"here/{member}" for member in members]
         deadline = time.monotonic() + self._rendezvous_s
         while not self._store.check(keys):
@@ -187,7 +197,9 @@ class GenerationGroups:
         self._interrupted.set()
         with self._lock:
             groups = list(self._groups.values())
-        threads = [threading.Thread(target=group.interrupt, name=f"interrupt {group.name}", daemon=True) for group in groups]
+        threads = [
+            threading.Thread(target=group.interrupt, name=f"interrupt {group.name}", daemon=True) for group in groups
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

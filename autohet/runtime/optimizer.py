@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
 
 
-class OptimizerSettings(Protocol):
-    """The optimizer's part of a job's `training` section."""
-
-    steps: int | None
-    learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    warmup_steps: int
-    decay_steps: int | None
-    min_learning_rate_ratio: float
-    clip_norm: float | None
-
-
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
+def learning_rate(settings: TrainingSection, step: int) -> float:
     """Of step `step` (0-based): rises linearly over the warm-up, then falls along a cosine to `min_learning_rate_ratio`."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
@@ -37,7 +23,7 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     return settings.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def clip_factor(settings: OptimizerSettings, gradient_norm: float) -> float:
+def clip_factor(settings: TrainingSection, gradient_norm: float) -> float:
     """What gradients are multiplied by so that their global norm is at most `clip_norm` (as torch.nn.utils.clip_grad_norm_)."""
     if settings.clip_norm is None:
         return 1.0
@@ -46,7 +32,7 @@ def clip_factor(settings: OptimizerSettings, gradient_norm: float) -> float:
 
 @torch.no_grad()
 def update(
-    state: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: OptimizerSettings, step: int, factor: float
+    state: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: TrainingSection, step: int, factor: float
 ) -> None:
     """Apply step `step`'s update to the local slices in `state` (masters and moments by state name), in place.
 

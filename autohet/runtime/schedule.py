@@ -1,6 +1,7 @@
 """One-forward-one-backward (1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2) as data: what one stage does, in order.
 
-A stage s of P keeps min(P - s - 1, K) forwards in flight before its first backward, then alternates, then drains. A receive blocks until its
+A stage s of P keeps min(P - s - 1, K) forwards in flight before its first backward, then alternates, then drains. A
+receive blocks until its
 message is there. A send may block while CHANNEL_DEPTH earlier ones in its direction have not been taken; even with 1 there is no deadlock.
 """
 

@@ -38,7 +38,8 @@ PhaseHook = Callable[[str, int], None]
 class Vote:
     """What all workers' contributions to a step add up to. `tokens` counts targets.
 
-    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or infinite where a gradient is.
+    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
+    infinite where a gradient is.
     """
 
     squared_norm: float
@@ -107,12 +108,26 @@ class StageTrainer:
         self._world = groups.group(plan.workers, "world")
         self._tp = self._tensor_parallel(groups)
         forward, backward = groups.group(plan.workers, "forward"), groups.group(plan.workers, "backward")
-        build = getattr(family_of(config), "build_stage", build_stage)  # a family may bring stages of its own (the tests' exact model)
-        self.stage: StageModel = build(config, place.stage.first_layer, place.stage.num_layers, self._tp, device, dtype, training.recompute == "full")
-        self.stage.load_parameters({name.split("/", 1)[1]: tensor for name, tensor in state.items() if name.startswith("param/")})
+        build = getattr(
+            family_of(config), "build_stage", build_stage
+        )  # a family may bring stages of its own (the tests' exact model)
+        self.stage: StageModel = build(
+            config,
+            place.stage.first_layer,
+            place.stage.num_layers,
+            self._tp,
+            device,
+            dtype,
+            training.recompute == "full",
+        )
+        self.stage.load_parameters(
+            {name.split("/", 1)[1]: tensor for name, tensor in state.items() if name.startswith("param/")}
+        )
         # Several NCCL communicators in flight need one order on all GPUs, which overlap with 1F1B does not give.
         overlap = device.type == "cpu" if overlap is None else overlap
-        self._sync = GradientSync(plan, config, me, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap)
+        self._sync = GradientSync(
+            plan, config, me, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap
+        )
         shape = (place.pipeline.microbatch_sequences, training.sequence_length, int(config.hidden_size))
         pacer = None if pace is None else Pacer(pace, lambda: groups.interrupted)
         self._executor = Executor(place, self.stage, forward, backward, shape, dtype, device, pacer, groups.check)
@@ -154,7 +169,15 @@ class StageTrainer:
         ended = time.perf_counter()
         parts |= {"vote": voted - begun, "optimizer": ended - voted}
         return StepResult(
-            step, vote.loss, vote.gradient_norm, vote.tokens, ended - started, vote.stops > 0, vote.checkpoints > 0, vote.is_finite, parts
+            step,
+            vote.loss,
+            vote.gradient_norm,
+            vote.tokens,
+            ended - started,
+            vote.stops > 0,
+            vote.checkpoints > 0,
+            vote.is_finite,
+            parts,
         )
 
     def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
@@ -162,12 +185,18 @@ class StageTrainer:
         started = time.perf_counter()
         self._sync.begin()
         step = self.step
-        loss, num_targets = self._executor.run(lambda m: batch(step, self.place.sequences(m)), self._enter, self._sync.last_backward)
+        loss, num_targets = self._executor.run(
+            lambda m: batch(step, self.place.sequences(m)), self._enter, self._sync.last_backward
+        )
         passes_done = time.perf_counter()
         self._enter("gradient_sync")
         squares = self._sync.finish()
         wait_s = self._executor.wait_s
-        parts = {"compute": passes_done - started - wait_s, "wait": wait_s, "gradient_sync": time.perf_counter() - passes_done}
+        parts = {
+            "compute": passes_done - started - wait_s,
+            "wait": wait_s,
+            "gradient_sync": time.perf_counter() - passes_done,
+        }
         return squares, loss, num_targets, parts
 
     def _enter(self, phase: str) -> None:
@@ -193,7 +222,9 @@ class StageTrainer:
         return vote
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
-        """Apply the prepared step; talks to nobody, and goes on where it was cut off. True if the weights changed (the gradient was finite).
+        """Apply the prepared step; talks to nobody, and goes on where it was cut off.
+
+        True if the weights changed (the gradient was finite).
 
         vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
         """
@@ -223,7 +254,9 @@ class StageTrainer:
 
     def discard_prepared(self) -> None:
         """Drop a prepared step whose vote nobody saw: it did not happen, and the state is that of `step`."""
-        assert self.last_vote is None or self.last_vote[0] != self.prepared, "this worker saw the vote: the step is committed"
+        assert self.last_vote is None or self.last_vote[0] != self.prepared, (
+            "this worker saw the vote: the step is committed"
+        )
         self.prepared = None
 
 

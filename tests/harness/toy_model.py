@@ -1,6 +1,7 @@
 """An exact decoder: every activation and gradient is a small integer, so that sums are bit-equal in whatever order a fleet adds them.
 
-Importing this module registers model type `exact_toy` with transformers and with the runtime, in this process. Weights are real fp32 numbers
+Importing this module registers model type `exact_toy` with transformers and with the runtime, in this process. Weights
+are real fp32 numbers
 that AdamW moves; the model sees them rounded to integers, q(w) = clamp(round(8 w), -4, 4), and wraps what it computes back into a small
 range. Its "gradients" are defined likewise (wrapped, token by token): deterministic, a sum over tokens, but no derivative of the loss.
 All sums stay below 2^24 for global batches of up to 100,000 tokens, where fp32 addition is exact. fp32 only.
@@ -19,7 +20,8 @@ from autohet.runtime import models
 from autohet.runtime.models.family import Family, local_units
 
 TOY_CONFIG = {
-    "model_type": "exact_toy", "vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings": True,
+    "model_type": "exact_toy", "vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -186,7 +188,9 @@ class ExactStage(nn.Module):
             x = _Embed.apply(held[name], x, self._start[name], self.tp)
         for layer in range(self.first_layer, self.first_layer + self.num_layers):
             path = f"model.layers.{layer}"
-            x = _Block.apply(x, held[f"{path}.mix.weight"], held[f"{path}.back.weight"], held[f"{path}.norm.weight"], self.tp)
+            x = _Block.apply(
+                x, held[f"{path}.mix.weight"], held[f"{path}.back.weight"], held[f"{path}.norm.weight"], self.tp
+            )
         return x
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -196,7 +200,14 @@ class ExactStage(nn.Module):
 
 class ExactFamily(Family):
     def build_stage(
-        self, config: Any, first_layer: int, num_layers: int, tp: Any, device: torch.device, dtype: torch.dtype, recompute: bool = False
+        self,
+        config: Any,
+        first_layer: int,
+        num_layers: int,
+        tp: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: bool = False,
     ) -> ExactStage:
         assert device.type == "cpu"
         assert dtype == torch.float32, "the exact model is fp32 only"
@@ -204,7 +215,10 @@ class ExactFamily(Family):
 
 
 FAMILY = ExactFamily(
-    "exact_toy", rotary=None, tp_plan={"model.layers.*.mix": "colwise", "model.layers.*.back": "rowwise"}, dropout_keys=()
+    "exact_toy",
+    rotary=None,
+    tp_plan={"model.layers.*.mix": "colwise", "model.layers.*.back": "rowwise"},
+    dropout_keys=(),
 )
 
 if "exact_toy" not in models.FAMILIES:

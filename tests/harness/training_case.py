@@ -66,7 +66,9 @@ def rows_of(case: Case) -> Any:
 
     def rows(step: int, sequences: range) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * case.seed + step)
-        tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)[sequences.start : sequences.stop]
+        tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)[
+            sequences.start : sequences.stop
+        ]
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return rows
@@ -89,7 +91,9 @@ def local_state(case: Case, layout: Layout, me: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def build(case: Case, me: str, port: int, generation: int, timeout_s: float = 20.0, state: Any = None, step: int = 0) -> int:
+def build(
+    case: Case, me: str, port: int, generation: int, timeout_s: float = 20.0, state: Any = None, step: int = 0
+) -> int:
     """Take a seat in a generation: groups, state, trainer. Returns when all are seated."""
     plan = Plan.from_document(case.plan)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
@@ -117,7 +121,9 @@ def train(case: Case, steps: int) -> list[tuple[float, float]]:
     return results
 
 
-def run_case(case: Case, me: str, port: int, generation: int) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+def run_case(
+    case: Case, me: str, port: int, generation: int
+) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
     """A whole undisturbed case: what `train` returns, and this worker's state."""
     build(case, me, port, generation)
     results = train(case, case.steps)

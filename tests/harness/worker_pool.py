@@ -107,7 +107,9 @@ class WorkerPool:
         self.processes[index].close()
         self.processes[index] = PoolProcess(self._context)
 
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout_s: float = 60.0) -> list[Any]:
+    def map(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout_s: float = 60.0
+    ) -> list[Any]:
         """Run `function(*arguments[i])` in process i, all at once; results in order."""
         numbers = [process.start(function, *each) for process, each in zip(self.processes, arguments, strict=False)]
         return [process.result(number, timeout_s) for process, number in zip(self.processes, numbers, strict=False)]

@@ -61,7 +61,7 @@ def test_every_plan_is_bit_equal_to_one_worker(pool: tuple[WorkerPool, int], tie
     processes, port = pool
     model = {**TOY_CONFIG, "tie_word_embeddings": tied}
     alone = Case(model, plan((9, [(4, 1)])), TRAINING, STEPS)
-    (wanted, whole), = processes.map(run_case, [(alone, "w/0", port, 100 + tied)])
+    ((wanted, whole),) = processes.map(run_case, [(alone, "w/0", port, 100 + tied)])
     specs = tensor_specs(alone.config())
     assert len({loss for loss, _ in wanted}) == STEPS, "the model does not learn: its losses stand still"
     for generation, (name, document) in enumerate(PLANS.items()):
@@ -75,4 +75,6 @@ def test_every_plan_is_bit_equal_to_one_worker(pool: tuple[WorkerPool, int], tie
                 spec = specs[tensor]
                 pieces = [whole[tensor][spec.unit_slices(unit)] for unit in units]
                 expected = whole[tensor] if spec.split_dim is None else np.concatenate(pieces, spec.split_dim)
-                assert torch.equal(torch.from_numpy(state[tensor]), torch.from_numpy(expected)), f"{name}: {tensor} of {worker}"
+                assert torch.equal(torch.from_numpy(state[tensor]), torch.from_numpy(expected)), (
+                    f"{name}: {tensor} of {worker}"
+                )

@@ -1,6 +1,7 @@
 """Faults in the middle of a step: every survivor is woken in bounded time, goes on in new groups, and loses nothing that was committed.
 
-On the exact model, so that what survivors end with is compared bit for bit with an undisturbed run. Plan: a pipeline of two stages, the first
+On the exact model, so that what survivors end with is compared bit for bit with an undisturbed run. Plan: a pipeline
+of two stages, the first
 with TP 2, beside a one-stage pipeline; so every kind of wait occurs: stage to stage, tensor-parallel, gradient sync, vote.
 """
 

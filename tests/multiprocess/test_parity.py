@@ -1,7 +1,9 @@
 """The fleet never changes the mathematics: any plan of up to 8 workers gives the losses and weights of plain transformers in one process.
 
-Tolerance, fp32: losses 2e-5 relative; weights 2e-5 of the largest weight of the tensor. Adam divides by sqrt(v) + eps, which makes full-size
-updates out of rounding noise where a gradient is nothing else (GPT-2's key bias cannot change the loss); eps 1e-4 keeps that out of the comparison.
+Tolerance, fp32: losses 2e-5 relative; weights 2e-5 of the largest weight of the tensor. Adam divides by sqrt(v) + eps,
+which makes full-size
+updates out of rounding noise where a gradient is nothing else (GPT-2's key bias cannot change the loss); eps 1e-4
+keeps that out of the comparison.
 """
 
 from __future__ import annotations
@@ -35,8 +37,23 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
     "num_key_value_heads": 8, **COMMON,
 }  # fmt: skip
-QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, "layer_types": None}
-GPT2 = {**COMMON, "model_type": "gpt2", "n_embd": 32, "n_layer": LAYERS, "n_head": 8, "n_positions": 16, "tie_word_embeddings": True}
+QWEN3 = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "layer_types": None,
+}
+GPT2 = {
+    **COMMON,
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": LAYERS,
+    "n_head": 8,
+    "n_positions": 16,
+    "tie_word_embeddings": True,
+}
 TRAINING = {
     "global_batch_sequences": BATCH, "sequence_length": LENGTH, "steps": 10, "precision": "fp32", "learning_rate": 3e-3, "warmup_steps": 2,
     "clip_norm": 0.5, "eps": 1e-4,
@@ -66,7 +83,9 @@ def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
             workers = [f"w/{next(numbers)}" for _ in range(degree)]
             stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
             first += layers
-        documents.append({"num_microbatches": each["num_microbatches"], "microbatch_sequences": each["size"], "stages": stages})
+        documents.append(
+            {"num_microbatches": each["num_microbatches"], "microbatch_sequences": each["size"], "stages": stages}
+        )
     return {
         "version": 1, "model": "m", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
         "pipelines": documents,
@@ -78,7 +97,7 @@ def even(total: int, parts: int) -> list[int]:
 
 
 def grid(dp: int, pp: int, tp: int) -> dict[str, Any]:
-    """Microbatches of one sequence, so that 3, 5, 6 and 7 pipelines get unequal numbers; larger ones where many processes share two cores."""
+    """Microbatches of one sequence, so that 3, 5, 6 and 7 pipelines get unequal numbers; larger ones at TP 4 and 8."""
     size = BATCH // dp // 2 if tp >= 4 else 1
     shape = [(layers, tp) for layers in even(LAYERS, pp)]
     return plan_document(*(pipeline(*shape, microbatches=count // size, size=size) for count in even(BATCH, dp)))
@@ -104,7 +123,8 @@ ASYMMETRIC = {
     "TP 4 beside TP 2": (pipeline((8, 4), microbatches=4), pipeline((8, 2), microbatches=4)),
     "TP and cuts across": (pipeline((5, 2), (3, 1), microbatches=3), pipeline((2, 1), (6, 2), microbatches=5)),
     "three pipelines": (
-        pipeline((8, 1), microbatches=1), pipeline((3, 1), (5, 2), microbatches=3), pipeline((2, 1), (2, 1), (4, 2), microbatches=2, size=2),
+        pipeline((8, 1), microbatches=1), pipeline((3, 1), (5, 2), microbatches=3), pipeline((2, 1), (2, 1), (4, 2),
+        microbatches=2, size=2),
     ),
 }  # fmt: skip
 
@@ -129,7 +149,9 @@ def check(pool: tuple[WorkerPool, int], case: Case) -> None:
     for results, _ in answers:
         assert results == answers[0][0], "workers disagree about losses or norms"
     np.testing.assert_allclose([loss for loss, _ in answers[0][0]], losses, rtol=TOLERANCE)
-    assert all(norm > TRAINING["clip_norm"] for _, norm in answers[0][0]), "clipping is not active: the case tests less than it says"
+    assert all(norm > TRAINING["clip_norm"] for _, norm in answers[0][0]), (
+        "clipping is not active: the case tests less than it says"
+    )
     check_weights(case, plan, [state for _, state in answers], weights)
 
 
@@ -141,13 +163,17 @@ def check_weights(case: Case, plan: Plan, states: list[dict[str, np.ndarray]], w
         units = layout.units_of(worker)
         assert set(state) == set(units)
         for name, tensor in state.items():
-            for unit, slices in specs[name].local_slices(units[name]).items() if specs[name].split_dim is not None else [(0, (...,))]:
+            for unit, slices in (
+                specs[name].local_slices(units[name]).items() if specs[name].split_dim is not None else [(0, (...,))]
+            ):
                 bits[name, unit].add(tensor[slices].tobytes())
                 if name.startswith("param/"):
                     whole = weights[name.removeprefix("param/")]
                     wanted = whole if specs[name].split_dim is None else whole[specs[name].unit_slices(unit)]
                     worst = float(np.abs(tensor[slices] - wanted).max())
-                    assert worst <= TOLERANCE * float(np.abs(whole).max()), f"{name} unit {unit} of {worker}: off by {worst}"
+                    assert worst <= TOLERANCE * float(np.abs(whole).max()), (
+                        f"{name} unit {unit} of {worker}: off by {worst}"
+                    )
     assert set(bits) == set(layout.shards), "some shard is held by nobody"
     assert all(len(versions) == 1 for versions in bits.values()), "holders of one shard differ in bits"
 

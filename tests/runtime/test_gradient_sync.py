@@ -25,7 +25,13 @@ def plan(*pipelines: list[tuple[int, list[str]]]) -> Plan:
             stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
             first += layers
         documents.append({"num_microbatches": 1, "stages": stages})
-    common = {"version": 1, "model": "m", "global_batch_sequences": len(pipelines), "microbatch_sequences": 1, "sequence_length": 4}
+    common = {
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": len(pipelines),
+        "microbatch_sequences": 1,
+        "sequence_length": 4,
+    }
     return Plan.from_document({**common, "pipelines": documents})
 
 
@@ -94,7 +100,9 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
         units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
         parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
         fakes[worker] = FakeGroups()
-        sync = syncs[worker] = GradientSync(ACROSS, CONFIG, worker, fakes[worker], parameters, degree[worker], overlap=overlap)  # type: ignore[arg-type]
+        sync = syncs[worker] = GradientSync(
+            ACROSS, CONFIG, worker, fakes[worker], parameters, degree[worker], overlap=overlap
+        )  # type: ignore[arg-type]
         sync.begin()
         for microbatch in range(3):
             if microbatch == 2:
@@ -103,7 +111,9 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
         for name, u in units.items():
             spec, value = specs[f"param/{name}"], 3.0 * (1 + len(name) % 3)
             for unit in u:
-                wanted[f"param/{name}"][spec.unit_slices(unit)] += value / (degree[worker] if spec.split_dim is None else 1)
+                wanted[f"param/{name}"][spec.unit_slices(unit)] += value / (
+                    degree[worker] if spec.split_dim is None else 1
+                )
         if overlap:
             assert fakes[worker].given, "no sum started during the last backward"
         sync.finish()
@@ -114,7 +124,9 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
         for name, gradient in sync.gradients.items():
             spec, units = specs[f"param/{name}"], dict(layout.units_of(worker))[f"param/{name}"]
             pieces = [wanted[f"param/{name}"][spec.unit_slices(unit)] for unit in units]
-            assert torch.equal(gradient, wanted[f"param/{name}"] if spec.split_dim is None else torch.cat(pieces, spec.split_dim)), name
+            assert torch.equal(
+                gradient, wanted[f"param/{name}"] if spec.split_dim is None else torch.cat(pieces, spec.split_dim)
+            ), name
     assert float(squares) == sum(float(tensor.double().square().sum()) for tensor in wanted.values())
 
 

@@ -11,7 +11,13 @@ from autohet.runtime.job import TrainingSection
 from autohet.runtime.optimizer import clip_factor, learning_rate, update
 
 SETTINGS = TrainingSection(
-    global_batch_sequences=1, sequence_length=1, steps=10, learning_rate=1e-2, warmup_steps=4, min_learning_rate_ratio=0.1, clip_norm=1.0
+    global_batch_sequences=1,
+    sequence_length=1,
+    steps=10,
+    learning_rate=1e-2,
+    warmup_steps=4,
+    min_learning_rate_ratio=0.1,
+    clip_norm=1.0,
 )
 
 

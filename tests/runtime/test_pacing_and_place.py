@@ -25,7 +25,9 @@ def test_an_interrupt_ends_the_sleep() -> None:
 
 
 def test_a_slow_action_is_not_made_slower() -> None:
-    Pacer(Pace(1.0, 1.0), lambda: pytest.fail("asked, so it was about to sleep")).after_backward(time.perf_counter() - 2.0)
+    Pacer(Pace(1.0, 1.0), lambda: pytest.fail("asked, so it was about to sleep")).after_backward(
+        time.perf_counter() - 2.0
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), itertools.product((1, 2, 4), repeat=2))
@@ -50,10 +52,21 @@ def test_each_receives_from_the_one_that_sends_to_it(before: int, after: int) ->
 
 def test_pipelines_take_consecutive_parts_of_the_batch() -> None:
     pipelines = [
-        {"num_microbatches": 2, "microbatch_sequences": 3, "stages": [{"first_layer": 0, "num_layers": 1, "workers": ["a"]}]},
+        {
+            "num_microbatches": 2,
+            "microbatch_sequences": 3,
+            "stages": [{"first_layer": 0, "num_layers": 1, "workers": ["a"]}],
+        },
         {"num_microbatches": 4, "stages": [{"first_layer": 0, "num_layers": 1, "workers": ["b"]}]},
     ]
-    document = {"version": 1, "model": "m", "global_batch_sequences": 10, "microbatch_sequences": 1, "sequence_length": 4, "pipelines": pipelines}
+    document = {
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 10,
+        "microbatch_sequences": 1,
+        "sequence_length": 4,
+        "pipelines": pipelines,
+    }
     plan = Plan.from_document(document)
     taken = [i for name, count in (("a", 2), ("b", 4)) for m in range(count) for i in place_of(plan, name).sequences(m)]  # type: ignore[union-attr]
     assert taken == list(range(10))

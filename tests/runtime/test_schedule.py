@@ -14,7 +14,10 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 20))
 
 
 def play(num_stages: int, num_microbatches: int, depth: int, order: list[int]) -> bool:
-    """Run all stages with receives that block and at most `depth` untaken sends a direction; `order` picks who moves next. True: all ended."""
+    """Run all stages with receives that block and at most `depth` untaken sends a direction.
+
+    `order` picks who moves next. True: all ended.
+    """
     plans = [one_forward_one_backward(stage, num_stages, num_microbatches) for stage in range(num_stages)]
     at = [0] * num_stages
     channels: dict[tuple[int, int], list[int]] = {}
@@ -51,7 +54,9 @@ def _move(stage: int, action: Action, channels: dict[tuple[int, int], list[int]]
     if channel is None:
         return
     if "RECV" in action.kind.name:
-        assert channels[channel].pop(0) == action.microbatch, "messages of one direction must be taken in the order in which they were sent"
+        assert channels[channel].pop(0) == action.microbatch, (
+            "messages of one direction must be taken in the order in which they were sent"
+        )
     else:
         channels.setdefault(channel, []).append(action.microbatch)
 
@@ -84,7 +89,9 @@ def test_every_microbatch_passes_once_and_few_are_in_flight(shape: tuple[int, in
         assert most == num_in_flight(stage, num_stages, num_microbatches) == min(num_stages - stage, num_microbatches)
 
 
-@pytest.mark.parametrize(("stage", "absent"), [(0, ["RECV_ACTIVATION", "SEND_GRADIENT"]), (2, ["SEND_ACTIVATION", "RECV_GRADIENT"])])
+@pytest.mark.parametrize(
+    ("stage", "absent"), [(0, ["RECV_ACTIVATION", "SEND_GRADIENT"]), (2, ["SEND_ACTIVATION", "RECV_GRADIENT"])]
+)
 def test_the_ends_of_a_pipeline_have_one_neighbour(stage: int, absent: list[str]) -> None:
     kinds = {action.kind.name for action in one_forward_one_backward(stage, 3, 5)}
     assert not kinds & set(absent)

@@ -82,7 +82,9 @@ def test_targets_that_do_not_count_weigh_nothing() -> None:
 
 def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
     seen: list[str] = []
-    trainer, rows = trainer_of(TOY_CONFIG, phase_hook=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait"))
+    trainer, rows = trainer_of(
+        TOY_CONFIG, phase_hook=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait")
+    )
     trainer.train_step(rows)
     assert seen == ["forward", "backward"] * 2 + ["gradient_sync", "vote", "apply", "wait"]
 
