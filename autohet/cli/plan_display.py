@@ -269,7 +269,7 @@ def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
             )
             if stage.num_layers * 25 >= plan.pipelines[0].stages[-1].end_layer:
                 middle = stage.first_layer + stage.num_layers / 2
-                axis.text(middle, row, segment_label(stage), ha="center", va="center", fontsize=8)
+                axis.text(middle, row, segment_label(stage), ha="center", va="center", fontsize=8, color=ink(colour))
     labels = [f"{count} x ({p.num_microbatches} x {p.microbatch_sequences} seq)" for count, p in kinds]
     axis.set_yticks(range(len(kinds)), labels, fontsize=8)
     axis.invert_yaxis()
@@ -279,6 +279,12 @@ def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
         axis.spines[side].set_visible(False)
     step = seconds(result["predicted"]["step_time_s"])
     axis.set_title(f"{result['strategy']}: {step} a step, {shape_of(plan)}", loc="left", fontsize=10)
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever reads better on a colour (relative luminance, ITU-R BT.709)."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
 
 
 def _draw_legend(figure: Any, fleet: Fleet) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
+from planner.redundancy import redundancy
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.engine import Effort, Engine, Found
@@ -16,6 +17,9 @@ from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
+_MOST_FOR_GRIDS = 128
+_MOST_FOR_FASOP = 16
+_MOST_FOR_METIS = 8
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,13 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     engine = Engine(
         tables, request.global_batch_sequences, request.max_stages or tables.num_blocks, effort,
         lambda: request.clock() - begin > request.time_limit_s, request.mixed_microbatch, request.mixed_tp,
+        least_pipelines=request.min_node_disjoint_holders,
     )  # fmt: skip
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
     drafts = [d for d in (draft_of(tables, plan, request.fleet) for plan in known) if d is not None]
-    grids = _grids(request, tables, engine.estimator)
+    grids = [*_grids(request, tables, engine.estimator), *_other_searches(request)]
     found = engine.run(
-        tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in grids[:2]) if d is not None])
+        tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in grids) if d is not None])
     )
     plans = [*known, *_placed(request, tables, found), *grids]
     best, rejected = choose(request, plans)
@@ -64,14 +69,33 @@ def effort_for(tables: Tables) -> Effort:
 
 
 def _grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
-    """The best symmetric grids: equal GPUs must never get less than those."""
-    if sum(r.num_gpus for r in tables.resources) > 128:
+    """The best symmetric grids, equal and balanced: equal GPUs must never get less than those."""
+    if len(request.fleet.workers) > _MOST_FOR_GRIDS:
         return []
-    plans = grid_plans(
-        request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
-        max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=False,
-    )  # fmt: skip
-    return [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator)[:3]]
+    out = []
+    for balanced in (False, True):
+        plans = grid_plans(
+            request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
+            max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=balanced,
+        )  # fmt: skip
+        out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator)[:3]]
+    return out
+
+
+def _other_searches(request: Request) -> list[Plan]:
+    """On small fleets what the other searches find: they cost milliseconds there and look where columns do not."""
+    from planner.strategies.fasop import search_fasop
+    from planner.strategies.metis import search_metis
+
+    out = []
+    gpus = len(request.fleet.workers)
+    for search, most in ((search_fasop, _MOST_FOR_FASOP), (search_metis, _MOST_FOR_METIS)):
+        if gpus <= most:
+            try:
+                out.append(search(request).plan)
+            except InfeasibleError:
+                continue
+    return out
 
 
 def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
@@ -122,6 +146,11 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     limit, price = request.max_usd_per_hour, prediction.usd_per_hour
     if limit is not None and price is not None and price > limit:
         return f"{price:.2f} $/h, above the limit of {limit:.2f}"
+    wanted = request.min_node_disjoint_holders
+    if wanted > 1:
+        report = redundancy(plan, request.fleet, request.spec.num_layers)
+        if report.weakest < wanted:
+            return f"some layer lies on {report.weakest} node only, {wanted} are asked for"
     return None
 
 
@@ -170,6 +199,10 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
 
 def why_infeasible(request: Request, tables: Tables) -> str:
     """The tightest limit and by how much it is broken."""
+    wanted = request.min_node_disjoint_holders
+    if wanted > len(request.fleet.nodes):
+        count = len(request.fleet.nodes)
+        return f"min_node_disjoint_holders is {wanted}, but the fleet has {count} nodes, {wanted - count} too few"
     if request.max_usd_per_hour is not None:
         prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
         if prices and min(prices) > request.max_usd_per_hour:

@@ -61,6 +61,7 @@ class Engine:
     def __init__(
         self, tables: Tables, batch: int, max_stages: int, effort: Effort = Effort(), hurry: Callable[[], bool] = lambda: False,
         mixed_microbatch: bool = True, mixed_tp: bool = True, supply: Sequence[int] | None = None,
+        least_pipelines: int = 1,
     ):  # fmt: skip
         self.tables = tables
         self.batch = batch
@@ -70,11 +71,15 @@ class Engine:
         self.max_stages = max(1, min(max_stages, tables.num_blocks, sum(r.num_gpus for r in tables.resources)))
         self.supply = np.array(supply or [r.num_gpus for r in tables.resources], dtype=np.int64)
         self.estimator = Estimator(tables)
+        self.least_pipelines = least_pipelines
 
     def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
         """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
         columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         drafts: dict[Draft, float] = {seed: self.estimator.draft_s(seed) for seed in seeds}
+        for seed in seeds:
+            better = refine(self.estimator, seed, self.batch)
+            drafts[better] = self.estimator.draft_s(better)
         if len(columns) == 0:
             return Found((), 0.0, 0)
         bound, prices = self._lower_bound(columns)
@@ -150,7 +155,7 @@ class Engine:
 
     def _promising(self, columns: Columns, bound: float, prices: Floats) -> Pipelines:
         """Exact pipelines of the columns that lose least at the bound's prices, at the bound and somewhat above it."""
-        sync = self._least_sync(columns, 2)
+        sync = self._least_sync(columns, 1)
         picked: list[Ints] = []
         for factor in (1.0, 1.08, 1.3):
             room = np.maximum((bound * factor - sync - columns.fill_s) / columns.bottleneck_s + 1, 0.0)
@@ -166,7 +171,8 @@ class Engine:
                 picked.append(mine[: self.effort.exact // 8])
         index = np.unique(np.concatenate(picked))
         balancer = Balancer(self.tables, self.max_stages)
-        return make_exact(self.tables, balancer, columns, index, bound * 1.1, self.effort.orders)
+        leanings = (0.0, 0.7, 2.0) if self.supply.sum() <= FEW_GPUS else (0.0,)
+        return make_exact(self.tables, balancer, columns, index, bound * 1.1, self.effort.orders, leanings)
 
     # -- packing -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +183,11 @@ class Engine:
             pool = exact.take(np.flatnonzero(exact.least_tp == exact.most_tp))
         for chosen in best_sets(self.tables, pool, self.supply, self.batch, self.effort.sets):
             uneven = len(set(pool.microbatch[list(chosen)].tolist())) > 1 and not self.mixed_microbatch
-            if uneven or (not self.mixed_tp and len(set(pool.least_tp[list(chosen)].tolist())) > 1):
+            if (
+                len(chosen) < self.least_pipelines
+                or uneven
+                or (not self.mixed_tp and len(set(pool.least_tp[list(chosen)].tolist())) > 1)
+            ):
                 continue
             draft = assign_microbatches(self.estimator, [pool.shape(i) for i in chosen], self.batch)
             if draft is not None:
@@ -281,6 +291,7 @@ class Engine:
                 pool.microbatch[members],
                 self.batch,
                 self.effort.integer_program_nodes,
+                self.least_pipelines,
             )
             if pick is not None:
                 return {int(members[i]): c for i, c in pick.items()}

@@ -1,6 +1,7 @@
 """Columns made exact: the best order of the stages and the best cut of the layers, for many columns at once."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,28 +46,59 @@ class Pipelines:
 
 
 def make_exact(
-    tables: Tables, balancer: Balancer, columns: Columns, index: Ints, seconds: float, orders: int = 6
+    tables: Tables,
+    balancer: Balancer,
+    columns: Columns,
+    index: Ints,
+    seconds: float,
+    orders: int = 6,
+    leanings: Sequence[float] = (0.0,),
 ) -> Pipelines:
-    """The best pipeline of each of `columns[index]` for a step of about `seconds`, over up to `orders` orders of its kinds."""
+    """The best pipeline of each of `columns[index]` for a step of about `seconds`, over up to `orders` orders of its kinds.
+
+    leanings: each gives every order one more cut, in which a stage may take longer than the bottleneck in proportion to a power of
+    its speed: with few microbatches the way through counts, and fast stages should hold more. With several, all are kept.
+    """
     if len(index) == 0:
         return _empty(tables, columns)
     chosen = columns.take(index)
     rows, owner = _arrangements(chosen, orders)
     stages = chosen.num_stages[owner]
-    cuts = balancer.cut(rows, stages)
-    room = np.maximum(seconds - cuts.fill_s, 0.0)
-    score = np.where(np.isfinite(cuts.bottleneck_s), room / np.maximum(cuts.bottleneck_s, 1e-30) + 1, -1.0)
-    score = np.where(seconds < cuts.fill_s, -cuts.fill_s, score)
+    parts = [balancer.cut(rows, stages, _weights(tables, rows, leaning)) for leaning in leanings]
+    many = len(parts)
+    ends, bottleneck, fill = (
+        np.concatenate([getattr(cut, name) for cut in parts]) for name in ("ends", "bottleneck_s", "fill_s")
+    )
+    rows, owner, stages = np.tile(rows, (many, 1)), np.tile(owner, many), np.tile(stages, many)
+    if many == 1:
+        best = _best_of_owner(owner, bottleneck, fill, seconds)
+    else:
+        best = np.flatnonzero(np.isfinite(bottleneck))
+    worker, whole, least, most = _sync_sizes(tables, rows[best], ends[best], stages[best])
+    own = owner[best]
+    return Pipelines(
+        index[own], rows[best], ends[best], stages[best], chosen.microbatch[own], chosen.usage[own],
+        bottleneck[best], fill[best], worker, whole, least, most,
+    )  # fmt: skip
+
+
+def _best_of_owner(owner: Ints, bottleneck: Floats, fill: Floats, seconds: float) -> Ints:
+    """The arrangement of each column that does most in `seconds`; columns that cannot hold the model are left out."""
+    finite = np.isfinite(bottleneck)
+    room = np.where(finite, seconds - np.where(finite, fill, 0.0), -1.0)
+    score = np.where(finite, np.where(room > 0, room / np.where(finite, bottleneck, 1.0) + 1, room), -np.inf)
     order = np.lexsort((np.arange(len(owner)), -score, owner))
     first = np.ones(len(order), dtype=bool)
     first[1:] = owner[order][1:] != owner[order][:-1]
     best = order[first]
-    best = best[np.isfinite(cuts.bottleneck_s[best])]
-    worker, whole, least, most = _sync_sizes(tables, rows[best], cuts.ends[best], stages[best])
-    return Pipelines(
-        index[owner[best]], rows[best], cuts.ends[best], stages[best], chosen.microbatch[owner[best]], chosen.usage[owner[best]],
-        cuts.bottleneck_s[best], cuts.fill_s[best], worker, whole, least, most,
-    )  # fmt: skip
+    return np.asarray(best[finite[best]], dtype=np.int64)
+
+
+def _weights(tables: Tables, rows: Ints, leaning: float) -> Floats | None:
+    if leaning == 0.0:
+        return None
+    whole = np.where(rows >= 0, tables.time_sums[:, -1][rows], np.inf)
+    return np.asarray((whole.min(axis=1)[:, None] / whole) ** leaning, dtype=np.float64)
 
 
 def _empty(tables: Tables, columns: Columns) -> Pipelines:

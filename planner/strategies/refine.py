@@ -1,4 +1,4 @@
-"""Local search on a draft under the 1F1B simulation: one block from a stage to its neighbour, one microbatch to another pipeline."""
+"""Local search on a draft under the 1F1B simulation: one block or one stage to its neighbour's place, one microbatch to another pipeline."""
 
 import itertools
 
@@ -44,7 +44,16 @@ def _neighbours(shape: Shape) -> list[Shape]:
             candidate = Shape(shape.rows, ends)
             if well_formed(candidate):
                 out.append(candidate)
-    return out
+        if shape.rows[i] != shape.rows[i + 1]:
+            out.append(_swapped(shape, i))
+    return [candidate for candidate in out if well_formed(candidate)]
+
+
+def _swapped(shape: Shape, i: int) -> Shape:
+    """Stages i and i + 1 exchanged, each with its number of layers."""
+    rows = (*shape.rows[:i], shape.rows[i + 1], shape.rows[i], *shape.rows[i + 2 :])
+    middle = shape.starts[i] + shape.ends[i + 1] - shape.ends[i]
+    return Shape(rows, (*shape.ends[:i], middle, *shape.ends[i + 1 :]))
 
 
 def well_formed(shape: Shape) -> bool:

@@ -1,0 +1,59 @@
+"""Small planning problems built by hand: fleets, a model and a profile whose numbers are easy to reason about."""
+
+from collections.abc import Mapping, Sequence
+
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost import CostModel
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.profile import Measurement, ProfileTable
+from planner.strategies import Request
+
+GIB = 2**30
+SECONDS_PER_BLOCK = {"A100": 1e-3, "A10G": 2e-3, "T4": 4e-3}
+MEMORY_GIB = {"A100": 24.0, "A10G": 24.0, "T4": 16.0}
+
+
+def model(num_layers: int = 8, width: int = 256, vocab: int = 32000) -> ModelSpec:
+    parameters = 12 * width * width
+    block = LayerSpec(parameters, 2 * width, parameters, width, 16 * width, 6 * width)
+    head = LayerSpec(vocab * width + width, width, vocab * width, 0, 0, 2 * width)
+    return ModelSpec(
+        "tiny", "llama", width, vocab, 8, 8, 4 * width, False, 8,
+        LayerSpec(vocab * width, 0, 0, 0, 0, width), (block,) * num_layers, head,
+    )  # fmt: skip
+
+
+def profile(
+    seconds: Mapping[str, float] = SECONDS_PER_BLOCK, degrees: Sequence[int] = (1, 2, 4), sequence_length: int = 128
+) -> ProfileTable:
+    """A block takes 0.2 + microbatch units, the embedding a fifth and the head half as much again; TP divides by tp^0.9."""
+    rows = []
+    for gpu, unit in seconds.items():
+        for tp in degrees:
+            for size in (1, 2, 4, 8):
+                for layer, weight in (("embedding", 0.2), ("block", 1.0), ("head", 1.5)):
+                    forward = (0.2 + weight * size / tp**0.9) * unit
+                    rows.append(
+                        Measurement("tiny", gpu, "fp32", tp, sequence_length, size, layer, forward, 2 * forward, forward / 10)
+                    )
+    return ProfileTable(rows)
+
+
+def fleet(*types: tuple[str, int, int], memory_gib: Mapping[str, float] = MEMORY_GIB, usd: float = 1.0) -> Fleet:
+    """A fleet of (GPU type, nodes, GPUs a node); nodes are named after the type."""
+    nodes: list[Node] = []
+    for gpu, count, gpus in types:
+        node_type = NodeType(
+            gpu.lower(), gpu, gpus, int(memory_gib[gpu] * GIB), 1e11, 1.25e9, usd * gpus, False, "", count
+        )
+        nodes += [Node(f"{gpu.lower()}-{i}", node_type) for i in range(count)]
+    return Fleet(0, tuple(nodes))
+
+
+def request(of: Fleet, batch: int, spec: ModelSpec | None = None, **wishes: object) -> Request:
+    spec = spec or model()
+    cost = CostModel(of, spec, profile(), sequence_length=128, precision="fp32")
+    return Request(of, spec, cost, batch, 128, **wishes)  # type: ignore[arg-type]
+
+
+DEMO = (("A100", 2, 1), ("A10G", 3, 1), ("T4", 2, 1))

@@ -1,0 +1,68 @@
+"""Replanning: what leaves is replaced, what stays is kept, and a move that does not pay is not made."""
+
+import dataclasses
+
+from planner.cluster import Fleet
+from planner.plan import check_plan
+from planner.redundancy import redundancy
+from planner.replan import MigrationCost, replan
+from planner.strategies import plan_with
+from tests.planner.cases import DEMO, fleet, request
+
+
+def without(of: Fleet, *names: str) -> Fleet:
+    return Fleet(of.generation + 1, tuple(node for node in of.nodes if node.name not in names))
+
+
+def test_a_lost_node_is_left_out_and_the_batch_is_still_met() -> None:
+    whole = fleet(*DEMO)
+    previous = plan_with("autohet", request(whole, 24)).plan
+    decision = replan(previous, request(without(whole, "a10g-1"), 24))
+    assert decision.kind == "move"
+    assert "gone" in decision.reason
+    check_plan(decision.answer.plan, 8)
+    assert not any(worker.startswith("a10g-1/") for worker in decision.answer.plan.workers)
+
+
+def test_an_arrival_is_taken_when_the_horizon_pays_for_it_and_not_otherwise() -> None:
+    whole = fleet(*DEMO)
+    asked = request(whole, 24)
+    small = request(without(whole, "a100-0", "a100-1"), 24)
+    present = plan_with("autohet", small).plan
+    later = replan(present, asked, horizon_s=3600)
+    soon = replan(present, asked, horizon_s=6, migration=MigrationCost(fixed_s=5))
+    assert later.kind == "move"
+    assert later.answer.prediction.step_time_s < asked.cost.predict(present).step_time_s
+    assert soon.kind == "stay"
+    assert soon.answer.plan == present
+    assert "would not earn its cost" in soon.reason
+
+
+def test_the_same_fleet_stays() -> None:
+    asked = request(fleet(*DEMO), 24)
+    previous = plan_with("autohet", asked).plan
+    decision = replan(previous, asked)
+    assert decision.kind == "stay"
+    assert decision.migration_s == 0
+
+
+def test_the_quick_path_keeps_whole_pipelines_where_they_are() -> None:
+    whole = fleet(("A10G", 4, 1))
+    asked = request(whole, 16, max_stages=1, microbatch_sequences=1)
+    previous = plan_with("autohet", asked).plan
+    smaller = dataclasses.replace(request(without(whole, "a10g-2"), 16, max_stages=1, microbatch_sequences=1))
+    decision = replan(previous, smaller, thorough=False)
+    kept = {p.stages for p in previous.pipelines if not any("a10g-2/" in w for w in p.workers)}
+    assert kept <= {p.stages for p in decision.answer.plan.pipelines}
+
+
+def test_redundancy_names_what_a_node_would_take_along() -> None:
+    whole = fleet(("A100", 1, 1), ("T4", 1, 1))
+    plan = plan_with("autohet", request(whole, 8)).plan
+    report = redundancy(plan, whole, 8)
+    holders = {w.split("/")[0] for w in plan.workers}
+    assert set(report.lost_by_node) == holders
+    if len(plan.pipelines) == 1:
+        assert not report.survives_any_node
+        lost = sum(len(shards) for shards in report.lost_by_node.values())
+        assert lost == 10  # eight blocks, the embedding and the head have one holder each

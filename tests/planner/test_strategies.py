@@ -1,0 +1,141 @@
+"""Properties of every strategy's plans, and `autohet` against an exhaustive judge."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.cost import CostModel
+from planner.errors import ConfigError, InfeasibleError
+from planner.plan import check_plan
+from planner.strategies import STRATEGIES, plan_with
+from tests.planner.cases import DEMO, fleet, model, profile, request
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+fleets = st.lists(
+    st.tuples(st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 3), st.sampled_from((1, 2))),
+    min_size=1, max_size=3, unique_by=lambda t: t[0],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "megatron", "varuna"])
+@pytest.mark.parametrize("batch", [16, 17])
+def test_plan_is_whole_fits_and_uses_each_gpu_once(strategy: str, batch: int) -> None:
+    asked = request(fleet(*DEMO), batch)
+    answer = plan_with(strategy, asked)
+    check_plan(answer.plan, 8)
+    assert sum(p.num_sequences for p in answer.plan.pipelines) == batch
+    assert answer.prediction.fits
+    idle = [worker for item in answer.idle for worker in item.workers]
+    assert sorted([*answer.plan.workers, *idle]) == sorted(asked.fleet.workers)
+
+
+@FEW
+@given(types=fleets, batch=st.integers(1, 19), layers=st.integers(1, 6))
+def test_autohet_is_never_worse_than_any_other_and_its_bound_is_one(types: list, batch: int, layers: int) -> None:
+    asked = request(fleet(*types), batch, model(layers))
+    found = {}
+    for name in ("autohet", "metis", "fasop", "megatron", "varuna"):
+        try:
+            found[name] = plan_with(name, asked)
+        except InfeasibleError:
+            continue
+    best = min(answer.prediction.step_time_s for answer in found.values())
+    ours = found["autohet"]
+    assert ours.search.lower_bound_s is not None
+    assert ours.search.lower_bound_s <= best * (1 + 1e-9)
+    assert ours.prediction.step_time_s <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("types", "batch", "layers"),
+    [((("A100", 2, 1), ("T4", 1, 1)), 5, 3), ((("A100", 1, 2), ("A10G", 1, 1)), 4, 4), ((("T4", 3, 1),), 7, 3)],
+)
+def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(types: tuple, batch: int, layers: int) -> None:
+    asked = request(fleet(*types), batch, model(layers), max_microbatch_sequences=4)
+    judge, ours = plan_with("exhaustive", asked), plan_with("autohet", asked)
+    assert ours.search.lower_bound_s is not None
+    assert ours.search.lower_bound_s <= judge.prediction.step_time_s * (1 + 1e-9)
+    assert ours.prediction.step_time_s <= judge.prediction.step_time_s * 1.02
+
+
+def test_more_gpus_and_faster_gpus_never_hurt() -> None:
+    small, large = request(fleet(("A100", 1, 1), ("T4", 2, 1)), 8), request(fleet(("A100", 2, 1), ("T4", 2, 1)), 8)
+    base = plan_with("autohet", small).prediction.step_time_s
+    assert plan_with("autohet", large).prediction.step_time_s <= base * (1 + 1e-9)
+    cost = CostModel(small.fleet, small.spec, profile({"A100": 1e-3, "T4": 2e-3}), sequence_length=128, precision="fp32")
+    faster = dataclasses.replace(small, cost=cost)
+    assert plan_with("autohet", faster).prediction.step_time_s <= base * (1 + 1e-9)
+
+
+def test_equal_gpus_get_a_symmetric_plan_or_a_better_one() -> None:
+    asked = request(fleet(("A10G", 2, 2)), 16)
+    ours, grid = plan_with("autohet", asked), plan_with("megatron", asked)
+    assert ours.prediction.step_time_s <= grid.prediction.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop"])
+def test_the_same_input_gives_the_same_plan_in_every_process(strategy: str) -> None:
+    code = (
+        "from tests.planner.cases import *; from planner.strategies import plan_with;"
+        f"print(plan_with('{strategy}', request(fleet(*DEMO), 13)).plan.to_json())"
+    )
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            check=True, capture_output=True, text=True, timeout=60,
+        ).stdout
+        for seed in ("0", "7")
+    }  # fmt: skip
+    assert len(plans) == 1
+    assert json.loads(plans.pop())["global_batch_sequences"] == 13
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_a_model_that_does_not_fit_names_the_limit_and_by_how_much(strategy: str) -> None:
+    small = fleet(("A100", 1, 1), memory_gib={"A100": 2.0})
+    with pytest.raises(InfeasibleError, match=r"GiB too little|fits memory"):
+        plan_with(strategy, request(small, 4, model(6, width=2048)))
+
+
+def test_a_batch_that_the_asked_microbatch_does_not_divide_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"17 is not divisible by microbatch_sequences 4.*16 and 20"):
+        plan_with("autohet", request(fleet(*DEMO), 17, microbatch_sequences=4))
+
+
+def test_unknown_strategy_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"'hap' does not exist.*autohet, metis"):
+        plan_with("hap", request(fleet(*DEMO), 16))
+
+
+def test_one_tp_degree_and_one_microbatch_size_where_asked() -> None:
+    asked = request(fleet(("A100", 1, 4), ("T4", 2, 2)), 16, mixed_tp=False, mixed_microbatch=False, microbatch_sequences=2)
+    plan = plan_with("autohet", asked).plan
+    assert len({stage.tp_degree for p in plan.pipelines for stage in p.stages}) == 1
+    assert {p.microbatch_sequences for p in plan.pipelines} == {2}
+
+
+def test_price_limit_and_cheapest_objective() -> None:
+    asked = request(fleet(("A100", 2, 1), ("T4", 2, 1)), 8, max_usd_per_hour=2.0)
+    answer = plan_with("autohet", asked)
+    assert answer.prediction.usd_per_hour is not None
+    assert answer.prediction.usd_per_hour <= 2.0
+    front = plan_with("fasop", dataclasses.replace(asked, objective="pareto", max_usd_per_hour=None)).front
+    points = [(a.prediction.step_time_s, a.prediction.usd_per_hour or 0.0) for a in front]
+    assert all(a[0] < b[0] and a[1] > b[1] for a, b in zip(points, points[1:]))
+
+
+def test_two_node_disjoint_holders_where_asked() -> None:
+    from planner.redundancy import redundancy
+
+    asked = request(fleet(("A100", 2, 1), ("T4", 1, 1)), 8, min_node_disjoint_holders=2)
+    answer = plan_with("autohet", asked)
+    assert redundancy(answer.plan, asked.fleet, 8).survives_any_node
+    with pytest.raises(InfeasibleError, match="min_node_disjoint_holders is 3"):
+        plan_with("autohet", dataclasses.replace(asked, fleet=fleet(("A100", 2, 1)), min_node_disjoint_holders=3))
