@@ -49,9 +49,7 @@ def sailor_tables(judge: Any, counts: tuple[int, ...], gpus: tuple[str, ...] = G
         for gpu, count in zip(gpus, counts, strict=True)
         if count
     )
-    kinds = tuple(
-        Kind(r, tp, resource.num_gpus // tp) for r, resource in enumerate(resources) for tp in (1, 2, 4)
-    )
+    kinds = tuple(Kind(r, tp, resource.num_gpus // tp) for r, resource in enumerate(resources) for tp in (1, 2, 4))
     rows = tuple(
         row
         for k, kind in enumerate(kinds)

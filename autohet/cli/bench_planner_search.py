@@ -1,0 +1,231 @@
+"""`autohet bench planner`, second half: search times, plan quality and bounds.
+
+CPU seconds of this process stand beside wall seconds, since the machine may be shared. Sailor's fleets need the folder of published
+measurements (AUTOHET_MEASUREMENTS, default `shared` beside the checkout) and say so where it is absent. The other fleets' layer
+times are synthetic (stated FLOP rates), the same for every strategy.
+"""
+
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from autohet.cli.bench_planner_accuracy import measurements_folder
+from autohet.cli.bench_planner_sailor import MODELS, SAILOR, load_judge, sailor_tables, verdict
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost import CostModel
+from planner.errors import InfeasibleError
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.profile import Measurement, ProfileTable
+from planner.replan import replan
+from planner.strategies import Answer, Request, plan_with
+from planner.strategies.engine import Engine
+from planner.strategies.placement import place
+
+GIB = 2**30
+Row = dict[str, Any]
+# GPU type -> (FLOP/s reached, memory GiB, intra-node bytes/s a GPU, NIC bytes/s a node, $/h a node of 8): data sheets, EC2 list prices
+TYPES = {
+    "H100-80": (400e12, 80, 4.5e11, 4.0e11, 98.3),
+    "A100-80": (170e12, 80, 3.0e11, 5.0e10, 41.0),
+    "A100-40": (160e12, 40, 3.0e11, 5.0e10, 32.8),
+    "L40S": (120e12, 48, 3.2e10, 5.0e10, 30.1),
+    "T4": (30e12, 16, 1.6e10, 6.2e9, 7.8),
+}
+
+
+def search_rows(parts: tuple[str, ...] = ("sailor", "metis", "exhaustive", "scale", "replan")) -> list[Row]:
+    """All rows of the parts asked for, one measurement each."""
+    by_part: dict[str, Callable[[], Iterator[Row]]] = {
+        "sailor": sailor_rows,
+        "metis": metis_rows,
+        "exhaustive": exhaustive_rows,
+        "scale": scale_rows,
+        "replan": replan_rows,
+    }
+    return [row for part in parts for row in by_part[part]()]
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
+    """The result and {"wall_s", "cpu_s", "peak_mib"} (peak of the process so far)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return result, {
+        "wall_s": round(time.perf_counter() - wall, 3),
+        "cpu_s": round(time.process_time() - cpu, 3),
+        "peak_mib": peak,
+    }
+
+
+# ---- Sailor's fleets under Sailor's formulas ----
+
+
+def sailor_rows() -> Iterator[Row]:
+    folder = measurements_folder()
+    if folder is None:
+        yield {"on": "Sailor's fleets", "skipped": "no folder of published measurements; set AUTOHET_MEASUREMENTS"}
+        return
+    module = load_judge(folder)
+    for model, batch in MODELS.items():
+        judge = module.Judge(folder / "data" / "sailor", model)
+        for counts, theirs in SAILOR.items():
+            found, cost = timed(lambda c=counts, j=judge, b=batch: Engine(sailor_tables(j, c), b, 32).run())  # type: ignore[misc]
+            tables = sailor_tables(judge, counts)
+            plans = [place(tables, draft, model, batch, 2048) for _, draft in found.drafts[:6]]
+            verdicts = [verdict(module, judge, plan.to_document()) for plan in plans if plan is not None]
+            best = min((v["step_time_s"] for v in verdicts if v["fits"]), default=None)
+            sailor_s, sailor_cpu_s = theirs[model]
+            yield {
+                "on": f"Sailor {model} {counts[0]} A100 + {counts[1]} V100", "judge": "Sailor's formulas", "step_time_s": best,
+                "sailor_step_time_s": sailor_s, "ratio": None if best is None else round(best / sailor_s, 4),
+                "sailor_search_s": sailor_cpu_s, "reach": 1.0,
+            } | cost  # fmt: skip
+
+
+# ---- synthetic fleets ----
+
+
+def model_spec(name: str, layers: int, width: int, mlp: int, vocab: int, kv_width: int) -> ModelSpec:
+    """A Llama-like model with fused attention."""
+    parameters = 2 * width * width + 2 * width * kv_width + 3 * width * mlp
+    block = LayerSpec(parameters + 2 * width, 2 * width, parameters, width, 8 * width + 3 * mlp, 4 * width)
+    head = LayerSpec(vocab * width + width, width, vocab * width, 0, 0, 2 * width)
+    embedding = LayerSpec(vocab * width, 0, 0, 0, 0, width)
+    return ModelSpec(name, "llama", width, vocab, width // 128, 8, mlp, False, 8, embedding, (block,) * layers, head)
+
+
+def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:
+    """FLOPs over the rate, 6, 11 and 19% more work a GPU at TP 2, 4 and 8, a tenth of a millisecond of launch."""
+    extra = {1: 1.0, 2: 1.06, 4: 1.11, 8: 1.19}
+    rows = []
+    for gpu in gpus:
+        for tp, factor in extra.items():
+            for size in (1, 2, 4, 8):
+                for layer, part in (("embedding", None), ("block", spec.blocks[0]), ("head", spec.head)):
+                    flops = (part.forward_flops(length) if part else 1e9) * size
+                    forward = flops / TYPES[gpu][0] / tp * factor + 1e-4
+                    rows.append(Measurement(spec.name, gpu, "bf16", tp, length, size, layer, forward, 2 * forward))
+    return ProfileTable(rows)
+
+
+def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
+    """So many GPUs of each type."""
+    nodes: list[Node] = []
+    for gpu, count in counts.items():
+        _, memory, intra, inter, usd = TYPES[gpu]
+        number = count // gpus_per_node
+        price = usd * gpus_per_node / 8
+        kind = NodeType(gpu.lower(), gpu, gpus_per_node, memory * GIB, intra, inter, price, False, "", number)
+        nodes += [Node(f"{gpu.lower()}-{i}", kind) for i in range(number)]
+    return Fleet(0, tuple(nodes))
+
+
+def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
+    gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
+    cost = CostModel(
+        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True
+    )
+    return Request(fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes)
+
+
+LLAMA_70B = model_spec("llama-70b", 80, 8192, 28672, 128256, 1024)
+GPT_26 = model_spec("gpt-26", 26, 2048, 8192, 51200, 2048)
+
+
+def metis_rows() -> Iterator[Row]:
+    """Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers; its published-code times are 5-15, 30-332 and 9-124 s."""
+    for gpus, theirs in ((16, 4.8), (32, 29.7), (64, 9.4)):
+        fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})
+        request = request_of(GPT_26, fleet, 128, 1024, time_limit_s=20)
+        yield _against(request, "metis", f"Metis's case, {gpus} GPUs of two types, 26 layers", theirs) | {
+            "reach_s": 0.5
+        }
+
+
+def _against(request: Request, other: str, on: str, published_s: float) -> Row:
+    ours, cost = timed(lambda: plan_with("autohet", request))
+    row = {"on": on, "published_search_s": published_s} | _facts(ours) | cost
+    try:
+        theirs, spent = timed(lambda: plan_with(other, request))
+    except InfeasibleError as error:
+        return row | {other: str(error)}
+    ratio = ours.prediction.step_time_s / theirs.prediction.step_time_s
+    return row | {
+        f"{other}_step_time_s": theirs.prediction.step_time_s,
+        f"{other}_cpu_s": spent["cpu_s"],
+        "ratio": ratio,
+    }
+
+
+def _facts(answer: Answer) -> Row:
+    search = answer.search
+    return {
+        "step_time_s": answer.prediction.step_time_s,
+        "lower_bound_s": search.lower_bound_s,
+        "gap": search.gap,
+        "plans_evaluated": search.plans_evaluated,
+        "idle_gpus": sum(len(item.workers) for item in answer.idle),
+    }
+
+
+def exhaustive_rows(cases: int = 100) -> Iterator[Row]:
+    """Random small cases against every plan there is; seeds are the case numbers."""
+    optimal = within = valid = 0
+    worst = 0.0
+    _, cost = timed(lambda: None)
+    begin, ran = time.process_time(), 0
+    for seed in range(cases):
+        request = small_case(random.Random(seed))
+        try:
+            judge, ours = plan_with("exhaustive", request), plan_with("autohet", request)
+        except InfeasibleError:
+            continue
+        ran += 1
+        ratio = ours.prediction.step_time_s / judge.prediction.step_time_s
+        bound = ours.search.lower_bound_s or 0.0
+        optimal += ratio <= 1 + 1e-6
+        within += ratio <= 1 + (ours.search.gap or 0.0) + 1e-9
+        valid += bound <= judge.prediction.step_time_s * (1 + 1e-9)
+        worst = max(worst, ratio)
+    yield {
+        "on": f"{ran} random small cases against exhaustive", "optimal": optimal, "within_gap": within, "bound_holds": valid,
+        "worst_ratio": worst, "peak_mib": cost["peak_mib"], "cpu_s": round(time.process_time() - begin, 1),
+    }  # fmt: skip
+
+
+def small_case(rng: random.Random) -> Request:
+    gpus = rng.sample(["A100-40", "L40S", "T4"], rng.choice([1, 2]))
+    per_node = rng.choice([1, 2])
+    counts = {gpu: per_node * rng.choice([1, 2] if per_node == 1 else [1]) for gpu in gpus}
+    spec = model_spec("small", rng.randint(2, 4), 512, 2048, 8000, 512)
+    request = request_of(spec, fleet_of(counts, per_node), rng.randint(2, 6), 512)
+    return replace(request, max_microbatch_sequences=2)
+
+
+def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:
+    """Four types, 80-layer 70B model; and three types of 256 each."""
+    four = ("H100-80", "A100-80", "A100-40", "L40S")
+    for gpus, reach in zip(sizes, (3.0, 10.0, 60.0), strict=False):
+        request = request_of(LLAMA_70B, fleet_of({gpu: gpus // 4 for gpu in four}), gpus * 4, 4096)
+        answer, cost = timed(lambda r=request: plan_with("autohet", r))  # type: ignore[misc]
+        yield {"on": f"{gpus} GPUs of four types, 70B", "reach_s": reach, "reach_gap": 0.02} | _facts(answer) | cost
+    request = request_of(LLAMA_70B, fleet_of(dict.fromkeys(four[:3], 256)), 3072, 4096)
+    answer, cost = timed(lambda: plan_with("autohet", request))
+    yield {"on": "three types, 256 GPUs each, 70B", "reach_s": 15.0, "reach_gap": 0.02} | _facts(answer) | cost
+
+
+def replan_rows() -> Iterator[Row]:
+    """One node of 256 GPUs leaves."""
+    four = ("H100-80", "A100-80", "A100-40", "L40S")
+    fleet = fleet_of(dict.fromkeys(four, 64))
+    before = plan_with("autohet", request_of(LLAMA_70B, fleet, 1024, 4096))
+    smaller = Fleet(1, fleet.nodes[:-1])
+    request = request_of(LLAMA_70B, smaller, 1024, 4096)
+    decision, cost = timed(lambda: replan(before.plan, request))
+    yield {
+        "on": "replan, one of 32 nodes (256 GPUs) leaves", "reach_s": 0.3, "kind": decision.kind, "before_s": before.prediction.step_time_s,
+        "step_time_s": decision.answer.prediction.step_time_s, "migration_s": decision.migration_s,
+    } | cost  # fmt: skip
