@@ -1,0 +1,34 @@
+"""Hypothesis strategies: any plan that the runtime must be able to run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import strategies as st
+
+from planner.plan import Plan
+
+
+@st.composite
+def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3) -> Plan:
+    """Pipelines of unequal depth, unequal cuts, unequal TP degrees, and unequal numbers and sizes of microbatches."""
+    pipelines: list[dict[str, Any]] = []
+    number = total = 0
+    degrees = [degree for degree in (1, 2, 4, 8) if degree <= max_tp_degree]
+    for _ in range(draw(st.integers(1, max_pipelines))):
+        inner = draw(st.sets(st.integers(1, num_layers - 1), max_size=num_layers - 1))
+        borders = [0, *sorted(inner), num_layers]
+        stages = []
+        for first, last in itertools.pairwise(borders):
+            degree = draw(st.sampled_from(degrees))
+            workers = [f"n{(number + rank) % 3}/{number + rank}" for rank in range(degree)]
+            stages.append({"first_layer": first, "num_layers": last - first, "workers": workers})
+            number += degree
+        count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+        total += count * size
+        pipelines.append({"num_microbatches": count, "microbatch_sequences": size, "stages": stages})
+    return Plan.from_document(
+        {"version": 1, "model": "m", "global_batch_sequences": total, "microbatch_sequences": 1, "sequence_length": 4,
+         "pipelines": pipelines}
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Every family at TP 1, 2 and 4, in threads: whole logits, loss and every gradient are the library's own, whatever the cut."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from autohet.runtime.models import build_stage, family_of
+from tests.harness.thread_group import run_ranks
+from tests.harness.tiny_models import (
+    TINY,
+    batch,
+    judge,
+    random_parameters,
+    run_chain,
+    stage_chain,
+    take,
+    tiny_config,
+    worst_error,
+)
+
+TOLERANCE = 1e-5
+CUTS = (([3], False), ([1, 2], True), ([1, 1, 1], False))
+CASES = [(name, degree) for name in TINY for degree in (1, 2, 4) if not (name == "llama-grouped" and degree == 4)]
+
+
+@pytest.mark.parametrize(("name", "degree"), CASES)
+def test_every_family_and_degree_equals_the_library(name, degree):
+    config = tiny_config(name)
+    specs = family_of(config).parameter_specs(config)
+    parameters = random_parameters(config)
+    logits, loss, gradients = judge(config, parameters)
+
+    def work(tp):
+        found = []
+        for cut, recompute in CUTS:
+            local, local_loss, local_gradients = run_chain(config, stage_chain(config, parameters, cut, tp, recompute))
+            for key, gradient in local_gradients.items():
+                if specs[key].partial_gradient and degree > 1:
+                    tp.group.all_reduce(gradient)
+            found.append((local, local_loss, local_gradients))
+        return found
+
+    by_rank = run_ranks(degree, work)
+    for index, (cut, _) in enumerate(CUTS):
+        whole = torch.cat([found[index][0] for found in by_rank], -1)
+        assert (whole - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
+        for rank, found in enumerate(by_rank):
+            assert found[index][1] == pytest.approx(loss, rel=TOLERANCE), (cut, rank)
+            assert found[index][1] == by_rank[0][index][1], "ranks disagree about the loss"
+            wanted = {key: take(specs[key], gradient, rank, degree) for key, gradient in gradients.items()}
+            assert worst_error(found[index][2], wanted) < TOLERANCE, (cut, rank)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_replicated_parameters_have_the_whole_gradient_unless_marked_partial(name):
+    """What gradient sync relies on: dividing by the degree, or adding, gives the whole gradient exactly once."""
+    config = tiny_config(name)
+    specs = family_of(config).parameter_specs(config)
+    parameters = random_parameters(config)
+    by_rank = run_ranks(2, lambda tp: run_chain(config, stage_chain(config, parameters, [3], tp))[2])
+    for key, spec in specs.items():
+        if spec.split_dim is None:
+            equal = torch.equal(by_rank[0][key], by_rank[1][key])
+            assert equal != spec.partial_gradient, key
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
+    """The loss is summed in fp32; every error is at most twice that of the library's own bf16 model (or bf16's resolution)."""
+    config = tiny_config(name)
+    specs = family_of(config).parameter_specs(config)
+    parameters = random_parameters(config)
+    logits, loss, _ = judge(config, parameters)
+    inputs, targets = batch(config)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    theirs.load_state_dict({key: tensor.bfloat16() for key, tensor in parameters.items()}, strict=False)
+    their_logits = theirs(inputs).logits.float()
+    their_loss = F.cross_entropy(their_logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+
+    def work(tp):
+        stage = build_stage(config, 0, 3, tp, torch.device("cpu"), torch.bfloat16)
+        stage.load_parameters({key: take(specs[key], parameters[key], tp.rank, degree) for key in specs})
+        out = stage(inputs)
+        total = stage.loss_sum(out, targets)
+        total.backward()
+        assert all(torch.isfinite(p.grad).all() for p in stage.local_parameters().values())
+        return out.detach(), total.detach()
+
+    by_rank = run_ranks(degree, work)
+    ours = torch.cat([out for out, _ in by_rank], -1)
+    assert ours.dtype == torch.bfloat16
+    assert by_rank[0][1].dtype == torch.float32
+    assert (ours.float() - logits).abs().max() <= 2 * (their_logits - logits).abs().max()
+    resolution = loss * 2**-8
+    assert abs(by_rank[0][1].item() - loss) <= max(2 * abs(their_loss.item() - loss), resolution)

@@ -1,0 +1,129 @@
+"""Who holds what under any plan, against a direct reading of the plan, tensor by tensor and element by element."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autohet.runtime.layout import STATE_KINDS, layout_of_plan, parameter_name, state_name, tensor_specs
+from planner.plan import Plan
+from recovery.layout import Layout
+from tests.harness.random_plans import plans
+from tests.harness.tiny_models import tiny_config
+
+CONFIGS = {name: tiny_config(name) for name in ("llama", "qwen3", "gpt2")}
+EMBEDDING = {
+    "llama": "model.embed_tokens.weight",
+    "qwen3": "model.embed_tokens.weight",
+    "gpt2": "transformer.wte.weight",
+}
+ENDS = {  # by hand, from the library's parameter names: what goes with the first stage, what with the last
+    "llama": ({"model.embed_tokens.weight"}, {"model.norm.weight", "lm_head.weight"}),
+    "qwen3": ({"model.embed_tokens.weight"}, {"model.norm.weight", "model.embed_tokens.weight"}),
+    "gpt2": (
+        {"transformer.wte.weight", "transformer.wpe.weight"},
+        {"transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight"},
+    ),
+}
+cases = st.sampled_from(sorted(CONFIGS)).flatmap(lambda name: st.tuples(st.just(name), plans(3, 4)))
+
+
+def belongs(model: str, parameter: str, first_layer: int, num_layers: int) -> bool:
+    """Whether a stage of these blocks holds a parameter, read off its name."""
+    start, end = ENDS[model]
+    if (first_layer == 0 and parameter in start) or (first_layer + num_layers == 3 and parameter in end):
+        return True
+    parts = parameter.split(".")
+    return parts[1] in ("layers", "h") and first_layer <= int(parts[2]) < first_layer + num_layers
+
+
+def rank_and_degree(plan: Plan, worker: str) -> tuple[int, int, int, int]:
+    """(rank, degree, first layer, number of layers) of a worker."""
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            if worker in stage.workers:
+                return stage.workers.index(worker), len(stage.workers), stage.first_layer, stage.num_layers
+    raise AssertionError(worker)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_each_worker_holds_its_stages_tensors_in_all_kinds(case: tuple[str, Plan]) -> None:
+    model, plan = case
+    layout = layout_of_plan(plan, CONFIGS[model])
+    parameters = {parameter_name(name) for name in layout.tensors}
+    assert set(layout.workers) == set(plan.workers)
+    for worker in plan.workers:
+        _, _, first, count = rank_and_degree(plan, worker)
+        wanted = {state_name(kind, p) for p in parameters if belongs(model, p, first, count) for kind in STATE_KINDS}
+        units = layout.units_of(worker)
+        assert set(units) == wanted
+        for name, held in units.items():
+            assert held == units[state_name("param", parameter_name(name))], "moments lie as their parameter does"
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_ranks_of_a_stage_share_each_tensor_evenly_and_hold_all_of_it(case: tuple[str, Plan]) -> None:
+    model, plan = case
+    layout = layout_of_plan(plan, CONFIGS[model])
+    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        held = [layout.units_of(worker) for worker in stage.workers]
+        for name in held[0]:
+            spec = layout.tensors[name]
+            lists = [units[name] for units in held]
+            if spec.split_dim is None:
+                assert lists == [(0,)] * stage.tp_degree
+                continue
+            assert sorted(unit for units in lists for unit in units) == list(range(spec.num_units))
+            assert len({len(units) for units in lists}) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_every_shard_is_held_and_bytes_add_up(case: tuple[str, Plan]) -> None:
+    model, plan = case
+    layout = layout_of_plan(plan, CONFIGS[model])
+    assert frozenset().union(*layout.shards_by_worker.values()) == layout.shards
+    for shard in layout.shards:
+        assert layout.holders(shard) == tuple(sorted(w for w, held in layout.shards_by_worker.items() if shard in held))
+    replicated = {name for name, spec in layout.tensors.items() if spec.split_dim is None}
+    copies: dict[str, int] = defaultdict(int)  # of each tensor, over the whole fleet
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for name in layout.units_of(stage.workers[0]):
+                copies[name] += stage.tp_degree if name in replicated else 1
+    total = sum(copies[name] * spec.num_bytes for name, spec in layout.tensors.items())
+    assert sum(layout.bytes_of(worker) for worker in plan.workers) == total
+    assert layout.num_bytes == 3 * sum(
+        4 * math.prod(s.shape) for n, s in layout.tensors.items() if n.startswith("param/")
+    )
+
+
+@pytest.mark.parametrize("model", sorted(CONFIGS))
+def test_units_tile_each_tensor_exactly_once(model: str) -> None:
+    for spec in tensor_specs(CONFIGS[model]).values():
+        times = torch.zeros(spec.shape)
+        for unit in range(spec.num_units):
+            times[spec.unit_slices(unit)] += 1
+        assert bool((times == 1).all()), spec.name
+        assert sum(spec.unit_bytes(unit) for unit in range(spec.num_units)) == 4 * times.numel()
+
+
+def test_a_tied_embedding_is_one_tensor_with_holders_at_both_ends() -> None:
+    stages = [{"first_layer": layer, "num_layers": 1, "workers": [f"w/{layer}"]} for layer in range(3)]
+    document = {
+        "version": 1, "model": "m", "global_batch_sequences": 1, "microbatch_sequences": 1, "sequence_length": 4,
+        "pipelines": [{"num_microbatches": 1, "stages": stages}],
+    }  # fmt: skip
+    for model, config in CONFIGS.items():
+        layout: Layout = layout_of_plan(Plan.from_document(document), config)
+        shards = layout.tensors[f"param/{EMBEDDING[model]}"].shards
+        ends = ("w/0", "w/2") if config.tie_word_embeddings else ("w/0",)
+        assert {layout.holders(shard) for shard in shards} == {ends}
+        assert ("param/lm_head.weight" in layout.tensors) == (not config.tie_word_embeddings)
