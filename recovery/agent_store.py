@@ -1,6 +1,8 @@
-"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, found by scanning its directories.
+"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, found by
+scanning its directories.
 
-The files are written by the workers (see `recovery.snapshot`); the store only reads. A file that is damaged, torn or gone is skipped.
+The files are written by the workers (see `recovery.snapshot`); the store only reads. A file that is damaged, torn
+or gone is skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class AgentStore:
         return found
 
     def read(self, source: Source, shard: ShardId) -> memoryview:
-        """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and step), without a copy.
+        """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and step), without
+        a copy.
 
         Raises:
             ShardUnavailable: no committed snapshot of that worker and step is here (any more).

@@ -1,7 +1,8 @@
-"""Executes one worker's part of a transfer schedule: keeps, reads, sends and receives shards until its new state is whole.
+"""Executes one worker's part of a transfer schedule: keeps, reads, sends and receives shards until its new state is
+whole.
 
-Reads from snapshots, peers' agents and durable storage run in threads beside the messages of the group. Every byte is checked before it is
-used; a source that fails or lies is replaced by the next one that the schedule names.
+Reads from snapshots, peers' agents and durable storage run in threads beside the messages of the group. Every byte
+is checked before it is used; a source that fails or lies is replaced by the next one that the schedule names.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _CRC_BYTES = 8
 
 
 class MessageGroup(Protocol):
-    """What carries live state between workers: a process group's point-to-point operations, each bounded by its deadline."""
+    """What carries live state between workers: a process group's point-to-point operations, each bounded by its
+    deadline.
+    """
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Any: ...
     def recv(self, tensor: Tensor, source: str, tag: int) -> Any: ...
@@ -53,7 +56,8 @@ class LiveState:
 class Access:
     """How this worker reaches sources that are no live worker.
 
-    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable(uri, step, shards)` yields verified tensors.
+    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable(uri, step, shards)`
+    yields verified tensors.
     """
 
     store: AgentStore
@@ -74,9 +78,11 @@ def restore(
     schedule: TransferSchedule, worker: str, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access,
     device: torch.device | str = "cpu",
 ) -> Restored:  # fmt: skip
-    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until this one has done its part.
+    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
+    this one has done its part.
 
-    A local tensor whose units are all kept is taken over as it is, not copied; `live` must stay untouched until everybody is done.
+    A local tensor whose units are all kept is taken over as it is, not copied; `live` must stay untouched until
+    everybody is done.
 
     Raises:
         RestoreError: every source of some shard failed. What `group` raises when a peer is lost comes through.
@@ -168,7 +174,7 @@ class _Restore:
     def _packed(self, message: Message) -> Tensor:
         """One buffer: each shard's bytes, then (from host memory) each one's checksum."""
         pieces = [self._source_view(shard).contiguous().view(-1).view(torch.uint8) for shard in message.shards]
-        sums = [zlib.crc32(piece.numpy()) if piece.device.type == "cpu" else 0 for piece in pieces]
+        sums = [zlib.crc32(piece.numpy().data) if piece.device.type == "cpu" else 0 for piece in pieces]
         trailer = torch.tensor(sums, dtype=torch.int64).view(torch.uint8).to(self._device)
         return torch.cat([*pieces, trailer])
 
@@ -183,7 +189,7 @@ class _Restore:
         for shard, size, crc in zip(message.shards, sizes, sums, strict=True):
             piece = buffer[position : position + size]
             position += size
-            if self._device.type == "cpu" and zlib.crc32(piece.numpy()) != crc:
+            if self._device.type == "cpu" and zlib.crc32(piece.numpy().data) != crc:
                 bad.append(shard)
                 continue
             self._put(shard, piece)

@@ -1,9 +1,12 @@
-"""Serves a node's snapshots to other nodes over TCP, and asks for theirs. What comes back is checked before it is used.
+"""Serves a node's snapshots to other nodes over TCP, and asks for theirs. What comes back is checked before it is
+used.
 
-    request     u32 length, msgpack: version, token, source (kind, node, name, step, generation), shards
-    reply       for each shard in the order asked: status u8 (0 ok, 1 unavailable, 2 corrupt, 3 refused), CRC-32 u32, length u64, bytes
+    request     u32 length, msgpack: version, token, source (kind, node, name, step, generation), shards reply
+    for each shard in the order asked: status u8 (0 ok, 1 unavailable, 2 corrupt, 3 refused), CRC-32 u32, length
+    u64, bytes
 
-A connection serves many requests, one after the other. The token only keeps strangers on the network apart; run inside a trusted network.
+A connection serves many requests, one after the other. The token only keeps strangers on the network apart; run
+inside a trusted network.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class _Buffer:
             self._copy_all(state, non_blocking=False)
             return
         self._register()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             stream.wait_event(event)
             self._copy_all(state, non_blocking=True)
@@ -239,6 +239,6 @@ def _versions(state: Mapping[str, torch.Tensor]) -> int:
 def _event_on(state: Mapping[str, torch.Tensor]) -> torch.cuda.Event | None:
     if not any(tensor.is_cuda for tensor in state.values()):
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

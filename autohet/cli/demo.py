@@ -1,4 +1,6 @@
-"""`autohet demo`: trains on an emulated mixed spot fleet, takes a notice, a death and an arrival, and shows what each cost."""
+"""`autohet demo`: trains on an emulated mixed spot fleet, takes a notice, a death and an arrival, and shows what
+each cost.
+"""
 
 from __future__ import annotations
 

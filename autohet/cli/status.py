@@ -27,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, status in jobs.items():
         loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
         print(
-            f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss}, {len(status['workers'])} workers, generation {status['generation']}"
+            f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss},"
+            f" {len(status['workers'])} workers, generation {status['generation']}"
         )
     if not jobs:
         print("no job of this cluster has left a status")

@@ -17,7 +17,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a job on a Ray cluster",
-        description="Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the job's storage. Ctrl-C and SIGTERM leave one.",
+        description="Train a job on a Ray cluster. Resumes from the newest committed checkpoint of the job's storage."
+        " Ctrl-C and SIGTERM leave one.",
     )
     parser.add_argument("--job", required=True, metavar="JOB", help="the job document (YAML)")
     parser.add_argument(
@@ -60,7 +61,8 @@ def describe(summary: dict[str, Any]) -> str:
     """The summary for a person."""
     loss = "-" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     lines = [
-        f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations, loss {loss}, {summary['steps_lost']} steps lost"
+        f"{summary['reason']}: {summary['steps']} steps in {summary['generations']} generations, loss {loss},"
+        f" {summary['steps_lost']} steps lost"
     ]
     for change in summary["reconfigurations"]:
         tiers = ", ".join(f"{tier} {count / 1e6:.1f} MB" for tier, count in change["bytes_by_tier"].items())

@@ -1,4 +1,6 @@
-"""One Ray actor per node: keeps the node's snapshots when workers die, serves them to peers, and watches for notices."""
+"""One Ray actor per node: keeps the node's snapshots when workers die, serves them to peers, and watches for
+notices.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class AgentReport:
     problems: tuple[str, ...] = ()
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)  # type: ignore[call-overload]
 class AgentActor:
     """Started when the node joins; holds a lease, so that a draining node stays until it is told to go."""
 

@@ -1,7 +1,7 @@
 """The demonstration: one job on an emulated mixed spot fleet, what befalls it, and whether the result is right.
 
-Four parts: the plan beside the symmetric one; the symmetric plan's measured speed; the run with a notice, a death and an arrival; the same
-job undisturbed in one process, to which its losses are held.
+Four parts: the plan beside the symmetric one; the symmetric plan's measured speed; the run with a notice, a death
+and an arrival; the same job undisturbed in one process, to which its losses are held.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from autohet.driver.emulation import read_document
-from autohet.driver.planning import Proposal
-from autohet.driver.run import Outcome, Show, connection, make_planning, train_on
+from autohet.driver.planning import Proposal, make_planning
+from autohet.driver.run import Outcome, Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.initialization import initial_parameters
@@ -48,11 +48,15 @@ class Demonstration:
 
     @property
     def max_abs_loss_difference(self) -> float:
-        return max(abs(a - b) for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
+        return float(
+            max(abs(a - b) for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
+        )
 
     @property
     def max_relative_loss_difference(self) -> float:
-        return max(abs(a - b) / b for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
+        return float(
+            max(abs(a - b) / b for a, b in zip(self.outcome.summary["losses"], self.reference_losses, strict=True))
+        )
 
     def to_document(self) -> dict[str, Any]:
         """The summary of the run, with what it was compared with."""

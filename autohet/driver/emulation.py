@@ -1,7 +1,9 @@
-"""An EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types, and events that really happen to them.
+"""An EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types, and events that really happen
+to them.
 
-What is emulated: the GPU types (labels and paced compute) and the machines (processes). What is real: Ray, torch.distributed, the state,
-its loss and its recovery. A node that dies here takes its host memory and its disk directory with it.
+What is emulated: the GPU types (labels and paced compute) and the machines (processes). What is real: Ray,
+torch.distributed, the state, its loss and its recovery. A node that dies here takes its host memory and its disk
+directory with it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import ray
 import yaml
-from ray._raylet import NODE_TYPE_NAME_ENV
+from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
 from autohet.driver.ray_cluster import NAME_LABEL
@@ -57,7 +59,9 @@ class EmulatedFleet:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
-        """Start the head and `counts` (default: min_workers) nodes of each type; returns the address for `ray.init`."""
+        """Start the head and `counts` (default: min_workers) nodes of each type; returns the address for
+        `ray.init`.
+        """
         with _environment(HEALTH_CHECKS):
             self._cluster = LocalCluster(
                 initialize_head=True,

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autohet.runtime.job import Job
+from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
 from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError
-from planner.model_spec import ModelSpec
 from planner.plan import Plan, check_plan
 from planner.replan import MigrationCost, replan
 from planner.strategies import Answer, Request, plan_with
-
 
 REPLANNING_STRATEGY = "autohet"
 MOVE_FIXED_S = 5.0  # to stop, rebuild groups and take the first step, beside the bytes moved: what reconfigurations took when measured
@@ -47,17 +46,16 @@ class Proposal:
 class Planning:
     """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the argument."""
 
-    def __init__(
-        self,
-        job: Job,
-        spec: ModelSpec,
-        make_cost: Callable[[Fleet], CostModel],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.job = job
-        self.spec = spec
-        self.make_cost = make_cost
+    def __init__(self, inputs: PlanningInputs, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.inputs = inputs
+        self.job = inputs.job
         self.clock = clock
+
+    def make_cost(self, fleet: Fleet) -> CostModel:
+        """The cost model of a fleet; an emulated fleet has the emulated memory. Our executor sends beside its work:
+        a transfer occupies its receiver alone."""
+        parameters = replace(self.inputs.parameters, transfers="receiver")
+        return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
 
     def propose(self, fleet: Fleet, current: Proposal | None) -> Proposal:
         """The plan for `fleet` that will have done the most work by the time the fleet is expected to change again.
@@ -88,7 +86,7 @@ class Planning:
         wishes, training = self.job.parallelism, self.job.training
         return Request(
             fleet=cost.fleet,
-            spec=self.spec,
+            spec=self.inputs.spec,
             cost=cost,
             global_batch_sequences=training.global_batch_sequences,
             sequence_length=training.sequence_length,
@@ -103,7 +101,7 @@ class Planning:
         )
 
     def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:
-        check_plan(answer.plan, self.spec.num_layers)
+        check_plan(answer.plan, self.inputs.spec.num_layers)
         idle = tuple(f"{', '.join(idle.workers)}: {idle.why}" for idle in answer.idle)
         return Proposal(answer.plan, answer.prediction, cost, idle)
 
@@ -116,7 +114,12 @@ class Planning:
             plan = Plan.from_json(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
-        check_plan(plan, self.spec.num_layers)
+        check_plan(plan, self.inputs.spec.num_layers)
         if not set(plan.workers) <= set(fleet.workers):
             return None
         return Proposal(plan, cost.predict(plan), cost)
+
+
+def make_planning(job: Job, clock: Callable[[], float] = time.perf_counter) -> Planning:
+    """The planner for a job. Raises ConfigError where model, profile or links are wrong."""
+    return Planning(planning_inputs(job), clock)

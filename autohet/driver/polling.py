@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 @dataclass
 class Answer:
-    """The newest answer of one actor. `heard_at` is when it came; `error` is set once the actor is known to be dead."""
+    """The newest answer of one actor. `heard_at` is when it came; `error` is set once the actor is known to be
+    dead.
+    """
 
     asked_at: float
     heard_at: float | None = None
@@ -25,22 +27,24 @@ class Poller:
     """One outstanding question per actor. Owned by the workforce; called from its thread alone."""
 
     ask: Callable[[Any], ray.ObjectRef]
-    answers: dict[Hashable, Answer] = field(default_factory=dict)
-    _handles: dict[Hashable, Any] = field(default_factory=dict)
-    _pending: dict[ray.ObjectRef, Hashable] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
+    _handles: dict[str, Any] = field(default_factory=dict)
+    _pending: dict[ray.ObjectRef, str] = field(default_factory=dict)
 
-    def add(self, key: Hashable, handle: Any, now: float) -> None:
+    def add(self, key: str, handle: Any, now: float) -> None:
         self._handles[key] = handle
         self.answers[key] = Answer(asked_at=now)
         self._pending[self.ask(handle)] = key
 
-    def remove(self, key: Hashable) -> None:
+    def remove(self, key: str) -> None:
         self._handles.pop(key, None)
         self.answers.pop(key, None)
         self._pending = {ref: k for ref, k in self._pending.items() if k != key}
 
     def poll(self, wait_s: float, clock: Callable[[], float]) -> list[Any]:
-        """Take every answer that is there (waiting up to `wait_s` for a first one) and ask again; returns the new values."""
+        """Take every answer that is there (waiting up to `wait_s` for a first one) and ask again; returns the new
+        values.
+        """
         if not self._pending:
             return []
         ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)

@@ -1,6 +1,7 @@
 """Ray's cluster as facts: living nodes with their labels, which of them drain, and how to drain one.
 
-The one place that touches what Ray does not document (2.60): `get_draining_nodes`, `GcsClient.drain_node`, the internal key-value store.
+The one place that touches what Ray does not document (2.60): `get_draining_nodes`, `GcsClient.drain_node`, the
+internal key-value store.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state as ray_state
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 
@@ -39,7 +40,9 @@ class RayNode:
 
 
 def quieten() -> None:
-    """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that is a debug message."""
+    """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that is a debug
+    message.
+    """
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("%s", "\n".join(data["lines"]))
 
 
@@ -76,17 +79,19 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
-    """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler replaces it. True if accepted."""
+    """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler replaces it.
+    True if accepted.
+    """
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     deadline_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
-    accepted, _ = client.drain_node(
-        node_id, autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, message, deadline_ms
-    )
+    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
+    accepted, _ = client.drain_node(node_id, reason, message, deadline_ms)
     return bool(accepted)
 
 
 def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | None = None) -> NodeType:
-    """The planner's facts about a live node: its labels, else its group's entry in the cluster file, else its instance type.
+    """The planner's facts about a live node: its labels, else its group's entry in the cluster file, else its
+    instance type.
 
     Raises:
         ConfigError: a fact is missing; names the label that would supply it.

@@ -15,8 +15,8 @@ logger = logging.getLogger("autohet")
 
 
 class Rehearsal:
-    """Makes the events of `elastic.script` happen, each once. `fleet` None: a real cluster, where only notices and deaths of workers can be
-    rehearsed (deaths and freezes kill or stop processes, they take no machine away)."""
+    """Makes the events of `elastic.script` happen, each once. `fleet` None: a real cluster, where only notices and
+    deaths of workers can be rehearsed (deaths and freezes kill or stop processes, they take no machine away)."""
 
     def __init__(
         self,

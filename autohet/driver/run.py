@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,20 @@ from autohet.driver.events import EventLog
 from autohet.driver.observation import Observation
 from autohet.driver.orders import OrderBook
 from autohet.driver.pacing import paces_of
-from autohet.driver.planning import Planning
+from autohet.driver.planning import make_planning
 from autohet.driver.ray_workforce import RayWorkforce
 from autohet.driver.rehearsal import Rehearsal
 from autohet.driver.states import Training
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
-from autohet.runtime.job.emulated_profile import emulated_profile
-from autohet.runtime.model_spec import model_spec_from_config
 from autohet.runtime.models import load_config
-from planner.cluster import Cluster, Fleet, cluster_from_document
-from planner.communication import read_links
-from planner.cost import CostModel
+from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
-from planner.parameters import CostParameters
-from planner.profile import read_profile
 from recovery.storage import open_storage
 from recovery.storage_errors import StorageError
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 1.0
-MAX_EMULATED_MICROBATCH = 16
 Show = Callable[[Controller, Observation], None]
 
 
@@ -55,49 +48,10 @@ class Outcome:
     summary: dict[str, Any]
 
 
-def make_planning(job: Job, *, clock: Callable[[], float] = time.perf_counter) -> Planning:
-    """The planner as this job uses it; on an emulated fleet it reads the emulated profile and the emulated memory.
-
-    Raises:
-        ConfigError: model, profile or links are wrong.
-    """
-    training, wishes, emulation = job.training, job.parallelism, job.emulation
-    model = job.model.config if job.model.config is not None else str(job.model.pretrained)
-    spec = model_spec_from_config(job.name, model, precision=training.precision, revision=job.model.revision)
-    links = read_links(wishes.links) if wishes.links else None
-    profile = read_profile(wishes.profile) if wishes.profile else None
-    parameters = CostParameters()
-    if emulation is not None:
-        profile = emulated_profile(
-            emulation,
-            model=job.name,
-            dtype=training.precision,
-            sequence_length=training.sequence_length,
-            max_microbatch_sequences=MAX_EMULATED_MICROBATCH,
-        )
-        parameters = CostParameters(context_bytes=0.0, context_share=0.0)
-
-    def make_cost(fleet: Fleet) -> CostModel:
-        return CostModel(
-            fleet if emulation is None else scale_memory(fleet, emulation.memory_scale), spec, profile, sequence_length=training.sequence_length,
-            precision=training.precision, recompute=training.recompute == "full", links=links, parameters=parameters,
-            model=job.name if emulation is not None else None,
-        )  # fmt: skip
-
-    return Planning(job, spec, make_cost, clock)
-
-
-def scale_memory(fleet: Fleet, scale: float) -> Fleet:
-    """EMULATION: the fleet with GPU memories times `scale`."""
-    nodes = (
-        replace(n, node_type=replace(n.node_type, gpu_memory_bytes=int(n.node_type.gpu_memory_bytes * scale)))
-        for n in fleet.nodes
-    )
-    return Fleet(generation=fleet.generation, nodes=tuple(nodes))
-
-
 class JobRun:
-    """Everything that one run of a job owns on the driver's side. `start`, then `tick` until `controller.ended`, then `close`."""
+    """Everything that one run of a job owns on the driver's side. `start`, then `tick` until `controller.ended`,
+    then `close`.
+    """
 
     def __init__(
         self,
@@ -131,7 +85,9 @@ class JobRun:
         self._clock = clock
 
     def _check_data(self, job: Job, vocab_size: int) -> None:
-        """Build the dataset (or find it built) before anything is started: what is wrong with it is the user's to mend."""
+        """Build the dataset (or find it built) before anything is started: what is wrong with it is the user's to
+        mend.
+        """
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
 
@@ -170,7 +126,9 @@ class JobRun:
 
 
 def run_id(job: Job) -> str:
-    """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or storage."""
+    """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or
+    storage.
+    """
     identity = json.dumps(
         [job.name, job.model.config, job.model.pretrained, job.training.seed, job.checkpoint_storage], sort_keys=True
     )
@@ -178,7 +136,8 @@ def run_id(job: Job) -> str:
 
 
 def train(job: Job, *, cluster_path: str | None, address: str | None, events_path: Path | None, show: Show) -> Outcome:
-    """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the emulated fleet that `cluster_path` describes.
+    """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the emulated fleet that
+    `cluster_path` describes.
 
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.

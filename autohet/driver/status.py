@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ def read_status(address: str | None) -> dict[str, dict[str, Any]]:
         ConfigError: there is no such cluster.
     """
     try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConfigError(f"no Ray cluster at {address or 'this machine'}: {error}") from None
     try:

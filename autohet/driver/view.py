@@ -1,4 +1,6 @@
-"""What a person sees of a run: a live table on a terminal, plain lines elsewhere. It reads the controller and changes nothing."""
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere. It reads the controller and
+changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from autohet.runtime.messages import GenerationOrder, WorkerPlace, WorkerReport
 CALL_THREADS = 6  # reports must be answered while an order, an interrupt and a poll are under way
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=CALL_THREADS)
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=CALL_THREADS)  # type: ignore[call-overload]
 class WorkerActor:
     """The process of one GPU. It lives through every generation; Ray never restarts it."""
 

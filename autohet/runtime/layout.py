@@ -1,4 +1,6 @@
-"""From a plan to a layout: which worker holds which shard of the training state. The one place where planner and recovery meet."""
+"""From a plan to a layout: which worker holds which shard of the training state. The one place where planner and
+recovery meet.
+"""
 
 from __future__ import annotations
 

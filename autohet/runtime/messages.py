@@ -53,8 +53,8 @@ class WorkerPlace:
 class GenerationOrder:
     """One worker's orders for one generation: groups to build, state to fill, steps to run.
 
-    `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read from
-    the pretrained weights): every participant finds its own part in it, as receiver and as live source.
+    `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read
+    from the pretrained weights): every participant finds its own part in it, as receiver and as live source.
     """
 
     generation: int
@@ -98,9 +98,9 @@ class RestoreRecord:
 class WorkerReport:
     """What one worker says of itself when polled.
 
-    `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None: no state yet);
-    `prepared_step` is the step whose gradients are synchronised and wait for the vote's result; `vote` is the result of the
-    newest vote that this worker saw and the step it was of.
+    `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None:
+    no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
+    `vote` is the result of the newest vote that this worker saw and the step it was of.
     """
 
     worker: str

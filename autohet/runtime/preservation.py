@@ -1,4 +1,6 @@
-"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, and its part of durable checkpoints."""
+"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, and its part of durable
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RECEIPT_POLL_S = 0.0
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `keep` and `before_update` are called by the generation's thread, `take_receipts` by reports."""
+    """Owned by the worker; `begin`, `keep` and `before_update` are called by the generation's thread,
+    `take_receipts` by reports.
+    """
 
     def __init__(self, place: WorkerPlace, job: Job) -> None:
         self._place = place
@@ -62,7 +66,9 @@ class Preservation:
             self._upload(self._order, step, state)
 
     def _spill(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A full disk is no failure."""
+        """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A
+        full disk is no failure.
+        """
         assert self._disk is not None
         try:
             self._disk.start(step, state, self._timeout_s)

@@ -1,4 +1,6 @@
-"""Fills a worker's state at the start of a generation: from the seed, from pretrained weights, or from wherever it is kept."""
+"""Fills a worker's state at the start of a generation: from the seed, from pretrained weights, or from wherever it
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class StateSource:
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The local slices of the order's layout, and the bytes that came from each tier.
 
-        `live` is this worker's present layout and state. Every participant of the generation calls it; it blocks until this worker has received, and sent, all that the schedule says.
+        `live` is this worker's present layout and state. Every participant of the generation calls it; it blocks
+        until this worker has received, and sent, all that the schedule says.
         """
         if order.transfers is None:
             return self._first(order.layout), {"memory": 0, "disk": 0, "peer": 0, "s3": 0}

@@ -87,8 +87,8 @@ class RowParallel(nn.Module):
         super().__init__()
         self.transposed = isinstance(original, Conv1D)
         self.tp = tp
-        self.weight = original.weight
-        self.bias = original.bias
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
+        self.bias: nn.Parameter | None = original._parameters.get("bias")
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -102,7 +102,7 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, original: nn.Module, tp: TensorParallel, start: int) -> None:
         super().__init__()
-        self.weight = original.weight
+        self.weight: nn.Parameter = original._parameters["weight"]  # type: ignore[assignment]
         self.tp = tp
         self.start = start
         self.padding_idx: int | None = getattr(original, "padding_idx", None)

@@ -44,7 +44,9 @@ class Live:
 
 
 class Worker:
-    """One worker for the length of a job. `report`, `request_stop`, `interrupt`, `roll_forward` may be called from any thread."""
+    """One worker for the length of a job. `report`, `request_stop`, `interrupt`, `roll_forward` may be called from
+    any thread.
+    """
 
     def __init__(self, place: WorkerPlace, job: Job, phase_hook: PhaseHook | None = None) -> None:
         self.place, self.job = place, job
@@ -78,7 +80,8 @@ class Worker:
             live, trainer = self._live, self._trainer
             own = trainer is not None and live is not None and trainer.state is live.state
             return replace(
-                self._report, steps=steps, receipts=receipts, step=live.step if live else 0, live_generation=live.generation if live else None,
+                self._report, steps=steps, receipts=receipts, step=live.step if live else 0,
+                live_generation=live.generation if live else None,
                 prepared_step=trainer.prepared if own and trainer else None, vote=trainer.last_vote if own and trainer else None,
                 snapshot_step=self._preservation.snapshot_step,
             )  # fmt: skip
@@ -159,7 +162,9 @@ class Worker:
         self._set(order.generation, Phase.RESTORING)
         grouped = time.perf_counter()
         source = StateSource(self.place, self.job, self.config, self.device)
-        state, bytes_by_tier = source.fill(order, self._live and (self._live.layout, self._live.state), world)
+        state, bytes_by_tier = source.fill(
+            order, None if self._live is None else (self._live.layout, self._live.state), world
+        )
         world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
         restored = time.perf_counter()
         with self._lock:

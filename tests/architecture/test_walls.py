@@ -28,11 +28,18 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
 
 @pytest.mark.parametrize(
     ("package", "blocked"),
-    [("planner", ["torch", "ray", "boto3", "transformers", "autohet", "recovery"]), ("recovery", ["ray", "planner", "autohet", "transformers"])],
+    [
+        ("planner", ["torch", "ray", "boto3", "transformers", "autohet", "recovery"]),
+        ("recovery", ["ray", "planner", "autohet", "transformers"]),
+    ],
 )
 def test_a_package_imports_without_what_it_must_not_know(package, blocked):
     run = subprocess.run(
-        [sys.executable, "-c", BLOCKER.format(blocked=set(blocked), package=package)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", BLOCKER.format(blocked=set(blocked), package=package)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert run.returncode == 0, run.stderr[-2000:]
 
@@ -47,7 +54,11 @@ def test_no_module_is_a_drawer_for_anything():
 
 
 def test_files_stay_small():
-    long = {str(path.relative_to(ROOT)): count for path in source_files() if (count := len(path.read_text().splitlines())) > 400}
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in source_files()
+        if (count := len(path.read_text().splitlines())) > 400
+    }
     assert long == {}
 
 
@@ -55,7 +66,8 @@ def test_only_the_driver_imports_ray():
     wrong = [
         str(path.relative_to(ROOT))
         for path in source_files()
-        if "autohet/driver" not in str(path) and any(line.strip().startswith(("import ray", "from ray")) for line in path.read_text().splitlines())
+        if "autohet/driver" not in str(path)
+        and any(line.strip().startswith(("import ray", "from ray")) for line in path.read_text().splitlines())
     ]
     assert wrong == []
 
@@ -63,15 +75,29 @@ def test_only_the_driver_imports_ray():
 def error_classes():
     """Every exception class that the three packages define."""
     found = []
-    for name in ("planner.errors", "recovery.errors", "recovery.storage_errors", "recovery.checkpoint_errors", "autohet.runtime.groups"):
+    for name in (
+        "planner.errors",
+        "recovery.errors",
+        "recovery.storage_errors",
+        "recovery.checkpoint_errors",
+        "autohet.runtime.groups",
+    ):
         module = importlib.import_module(name)
-        found += [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Exception) and c.__module__ == name]
+        found += [
+            c
+            for _, c in inspect.getmembers(module, inspect.isclass)
+            if issubclass(c, Exception) and c.__module__ == name
+        ]
     return found
 
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
 def test_an_error_crosses_a_process_border_with_its_message(kind):
-    required = [p for p in inspect.signature(kind.__init__).parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    required = [
+        p
+        for p in inspect.signature(kind.__init__).parameters.values()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ][1:]
     if kind.__init__ in (Exception.__init__, ValueError.__init__):
         error = kind("what went wrong")
     else:
@@ -97,4 +123,8 @@ def test_every_module_says_what_it_is_for():
 
 
 def test_walk_finds_the_packages():
-    assert {name for package in PACKAGES for _, name, _ in pkgutil.iter_modules([str(ROOT / package)])} >= {"plan", "layout", "driver"}
+    assert {name for package in PACKAGES for _, name, _ in pkgutil.iter_modules([str(ROOT / package)])} >= {
+        "plan",
+        "layout",
+        "driver",
+    }

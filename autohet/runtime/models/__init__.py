@@ -33,9 +33,12 @@ logger = logging.getLogger(__name__)
 class ModelSource(Protocol):
     """The `model` section of a job: exactly one of the two is given."""
 
-    config: dict[str, Any] | None
-    pretrained: str | None
-    revision: str | None
+    @property
+    def config(self) -> dict[str, Any] | None: ...
+    @property
+    def pretrained(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:

@@ -1,4 +1,6 @@
-"""A stage: contiguous blocks of a decoder, with the embedding before the first and final norm and head after the last."""
+"""A stage: contiguous blocks of a decoder, with the embedding before the first and final norm and head after the
+last.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ from planner.errors import ConfigError
 class StageModel(nn.Module):
     """One stage on one worker. Parameters have no storage until `load_parameters`.
 
-    `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S, h]; it returns hidden states [b, S, h], or,
-    where it is the last, this rank's logits [b, S, V_local]. With tensor parallelism every rank of the group calls forward, `loss_sum`
-    and backward together; hidden states at the borders are whole and equal on all ranks.
+    `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S, h]; it returns
+    hidden states [b, S, h], or, where it is the last, this rank's logits [b, S, V_local]. With tensor parallelism
+    every rank of the group calls forward, `loss_sum` and backward together; hidden states at the borders are whole
+    and equal on all ranks.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class StageModel(nn.Module):
         self.specs: Mapping[str, ParameterSpec] = family.parameter_specs(config)
         model = skeleton(config)
         blocks = model.get_submodule(family.layers)
+        assert isinstance(blocks, nn.ModuleList)
         self.paths: dict[str, str] = {}  # our submodule -> path in the library's model
         self.blocks = nn.ModuleList()
         for index in range(first_layer, first_layer + num_layers):
@@ -94,7 +98,9 @@ class StageModel(nn.Module):
     # state -----------------------------------------------------------------------------------------------------------
 
     def _slots(self) -> dict[str, list[tuple[nn.Module, str]]]:
-        """Checkpoint name -> the places in this stage where that parameter stands (two for a tied head on one stage)."""
+        """Checkpoint name -> the places in this stage where that parameter stands (two for a tied head on one
+        stage).
+        """
         slots: dict[str, list[tuple[nn.Module, str]]] = {}
         for ours, theirs in self.paths.items():
             for path, module in self.get_submodule(ours).named_modules():
@@ -105,9 +111,11 @@ class StageModel(nn.Module):
         return slots
 
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these local slices (fp32 masters) as the stage's parameters, cast to the compute dtype where that differs.
+        """Take these local slices (fp32 masters) as the stage's parameters, cast to the compute dtype where that
+        differs.
 
-        With fp32 the stage computes on the given tensors themselves; otherwise on copies that `refresh_parameters` renews.
+        With fp32 the stage computes on the given tensors themselves; otherwise on copies that `refresh_parameters`
+        renews.
         """
         slots = self._slots()
         missing = sorted(set(slots) - set(parameters))
@@ -157,7 +165,7 @@ class StageModel(nn.Module):
         hidden = self.embedding(tokens)
         if not self.family.position_embedding:
             return hidden
-        length, limit = tokens.shape[1], self.positions.weight.shape[0]
+        length, limit = tokens.shape[1], self.positions.get_parameter("weight").shape[0]
         if length > limit:
             raise ConfigError(
                 f"sequences of {length} tokens exceed the {limit} learned positions; shorten sequence_length"
@@ -180,8 +188,9 @@ class StageModel(nn.Module):
     def _fixed_by_shape(self, hidden: Tensor) -> dict[str, Any]:
         """Masks by kind and rotary tables: functions of the shape alone, so made once, not for every microbatch.
 
-        A mask is the library's own, None where plain causal attention needs none. It is not told the positions: they are always 0..S-1, and
-        the library would look for packed sequences in them, which makes the host wait for a GPU.
+        A mask is the library's own, None where plain causal attention needs none. It is not told the positions:
+        they are always 0..S-1, and the library would look for packed sequences in them, which makes the host wait
+        for a GPU.
         """
         key = (hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._fixed[0] != key:
@@ -197,7 +206,9 @@ class StageModel(nn.Module):
         return self._fixed[1]
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every rank of the group."""
+        """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every rank of the
+        group.
+        """
         return cross_entropy_sum(logits, targets, self.tp, self._vocabulary_start(self.paths["head"]))
 
 
@@ -241,4 +252,4 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
 def _divide_split_size(module: nn.Module, tp: TensorParallel) -> None:
     """GPT-2's attention splits the packed projection by a stored width."""
     if hasattr(module, "split_size"):
-        module.split_size //= tp.degree
+        module.split_size = int(module.split_size) // tp.degree  # type: ignore[arg-type, assignment]
