@@ -245,7 +245,7 @@ class StageTrainer:
             return vote.is_finite
 
     def _update(self, vote: Vote) -> None:
-        factor = clip_factor(self.training, vote.gradient_norm) / vote.tokens
+        factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
         gradients = self._sync.gradients
         for name in sorted(set(gradients) - self._updated):
             update(self.state, {name: gradients[name]}, self.training, self.step, factor)

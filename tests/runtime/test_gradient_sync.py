@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from autohet.runtime.gradient_sync import Bucket, GradientSync, group_order, plan_buckets
 from autohet.runtime.layout import held_units, layout_of_plan
+from autohet.runtime.models import family_of, stage_parameter_names
 from planner.plan import Plan
+from tests.harness.random_plans import plans
+from tests.harness.tiny_models import tiny_config
 from tests.harness.toy_model import ExactConfig
 
 CONFIG = ExactConfig(num_hidden_layers=4, tie_word_embeddings=True)
@@ -137,3 +142,33 @@ def add_up(fakes: dict[str, FakeGroups]) -> None:
             total = torch.stack(list(flats)).sum(0)
             for flat in flats:
                 flat.copy_(total)
+
+
+@settings(max_examples=12, deadline=None)
+@given(plans(3, 4))
+def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan) -> None:
+    """With a gradient of 1 everywhere at every worker the sum is the number of copies: one a stage that holds the parameter, however many
+    ranks it has; each rank's where the ranks' gradients are parts of the sum."""
+    config = tiny_config("qwen3")  # tied, with partial gradients
+    specs = family_of(config).parameter_specs(config)
+    layout = layout_of_plan(drawn, config)
+    copies: dict[str, float] = defaultdict(float)
+    fakes, syncs = {}, {}
+    for stage in (stage for pipeline in drawn.pipelines for stage in pipeline.stages):
+        for name in stage_parameter_names(config, stage.first_layer, stage.num_layers):
+            copies[name] += stage.tp_degree if specs[name].partial_gradient else 1
+        for worker in stage.workers:
+            units = {n[6:]: u for n, u in layout.units_of(worker).items() if n.startswith("param/")}
+            shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
+            parameters = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
+            fakes[worker] = FakeGroups()
+            sync = syncs[worker] = GradientSync(drawn, config, worker, fakes[worker], parameters, stage.tp_degree)  # type: ignore[arg-type]
+            sync.begin()
+            torch.autograd.backward([p.sum() for p in parameters.values()])
+            sync.finish()
+    add_up(fakes)
+    squares = sum(float(sync.finish()) for sync in syncs.values())
+    for sync in syncs.values():
+        for name, gradient in sync.gradients.items():
+            assert torch.equal(gradient, torch.full_like(gradient, copies[name])), name
+    assert squares == sum(copies[n] ** 2 * math.prod(spec.shape) for n, spec in specs.items())

@@ -80,6 +80,16 @@ def test_targets_that_do_not_count_weigh_nothing() -> None:
     assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
+def test_a_batch_without_counted_targets_is_a_step() -> None:
+    trainer, rows = trainer_of(LLAMA)
+    result = trainer.train_step(
+        lambda step, sequences: (rows(step, sequences)[0], torch.full((len(sequences), 6), -100))
+    )
+    assert (result.tokens, result.loss, result.gradient_norm) == (0, 0.0, 0.0)
+    assert trainer.step == 1
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in trainer.state.values())
+
+
 def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
     seen: list[str] = []
     trainer, rows = trainer_of(

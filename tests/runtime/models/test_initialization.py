@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.initialization import initial_parameters, pretrained_parameters
@@ -65,6 +66,35 @@ def test_a_saved_checkpoint_is_read_back_exactly(name, tmp_path):
     read = dict(pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config)))
     assert all(torch.equal(read[n], p) for n, p in model.named_parameters())
     assert set(read) == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_a_checkpoint_of_the_decoder_alone_has_names_without_its_prefix(name, tmp_path):
+    """As OpenAI's GPT-2 is published: `wte.weight`, not `transformer.wte.weight`."""
+    config = tiny_config(name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.base_model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as stored:
+        assert not any(key.startswith(family_of(config).base + ".") for key in stored.keys())  # noqa: SIM118
+    read = dict(pretrained_parameters(str(tmp_path), config, family_of(config).parameter_specs(config)))
+    assert set(read) == {n for n, _ in model.named_parameters()}
+    assert all(torch.equal(read[n], p) for n, p in model.named_parameters())
+
+
+def test_an_untied_head_is_not_invented(tmp_path):
+    config = tiny_config("llama")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).base_model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no tensor lm_head\.weight"):
+        list(pretrained_parameters(str(tmp_path), config, ["lm_head.weight"]))
+
+
+def test_an_index_that_names_a_file_that_is_gone(tmp_path):
+    config = tiny_config("llama")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path, max_shard_size="20KB")
+    gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ConfigError, match=gone.name):
+        list(pretrained_parameters(str(tmp_path), config, ["model.norm.weight"]))
 
 
 def test_a_bf16_checkpoint_becomes_fp32_masters(tmp_path):
