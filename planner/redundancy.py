@@ -1,4 +1,6 @@
-"""Which layers of a plan would be lost with a node: live copies of training state, counted by the nodes that hold them."""
+"""Which layers of a plan would be lost with a node: live copies of training state, counted by the nodes that hold
+them.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part of one layer: `layer` is "embedding", "head" or a block's number; `part` of `parts` equal slices by tensor parallelism."""
+    """One part of one layer: `layer` is "embedding", "head" or a block's number; `part` of `parts` equal slices by
+    tensor parallelism.
+    """
 
     layer: str
     part: int

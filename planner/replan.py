@@ -21,7 +21,8 @@ Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationCost:
-    """What a move takes: `fixed_s` to stop, rebuild groups and start; bytes fetched at `bytes_per_s` a worker, None: the node's NIC share.
+    """What a move takes: `fixed_s` to stop, rebuild groups and start; bytes fetched at `bytes_per_s` a worker, None:
+    the node's NIC share.
 
     state_bytes_per_parameter: fp32 master and two moments of AdamW by default.
     """
@@ -67,8 +68,10 @@ def replan(
 ) -> ReplanDecision:
     """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
 
-    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan if all its
-    workers live; its repair (lost pipelines dropped, batch shared again); the repair with new pipelines of the GPUs that are left over
+    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan
+    if all its
+    workers live; its repair (lost pipelines dropped, batch shared again); the repair with new pipelines of the GPUs
+    that are left over
     (`extend`); with `thorough` (by default on fleets of up to 64 GPUs) a whole search seeded with these.
     """
     if horizon_s <= 0:
@@ -128,7 +131,9 @@ def _candidates(previous: Plan, request: Request, alive: set[str]) -> list[Plan]
 
 
 def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
-    """The previous plan without the pipelines that lost a worker; the rest share the batch so that the slowest ends earliest."""
+    """The previous plan without the pipelines that lost a worker; the rest share the batch so that the slowest ends
+    earliest.
+    """
     whole = [p for p in previous.pipelines if set(p.workers) <= alive]
     if not whole:
         return None
@@ -220,7 +225,8 @@ def _missing_bytes(
 
 
 def align(plan: Plan, request: Request, held: Holders) -> Plan:
-    """The same plan with equal groups exchanged so that layers stay where they are: each stage takes, among the groups of its node type
+    """The same plan with equal groups exchanged so that layers stay where they are: each stage takes, among the
+    groups of its node type
     and TP degree, the one that already holds most of it; largest overlaps first."""
     slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(plan.pipelines):

@@ -1,7 +1,9 @@
 """`autohet bench planner`, second half: search times, plan quality and bounds.
 
-CPU seconds of this process stand beside wall seconds, since the machine may be shared. Sailor's fleets need the folder of published
-measurements (AUTOHET_MEASUREMENTS, default `shared` beside the checkout) and say so where it is absent. The other fleets' layer
+CPU seconds of this process stand beside wall seconds, since the machine may be shared. Sailor's fleets need the
+folder of published
+measurements (AUTOHET_MEASUREMENTS, default `shared` beside the checkout) and say so where it is absent. The other
+fleets' layer
 times are synthetic (stated FLOP rates), the same for every strategy.
 """
 
@@ -136,7 +138,9 @@ GPT_26 = model_spec("gpt-26", 26, 2048, 8192, 51200, 2048)
 
 
 def metis_rows() -> Iterator[Row]:
-    """Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers; its published-code times are 5-15, 30-332 and 9-124 s."""
+    """Metis's sizes: 16, 32 and 64 GPUs of two types, 26 layers; its published-code times are 5-15, 30-332 and 9-124
+    s.
+    """
     for gpus, theirs in ((16, 4.8), (32, 29.7), (64, 9.4)):
         fleet = fleet_of({"A100-40": gpus // 2, "T4": gpus // 2})
         request = request_of(GPT_26, fleet, 128, 1024, time_limit_s=20)
@@ -171,7 +175,7 @@ def _facts(answer: Answer) -> Row:
     }
 
 
-def exhaustive_rows(cases: int = 100) -> Iterator[Row]:
+def exhaustive_rows(cases: int = 60) -> Iterator[Row]:
     """Random small cases against every plan there is; seeds are the case numbers."""
     optimal = within = valid = 0
     worst = 0.0

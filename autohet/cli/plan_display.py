@@ -1,4 +1,5 @@
-"""What `autohet plan` shows a person: tables and bars on the terminal, a picture (PNG or SVG) of a plan or of a Pareto front.
+"""What `autohet plan` shows a person: tables and bars on the terminal, a picture (PNG or SVG) of a plan or of a
+Pareto front.
 
 A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU type.
 """
@@ -225,7 +226,9 @@ def _short(workers: Sequence[str]) -> list[str]:
 
 
 def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
-    """Writes a picture of the plan, or of the front where the document has one. ConfigError where it cannot be drawn or written."""
+    """Writes a picture of the plan, or of the front where the document has one. ConfigError where it cannot be drawn
+    or written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

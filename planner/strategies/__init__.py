@@ -26,7 +26,8 @@ __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport"
 def plan_with(strategy: str, request: Request) -> Answer:
     """The best plan that the strategy finds for the request's objective.
 
-    InfeasibleError where none fits; ConfigError for an unknown strategy. With objective "pareto" `Answer.front` is the front.
+    InfeasibleError where none fits; ConfigError for an unknown strategy. With objective "pareto" `Answer.front` is
+    the front.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy '{strategy}' does not exist; strategies are: {', '.join(STRATEGIES)}")

@@ -1,4 +1,6 @@
-"""The strategy `autohet`: the engine's drafts placed on the fleet, the best of them chosen by the cost model's own prediction."""
+"""The strategy `autohet`: the engine's drafts placed on the fleet, the best of them chosen by the cost model's own
+prediction.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -110,7 +112,9 @@ def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
 
 
 def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
-    """The plan with the least predicted step time among those that fit memory, price and redundancy; the first of equals."""
+    """The plan with the least predicted step time among those that fit memory, price and redundancy; the first of
+    equals.
+    """
     best: Costed | None = None
     rejected: list[Rejected] = []
     seen: set[Plan] = set()
@@ -206,7 +210,8 @@ def why_infeasible(request: Request, tables: Tables) -> str:
     if request.max_usd_per_hour is not None:
         prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
         if prices and min(prices) > request.max_usd_per_hour:
-            return f"the cheapest node costs {min(prices):.2f} $/h, {min(prices) - request.max_usd_per_hour:.2f} above max_usd_per_hour {request.max_usd_per_hour:.2f}"
+            over = min(prices) - request.max_usd_per_hour
+            return f"the cheapest node costs {min(prices):.2f} $/h, {over:.2f} above max_usd_per_hour"
     have = sum(r.num_gpus * float(r.node_type.gpu_memory_bytes) for r in tables.resources)
     need = []
     for row in tables.rows:
@@ -215,12 +220,13 @@ def why_infeasible(request: Request, tables: Tables) -> str:
         whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes) * kind.tp_degree
         need.append((whole / room, kind.tp_degree, row.microbatch))
     least, tp, size = min(need)
-    over = (
+    lack = (
         f"{(least - have) / GIB:.1f} GiB too little"
         if least > have
         else "enough in sum, but no cut of the layers fits each GPU"
     )
     return (
         f"the model does not fit: with TP {tp} and microbatch {size} one copy needs {least / GIB:.1f} GiB of GPU memory, the fleet's"
-        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB: {over}. Add GPUs, or use recomputation or a shorter sequence"
+        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB:"
+        f" {lack}. Add GPUs, or use recomputation or a shorter sequence"
     )

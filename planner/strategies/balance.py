@@ -1,7 +1,8 @@
 """The best cut of the layers for many pipelines at once: smallest bottleneck under memory, stages in a given order.
 
 For a fixed order of stages and a fixed bottleneck, giving each stage as many layers as time and memory allow is optimal
-(any other cut ends no later at every stage), so a bisection on the bottleneck finds the optimum; every step is done for all
+(any other cut ends no later at every stage), so a bisection on the bottleneck finds the optimum; every step is done
+for all
 pipelines together, stage by stage.
 """
 
@@ -14,9 +15,11 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Cuts:
-    """One entry a pipeline. ends: (n, P) end layer of each stage; stage_s: (n, P) seconds a microbatch; bottleneck_s, fill_s: (n,).
+    """One entry a pipeline. ends: (n, P) end layer of each stage; stage_s: (n, P) seconds a microbatch; bottleneck_s,
+    fill_s: (n,).
 
-    fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has bottleneck inf.
+    fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has
+    bottleneck inf.
     """
 
     ends: Ints
@@ -37,7 +40,9 @@ class Balancer:
         self._width = sums.shape[1]
 
     def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None, steps: int = 14) -> Cuts:
-        """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than the bottleneck a stage may be."""
+        """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than
+        the bottleneck a stage may be.
+        """
         extra = self._boundary(rows, num_stages)
         own = extra * (2 * self.tables.boundary_share)
         own, extra = own + self.tables.stage_overhead_s, extra + self.tables.stage_overhead_s
@@ -84,7 +89,9 @@ class Balancer:
         return best
 
     def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:
-        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is num_layers. Pipelines sorted by depth, deepest first."""
+        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is num_layers. Pipelines
+        sorted by depth, deepest first.
+        """
         n, width = rows.shape
         layers = self.tables.num_layers
         sums = self.tables.time_sums

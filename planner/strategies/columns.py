@@ -1,8 +1,10 @@
 """Every mix of kinds that one pipeline may be made of, with a bound on how many microbatches it can do in a given time.
 
-A *column* says how many stages of which kinds a pipeline has and at which microbatch size, not their order nor the cut of the
+A *column* says how many stages of which kinds a pipeline has and at which microbatch size, not their order nor the
+cut of the
 layers. Its bottleneck and fill here are bounds (never more than any order and cut would need), so the integer program's
-relaxation over all columns bounds the step time of every plan built of them; `balance.py` makes the promising ones exact.
+relaxation over all columns bounds the step time of every plan built of them; `balance.py` makes the promising ones
+exact.
 """
 
 import itertools
@@ -18,7 +20,8 @@ from planner.strategies.tables import Floats, Ints, Tables
 class Columns:
     """One entry a column. rows: (n, R) table row of each slot, -1 where unused; counts: (n, R) stages of it.
 
-    usage: (n, resources) GPUs. bottleneck_s, fill_s: (n,) bounds; sync_bytes: (n,) least gradient bytes of a stage's worker.
+    usage: (n, resources) GPUs. bottleneck_s, fill_s: (n,) bounds; sync_bytes: (n,) least gradient bytes of a stage's
+    worker.
     """
 
     rows: Ints
@@ -41,7 +44,8 @@ class Columns:
     def microbatches_in(self, seconds: Floats) -> Ints:
         """(n,) upper bound of the microbatches that a column completes in so many seconds.
 
-        A stage s of P keeps at most P - s microbatches in flight, so it cannot have done more than that many forwards when the
+        A stage s of P keeps at most P - s microbatches in flight, so it cannot have done more than that many forwards
+        when the
         first backward reaches it: seconds >= fill + (K - 1) t_s - min(K - 1, P - 1 - s) f_s for every stage s.
         """
         room = np.maximum(seconds - self.fill_s, -1.0)
@@ -172,7 +176,9 @@ class ColumnMaker:
         return columns.take(np.flatnonzero(np.isfinite(bottleneck)))
 
     def _capacity(self, rows: Ints, counts: Ints, stages: Ints, limit: Floats) -> Ints:
-        """(n,) most blocks under a bottleneck, each kind as if it sat nearest the pipeline's end, where memory is freest."""
+        """(n,) most blocks under a bottleneck, each kind as if it sat nearest the pipeline's end, where memory is
+        freest.
+        """
         total = np.zeros(len(rows), dtype=np.int64)
         lost_first = np.full(len(rows), 10**6)
         lost_last = np.full(len(rows), 10**6)
@@ -222,7 +228,9 @@ class ColumnMaker:
         return np.where(alive, low, np.inf)
 
     def _fill(self, rows: Ints, counts: Ints, stages: Ints, bottleneck: Floats) -> Floats:
-        """(n,) least seconds of one microbatch: every other kind has one block a stage, the fastest all that memory allows."""
+        """(n,) least seconds of one microbatch: every other kind has one block a stage, the fastest all that memory
+        allows.
+        """
         used = rows >= 0
         blocks = self.tables.num_blocks
         floor = np.where(used, self.least_s[rows, 1], 0.0)

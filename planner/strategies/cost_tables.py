@@ -68,7 +68,8 @@ def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
 def _no_kind(request: Request) -> str:
     most = max(node.node_type.num_gpus for node in request.fleet.nodes)
     return (
-        f"min_tp_degree is {request.min_tp_degree}, but the largest node has {most} GPUs and the model allows TP {request.spec.max_tp_degree}"
+        f"min_tp_degree is {request.min_tp_degree}, but the largest node has {most} GPUs and"
+        f" the model allows TP {request.spec.max_tp_degree}"
         f" (max_tp_degree {request.max_tp_degree}); lower min_tp_degree"
     )
 
@@ -108,7 +109,8 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
         found.append((need - row.limit_bytes, need, node_type.name, kind.tp_degree, row.limit_bytes))
     over, need, name, tp, limit = min(found)
     return (
-        f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}' at TP {tp}, which has {limit / GIB:.2f} GiB:"
+        f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}' at TP {tp},"
+        f" which has {limit / GIB:.2f} GiB:"
         f" {over / GIB:.2f} GiB too little. Use larger GPUs, a higher TP degree, a shorter sequence or recomputation"
     )
 

@@ -1,4 +1,6 @@
-"""Plans before they have workers: pipelines as stages of table rows, their time, and how many microbatches each should do."""
+"""Plans before they have workers: pipelines as stages of table rows, their time, and how many microbatches each
+should do.
+"""
 
 import heapq
 import itertools
@@ -175,9 +177,11 @@ def _simulate(forward: list[float], backward: list[float], send: list[float], k:
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:
-    """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends earliest; None if sizes cannot meet it.
+    """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends earliest; None if sizes
+    cannot meet it.
 
-    For a trial time each pipeline can do so many; per microbatch size a total between one each and that is chosen; the surplus is taken
+    For a trial time each pipeline can do so many; per microbatch size a total between one each and that is chosen;
+    the surplus is taken
     from whichever pipeline would end last.
     """
     low = 0.0

@@ -1,9 +1,11 @@
 """The search of `autohet`: bound every mix of GPUs, make the promising ones exact, pack them into the fleet, refine.
 
-1. `columns.py` lists the mixes that a pipeline may be made of, each with a bound on its speed. The linear program over all of
+1. `columns.py` lists the mixes that a pipeline may be made of, each with a bound on its speed. The linear program
+over all of
    them gives the lower bound and the price of a GPU of each node type.
 2. The columns that these prices do not rule out get their best order and cut (`exact.py`, `balance.py`).
-3. Gradient sync depends on the fullest stage of the whole plan, so the integer program runs once for each promising limit on it.
+3. Gradient sync depends on the fullest stage of the whole plan, so the integer program runs once for each promising
+limit on it.
 4. Each packing gets its microbatches exactly and single-layer moves under the 1F1B simulation (`refine.py`).
 """
 

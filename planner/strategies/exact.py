@@ -14,7 +14,9 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Pipelines:
-    """One entry a column that can hold the model. index: which column it came from; sync sizes in bytes as in `SyncShape`."""
+    """One entry a column that can hold the model. index: which column it came from; sync sizes in bytes as in
+    `SyncShape`.
+    """
 
     index: Ints
     rows: Ints
@@ -54,10 +56,13 @@ def make_exact(
     orders: int = 6,
     leanings: Sequence[float] = (0.0,),
 ) -> Pipelines:
-    """The best pipeline of each of `columns[index]` for a step of about `seconds`, over up to `orders` orders of its kinds.
+    """The best pipeline of each of `columns[index]` for a step of about `seconds`, over up to `orders` orders of its
+    kinds.
 
-    leanings: each gives every order one more cut, in which a stage may take longer than the bottleneck in proportion to a power of
-    its speed: with few microbatches the way through counts, and fast stages should hold more. With several, all are kept.
+    leanings: each gives every order one more cut, in which a stage may take longer than the bottleneck in proportion
+    to a power of
+    its speed: with few microbatches the way through counts, and fast stages should hold more. With several, all are
+    kept.
     """
     if len(index) == 0:
         return _empty(tables, columns)
@@ -109,7 +114,9 @@ def _empty(tables: Tables, columns: Columns) -> Pipelines:
 
 
 def _arrangements(columns: Columns, orders: int) -> tuple[Ints, Ints]:
-    """(m, P) table rows of the stages for each order of each column's kinds, and (m,) the column it belongs to. Equal kinds stay together."""
+    """(m, P) table rows of the stages for each order of each column's kinds, and (m,) the column it belongs to. Equal
+    kinds stay together.
+    """
     width = columns.rows.shape[1]
     depth = int(columns.num_stages.max())
     kinds = (columns.rows >= 0).sum(axis=1)

@@ -1,4 +1,6 @@
-"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of the other strategies."""
+"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of the other
+strategies.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -110,7 +112,9 @@ def _workers_of(forms: tuple[_Form, ...], request: Request) -> list[list[tuple[s
 
 
 def _with_batches(request: Request, forms: tuple[_Form, ...]) -> Iterator[Plan]:
-    """Every microbatch size and count of each pipeline that meets the batch; pipelines of equal form in falling order."""
+    """Every microbatch size and count of each pipeline that meets the batch; pipelines of equal form in falling
+    order.
+    """
     batch = request.global_batch_sequences
     workers = _workers_of(forms, request)
     assert workers is not None

@@ -13,7 +13,9 @@ _EFFORT = Effort(columns=10_000, exact=150, packed=50, orders=2, levels=1, candi
 
 
 def extend(kept: Plan | None, request: Request) -> list[Plan]:
-    """Plans that keep `kept`'s pipelines where they are and add pipelines of free GPUs; empty where there is nothing to add."""
+    """Plans that keep `kept`'s pipelines where they are and add pipelines of free GPUs; empty where there is nothing
+    to add.
+    """
     if kept is None:
         return []
     used = set(kept.workers)

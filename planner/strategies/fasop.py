@@ -1,8 +1,12 @@
-"""The strategy `fasop`: one grid of TP x DP x PP for each order of the nodes, layers by min-max moves; and the Pareto front over fleets.
+"""The strategy `fasop`: one grid of TP x DP x PP for each order of the nodes, layers by min-max moves; and the Pareto
+front over fleets.
 
-Hwang et al., "FASOP: fast yet accurate automated search for optimal parallelization of transformers on heterogeneous GPU
-clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform TP and DP, repeated moves of one layer from the slowest to
-the fastest stage, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer costs of the wrong
+Hwang et al., "FASOP: fast yet accurate automated search for optimal parallelization of transformers on heterogeneous
+GPU
+clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform TP and DP, repeated moves of one layer
+from the slowest to
+the fastest stage, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer costs
+of the wrong
 half, hard-coded microbatch factors, equal node sizes.
 """
 
@@ -102,7 +106,8 @@ def _plan(
 
 
 def min_max(tables: Tables, stager: Stager, staged: Staged) -> tuple[int, ...]:
-    """Ends of the stages: from an equal split, one block at a time from the slowest stage to the fastest that has memory, until the
+    """Ends of the stages: from an equal split, one block at a time from the slowest stage to the fastest that has
+    memory, until the
     slowest grows or a split comes back."""
     rows = stager.slowest(staged)
     split = list(equal_split(tables.num_blocks, len(rows)))
@@ -137,7 +142,9 @@ def _stage_seconds(tables: Tables, rows: list[int], split: list[int]) -> list[fl
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
-    """Fleets with every number of nodes of each type up to the fleet's; numbers are thinned so that there are at most `most`."""
+    """Fleets with every number of nodes of each type up to the fleet's; numbers are thinned so that there are at most
+    `most`.
+    """
     by_type: dict[NodeType, list[Node]] = {}
     for node in fleet.nodes:
         by_type.setdefault(node.node_type, []).append(node)

@@ -1,6 +1,8 @@
-"""Small fleets: sets of up to five pipelines, all of them compared, each with the gradient sync of its own number and node types.
+"""Small fleets: sets of up to five pipelines, all of them compared, each with the gradient sync of its own number and
+node types.
 
-The integer program knows sync only as a limit on stages; with few pipelines their number changes it most, so here every set is
+The integer program knows sync only as a limit on stages; with few pipelines their number changes it most, so here
+every set is
 tried. With K real-valued a set's step time has a closed form: all pipelines end together when
 T = (B - sum b + sum b fill / bottleneck) / sum (b / bottleneck).
 """

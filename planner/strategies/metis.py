@@ -1,9 +1,13 @@
 """The strategy `metis`: stage-device groups, capacity-aware layer balancing, data before tensor parallelism.
 
-Um et al., "Metis: fast automatic distributed training on heterogeneous GPUs", ATC'24, under our cost model. Kept: types laid out
-contiguously in every order, group sizes that are powers of two and never much below the mean (pruning 1), equal neighbours permuted as
-blocks (pruning 2), layers in proportion to the stages' speed with memory repair, the first memory-feasible strategy from the
-most data-parallel one. Not kept: plans that lose layers or leave stages empty, the limit to powers of two in GPUs and batch, and
+Um et al., "Metis: fast automatic distributed training on heterogeneous GPUs", ATC'24, under our cost model. Kept:
+types laid out
+contiguously in every order, group sizes that are powers of two and never much below the mean (pruning 1), equal
+neighbours permuted as
+blocks (pruning 2), layers in proportion to the stages' speed with memory repair, the first memory-feasible strategy
+from the
+most data-parallel one. Not kept: plans that lose layers or leave stages empty, the limit to powers of two in GPUs and
+batch, and
 an order that depends on the hash seed. Our plans have one data-parallel degree for all stages.
 """
 
@@ -136,7 +140,9 @@ def _best_of(
 
 
 def balance(tables: Tables, stager: Stager, staged: Staged) -> tuple[int, ...] | None:
-    """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give capacity away."""
+    """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
+    capacity away.
+    """
     rows = stager.slowest(staged)
     depth = len(rows)
     capacity = np.array([1.0 / tables.time_sums[row, -1] for row in rows])

@@ -1,7 +1,10 @@
-"""Choosing pipelines: the linear program over all columns (a bound) and the integer program over the promising ones (a plan).
+"""Choosing pipelines: the linear program over all columns (a bound) and the integer program over the promising ones
+(a plan).
 
-At a step time T a column is worth the sequences that it completes in T; the fleet can meet T only if columns that fit into its
-GPUs are together worth the global batch. The relaxation is solved by column generation: few rows, so few columns matter.
+At a step time T a column is worth the sequences that it completes in T; the fleet can meet T only if columns that fit
+into its
+GPUs are together worth the global batch. The relaxation is solved by column generation: few rows, so few columns
+matter.
 """
 
 from dataclasses import dataclass
@@ -30,7 +33,9 @@ class Packer:
         self._pool: list[int] = []
 
     def relax(self, value: Floats, target: float | None = None, at_most: int | None = None) -> Relaxed:
-        """Maximum of value over fractional packings; stops early once `target` is reached. at_most: number of pipelines."""
+        """Maximum of value over fractional packings; stops early once `target` is reached. at_most: number of
+        pipelines.
+        """
         from scipy.optimize import linprog
 
         usable = np.flatnonzero((value > 0) & self.possible)
@@ -76,7 +81,8 @@ class Packer:
         at_least: int = 1,
         at_most: int | None = None,
     ) -> dict[int, int] | None:
-        """How many of each of `columns` reach `batch` sequences exactly; None if none is found. value: microbatches times size.
+        """How many of each of `columns` reach `batch` sequences exactly; None if none is found. value: microbatches
+        times size.
 
         Per microbatch size b an integer number of microbatches is chosen between one and what the pipelines can do.
         """

@@ -11,7 +11,9 @@ Search = Callable[[Request], Answer]
 
 
 def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> list[Answer]:
-    """Plans of which none is both faster and cheaper an hour than another, fastest first. ConfigError where a node has no price."""
+    """Plans of which none is both faster and cheaper an hour than another, fastest first. ConfigError where a node
+    has no price.
+    """
     for node in request.fleet.nodes:
         if node.node_type.usd_per_hour is None:
             raise ConfigError(

@@ -33,7 +33,8 @@ def place(
 ) -> Plan | None:
     """The plan of a draft on GPUs that are not `taken`; None if the groups cannot be packed into nodes.
 
-    Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages share a node where they can.
+    Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages share a node where
+    they can.
     """
     nodes = [_Nodes(r.node_names, r.node_type.num_gpus, taken) for r in tables.resources]
     degrees = [max(_degree(tables, row) for row in shape.rows) for shape, _ in draft.pipelines]

@@ -1,4 +1,6 @@
-"""Local search on a draft under the 1F1B simulation: one block or one stage to its neighbour's place, one microbatch to another pipeline."""
+"""Local search on a draft under the 1F1B simulation: one block or one stage to its neighbour's place, one microbatch
+to another pipeline.
+"""
 
 import itertools
 

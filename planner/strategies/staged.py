@@ -35,7 +35,9 @@ class Stager:
         self._row = {(row.kind, row.microbatch): i for i, row in enumerate(tables.rows)}
 
     def stages(self, gpus: Sequence[str], sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
-        """The next `size` GPUs for each stage, `width` groups each; None where a group would leave its node or was not measured."""
+        """The next `size` GPUs for each stage, `width` groups each; None where a group would leave its node or was
+        not measured.
+        """
         stages, rows, at = [], [], 0
         for size in sizes:
             tp = size // width

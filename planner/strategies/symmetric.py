@@ -1,6 +1,7 @@
 """Symmetric grids: `megatron` (TP x PP x DP, equal split of the layers) and `varuna` (no TP, cuts balanced by compute).
 
-Both treat the GPUs as equal, in the fleet's order; the grid is chosen under our cost model. Narayanan et al., "Efficient
+Both treat the GPUs as equal, in the fleet's order; the grid is chosen under our cost model. Narayanan et al.,
+"Efficient
 large-scale language model training on GPU clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
 """
 

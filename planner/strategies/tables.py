@@ -1,7 +1,9 @@
 """What the searches read: layer times, memory and link seconds as arrays, whatever cost model they came from.
 
-A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The arrays have one entry a
-layer, with the embedding first, then the blocks, then the head (`num_layers = num_blocks + 2`); they are summed once so that
+A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The arrays have one
+entry a
+layer, with the embedding first, then the blocks, then the head (`num_layers = num_blocks + 2`); they are summed once
+so that
 the cost of any contiguous range is one subtraction.
 """
 
@@ -42,11 +44,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker; arrays have shape (num_layers,).
+    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker; arrays have shape
+    (num_layers,).
 
-    state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one microbatch in
-    flight keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a GPU has.
-    sync_bytes: gradient bytes a worker sends for the layer. tied_bytes: what a stage that holds embedding and head saves.
+    state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one
+    microbatch in
+    flight keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a
+    GPU has.
+    sync_bytes: gradient bytes a worker sends for the layer. tied_bytes: what a stage that holds embedding and head
+    saves.
     """
 
     kind: int
@@ -65,8 +71,10 @@ class Row:
 class SyncShape:
     """What the gradient sync of a plan depends on.
 
-    worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together. least_tp: smallest TP
-    degree in the plan. pipelines: number of holders of each layer. resources: node types in use; empty asks for a lower bound.
+    worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together.
+    least_tp: smallest TP
+    degree in the plan. pipelines: number of holders of each layer. resources: node types in use; empty asks for a
+    lower bound.
     """
 
     worker_bytes: float
@@ -80,10 +88,13 @@ class SyncShape:
 class Tables:
     """All that a search needs of a request.
 
-    boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and gradient
+    boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and
+    gradient
     together; `transfers` says whom they occupy. sync_s estimates what follows the pipelines
-    (gradient sync, optimizer) from `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a pipeline is timed
-    as the 1F1B simulation does, where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill. boundary_ends(stages): weight
+    (gradient sync, optimizer) from `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a
+    pipeline is timed
+    as the 1F1B simulation does, where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill.
+    boundary_ends(stages): weight
     of the boundary's half that the first and the last stage bear.
     """
 
@@ -136,7 +147,9 @@ class Tables:
         return out
 
     def last_layer_that_fits(self, max_in_flight: int) -> Ints:
-        """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many microbatches in flight."""
+        """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many
+        microbatches in flight.
+        """
         n = self.num_layers
         out = np.zeros((len(self.rows), max_in_flight, n + 1), dtype=np.int64)
         for r, row in enumerate(self.rows):

@@ -34,7 +34,9 @@ def profile(
                 for layer, weight in (("embedding", 0.2), ("block", 1.0), ("head", 1.5)):
                     forward = (0.2 + weight * size / tp**0.9) * unit
                     rows.append(
-                        Measurement("tiny", gpu, "fp32", tp, sequence_length, size, layer, forward, 2 * forward, forward / 10)
+                        Measurement(
+                            "tiny", gpu, "fp32", tp, sequence_length, size, layer, forward, 2 * forward, forward / 10
+                        )
                     )
     return ProfileTable(rows)
 
