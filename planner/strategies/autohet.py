@@ -3,7 +3,7 @@ prediction.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost import Prediction
 from planner.errors import InfeasibleError
@@ -19,6 +19,7 @@ from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
+_POLISH_ROUNDS = 4
 _MOST_FOR_GRIDS = 128
 _MOST_FOR_FASOP = 16
 _MOST_FOR_METIS = 8
@@ -53,6 +54,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables))
+    if len(request.fleet.workers) <= FEW_GPUS:
+        best = _polish(request, best)
     bound = found.lower_bound_s or None
     step = best.prediction.step_time_s
     gap = None if bound is None else max(0.0, step / bound - 1)
@@ -60,6 +63,32 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
     )
+
+
+def _polish(request: Request, best: Costed) -> Costed:
+    """Single blocks moved between neighbouring stages under the full prediction, where updates and sync overlap other stages."""
+    for _ in range(_POLISH_ROUNDS):
+        moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
+        if moved is None or moved.plan == best.plan:
+            return best
+        best = moved
+    return best
+
+
+def _block_moves(plan: Plan) -> Iterator[Plan]:
+    for p, pipeline in enumerate(plan.pipelines):
+        for i in range(len(pipeline.stages) - 1):
+            for step in (-1, 1):
+                left, right = pipeline.stages[i], pipeline.stages[i + 1]
+                if min(left.num_layers + step, right.num_layers - step) < 1:
+                    continue
+                changed = (
+                    replace(left, num_layers=left.num_layers + step),
+                    replace(right, first_layer=right.first_layer + step, num_layers=right.num_layers - step),
+                )
+                stages = (*pipeline.stages[:i], *changed, *pipeline.stages[i + 2 :])
+                pipelines = (*plan.pipelines[:p], replace(pipeline, stages=stages), *plan.pipelines[p + 1 :])
+                yield replace(plan, pipelines=pipelines)
 
 
 def effort_for(tables: Tables) -> Effort:

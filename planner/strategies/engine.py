@@ -113,10 +113,25 @@ class Engine:
         return (float(best), prices) if np.isfinite(best) else (0.0, prices)
 
     def _least_sync(self, columns: Columns, pipelines: int) -> Floats:
-        """(n,) what each column adds to its pipeline at least, when at least so many pipelines share the model."""
-        top = float(columns.sync_bytes.max())
-        steps = np.linspace(0.0, top, 65)
-        at = np.clip(np.searchsorted(steps, columns.sync_bytes, side="right") - 1, 0, 64)
+        """(n,) what each column adds to its pipeline at least, when at least so many pipelines share the model.
+
+        The first stage ends last and holds the embedding and a block at least. The fullest worker holds an equal share at least,
+        but its stage ends earlier than the first by the backwards before it, which are at most the fill less its forwards.
+        """
+        fullest = self._sync_of(columns, columns.sync_bytes, pipelines)
+        if not self.tables.overlaps_warmup:
+            return fullest
+        rows = self.tables.rows
+        held = np.array([row.sync_bytes[0] + row.sync_bytes[1:-1].min() for row in rows])
+        first = np.where(columns.rows >= 0, held[columns.rows], np.inf).min(axis=1)
+        share = min(float((row.forward_s / np.maximum(row.forward_s + row.backward_s, 1e-30)).min()) for row in rows)
+        early = (1.0 - share) * columns.fill_s
+        return np.maximum(self._sync_of(columns, np.minimum(first, columns.sync_bytes), pipelines), fullest - early)
+
+    def _sync_of(self, columns: Columns, num_bytes: Floats, pipelines: int) -> Floats:
+        """(n,) least seconds of sync and update of a worker with so many gradient bytes, rounded down to a grid of 65 sizes."""
+        steps = np.linspace(0.0, float(num_bytes.max()), 65)
+        at = np.clip(np.searchsorted(steps, num_bytes, side="right") - 1, 0, 64)
         out = np.zeros(len(columns))
         for tp in np.unique(columns.least_tp):
             shapes = [SyncShape(float(b), float(b) * int(tp), int(tp), pipelines, ()) for b in steps]
