@@ -164,13 +164,24 @@ class GenerationGroups:
         """Wait until every member is here: a store poll that an interrupt ends, so that no group's constructor waits for the dead."""
         self._store.set(f"here/{self.me}", "1")
         keys = [f"here/{member}" for member in members]
-        deadline = time.monotonic() + self._rendezvous_s
-        while not self._store.check(keys):
+        self._poll(lambda: self._store.check(keys), "the rendezvous", self._rendezvous_s)
+
+    def _poll(self, everyone_came: Callable[[], bool], where: str, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not everyone_came():
             if self._interrupted.is_set():
-                raise Interrupted("rendezvous")
+                raise Interrupted(where)
             if time.monotonic() > deadline:
-                raise PeerLost(f"not everyone came to the rendezvous within {self._rendezvous_s:.0f} s")
+                raise PeerLost(f"not everyone came to {where} within {limit_s:.0f} s")
             time.sleep(STORE_POLL_S)
+
+    def _gather(self, name: str, size: int) -> None:
+        """Wait until all members are about to build a group. Its constructor waits for them too, but cannot be woken: a member that was
+        lost since the rendezvous would hold the others there until the constructor's own deadline."""
+        complete = f"complete/{name}"
+        if self._store.add(f"arrived/{name}", 1) == size:
+            self._store.set(complete, "1")
+        self._poll(lambda: self._store.check([complete]), f"building {name}", self.timeout_s)
 
     def group(self, members: Iterable[str], purpose: str = "sync") -> Group:
         """The group of these members, made on first use: all of them call in the same order of groups."""
@@ -181,6 +192,8 @@ class GenerationGroups:
             return found
         self.check()
         name = f"{key[0]}/{len(key[1])}/{'+'.join(key[1])}"
+        if len(key[1]) > 1:
+            self._gather(name, len(key[1]))
         try:
             made = Group(name, key[1], self.me, self._store, self.device, self.timeout_s)
         except RuntimeError as error:

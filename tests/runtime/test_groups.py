@@ -102,6 +102,24 @@ def test_an_interrupt_ends_the_rendezvous(store: TCPStore) -> None:
         groups.group(["a"])
 
 
+def test_an_interrupt_ends_the_building_of_a_group_that_a_peer_never_joins(store: TCPStore) -> None:
+    """The peer came to the rendezvous and died before it built the group."""
+    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=60.0, rendezvous_s=60.0)
+    GenerationGroups(store, 1, "b", CPU, timeout_s=60.0, rendezvous_s=60.0).meet(["b"])
+    groups.meet(["a", "b"])
+    thread, raised = in_thread(lambda: groups.group(["a", "b"]))
+    groups.interrupt()
+    thread.join(20)
+    assert not thread.is_alive(), "still building"
+    assert isinstance(raised[0], Interrupted)
+
+
+def test_a_group_that_a_peer_never_joins_has_a_deadline(store: TCPStore) -> None:
+    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=0.05, rendezvous_s=60.0)
+    with pytest.raises(PeerLost, match="any/2/a\\+b"):
+        groups.group(["a", "b"])
+
+
 def test_a_group_of_one_needs_nobody() -> None:
     group = Group("alone", ("a",), "a", HashStore(), CPU, 1.0)
     tensor, started = torch.ones(2), time.monotonic()
