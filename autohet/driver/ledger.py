@@ -102,7 +102,8 @@ class Ledger:
 
     def measured_step_s(self, generation: int) -> float | None:
         """Median step time of a generation, its first step left out; None where nothing was measured."""
-        seconds = self.step_seconds.get(generation, [])[WARM_STEPS:]
+        seconds = self.step_seconds.get(generation, [])
+        seconds = seconds[WARM_STEPS:] or seconds
         return statistics.median(seconds) if seconds else None
 
     def status(self) -> dict[str, Any]:

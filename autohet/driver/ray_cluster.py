@@ -43,6 +43,7 @@ def quieten() -> None:
     """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that is a debug
     message.
     """
+    logging.getLogger("ray").setLevel(logging.ERROR)
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("%s", "\n".join(data["lines"]))
 
 
