@@ -1,44 +1,46 @@
-"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, found by
-scanning its directories.
+"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, and copies that
+peers have pushed here. Found by scanning its directories.
 
-The files are written by the workers (see `recovery.snapshot`); the store only reads. A file that is damaged, torn
-or gone is skipped.
+Workers write their files themselves (see `recovery.snapshot`); the store reads them, copies them to disk when asked,
+takes in pushed copies and removes old ones. A file that is damaged, torn or gone is skipped and reported.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
+import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 
-from recovery.errors import ShardUnavailable, SnapshotError
+from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.holdings import Holding, Source
 from recovery.layout import ShardId
-from recovery.snapshot_file import SUFFIX, SnapshotFile
+from recovery.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
 
 logger = logging.getLogger(__name__)
 
 
 class AgentStore:
-    """Reads one node's snapshots. Any thread may call it; open files are kept mapped until they change."""
+    """One node's snapshots. Any thread may call it; files are kept mapped while they exist."""
 
     def __init__(self, memory_directory: Path | str, disk_directory: Path | str, node: str) -> None:
         self.node = node
         self._directories = {"memory": Path(memory_directory), "disk": Path(disk_directory)}
         self._files: dict[tuple[str, Path], SnapshotFile] = {}
+        self._resolved: dict[Source, list[SnapshotFile]] = {}
         self._lock = threading.Lock()
+        self._pushes = 0
         self.problems: tuple[str, ...] = ()
+
+    # reading
 
     def inventory(self) -> list[Holding]:
         """Every committed snapshot of this node, memory before disk; what cannot be read is in `problems`."""
-        found: list[Holding] = []
         problems: list[str] = []
-        for kind, directory in self._directories.items():
-            for path in sorted(directory.glob(f"*{SUFFIX}")):
-                try:
-                    found.append(self._open(kind, path).holding(kind, self.node))
-                except SnapshotError as error:
-                    problems.append(str(error))
+        found = [file.holding(kind, self.node) for kind, file in self._scan(problems)]
         self.problems = tuple(problems)
         return found
 
@@ -53,46 +55,154 @@ class AgentStore:
         return self.file_of(source, shard).read(shard)
 
     def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
-        """The open snapshot file that `source` names."""
-        for path in sorted(self._directories[source.kind].glob(f"*{SUFFIX}")):
-            try:
-                file = self._open(source.kind, path)
-            except SnapshotError:
-                continue
-            if (file.map.worker, file.commit.step, file.commit.generation) == (
-                source.name,
-                source.step,
-                source.generation,
-            ):
+        """The open snapshot file of `source` that holds `shard`. Raises ShardUnavailable as `read` does."""
+        with self._lock:
+            known = self._resolved.get(source, [])
+        for file in known:
+            if shard in file.map.extents and _is_there(file):
+                return file
+        files = [file for kind, file in self._scan([]) if file.source(kind, self.node) == source]
+        with self._lock:
+            self._resolved[source] = files
+        for file in files:
+            if shard in file.map.extents:
                 return file
         raise ShardUnavailable(shard, str(source), "no such snapshot is there (any more)")
+
+    def _scan(self, problems: list[str]) -> Iterator[tuple[str, SnapshotFile]]:
+        """Every committed file as it is now, by kind; forgets (unmaps) those that are gone."""
+        present: list[tuple[str, Path]] = []
+        for kind, directory in self._directories.items():
+            present += [(kind, path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
+        self._forget_absent(set(present))
+        for kind, path in present:
+            try:
+                yield kind, self._open(kind, path)
+            except SnapshotUncommitted:
+                continue
+            except SnapshotError as error:
+                problems.append(str(error))
 
     def _open(self, kind: str, path: Path) -> SnapshotFile:
         """The file as it is now, mapped anew only when it was replaced."""
         with self._lock:
             known = self._files.get((kind, path))
-            try:
-                if (
-                    known is not None
-                    and known.path.stat().st_size == known.num_bytes
-                    and known.identity == identity(path)
-                ):
-                    current = known.current()
-                else:
-                    current = SnapshotFile(path)
-            except OSError as error:
-                raise SnapshotError(str(path), f"is gone: {error}") from error
+            if known is not None and _is_there(known):
+                current = known.current()
+            else:
+                current = SnapshotFile(path)
             self._files[kind, path] = current
             return current
 
-    def close(self) -> None:
+    def _forget_absent(self, present: set[tuple[str, Path]]) -> None:
+        # A removed file's memory is only freed once nobody maps it.
         with self._lock:
-            for file in self._files.values():
-                file.close()
+            for key in [key for key in self._files if key not in present]:
+                del self._files[key]
+            there = {id(file.map) for file in self._files.values()}
+            self._resolved = {
+                source: files
+                for source, files in self._resolved.items()
+                if files and all(id(file.map) in there for file in files)
+            }
+
+    # keeping
+
+    def spill(self, step: int) -> int:
+        """Copy every host-memory snapshot of `step` to the disk; returns how many are there now. Blocks on the disk.
+
+        A copy counts once it is whole on the device under its final name. A full disk, or a snapshot that was
+        overwritten meanwhile, is logged and skipped.
+        """
+        spilled = 0
+        for kind, file in list(self._scan([])):
+            if kind != "memory" or file.commit.step != step:
+                continue
+            target = self._directories["disk"] / f"{_stem(file.map.worker, step, file.commit.generation)}.spill{SUFFIX}"
+            try:
+                if not target.exists():
+                    _copy_durably(file, target)
+                spilled += 1
+            except (OSError, SnapshotError) as error:
+                logger.warning("step %d of %s is not on the disk: %s", step, file.map.worker, error)
+        return spilled
+
+    def accept(self, step: int, generation: int, file_map: FileMap) -> SnapshotFileWriter:
+        """A file for shards that a peer pushes here: fill `buffer` at `map.extents`, `commit`, `close`.
+
+        In host memory where there is room, else on the disk.
+
+        Raises:
+            SnapshotError: room in neither.
+        """
+        with self._lock:
+            self._pushes += 1
+            name = f"{_stem(file_map.worker, step, generation)}.pushed{os.getpid()}-{self._pushes}{SUFFIX}"
+        try:
+            return SnapshotFileWriter(self._directories["memory"] / name, file_map)
+        except SnapshotError as error:
+            logger.warning("a pushed copy goes to the disk: %s", error)
+            return SnapshotFileWriter(self._directories["disk"] / name, file_map)
+
+    def prune(self, before_step: int, living: frozenset[str] = frozenset()) -> int:
+        """Remove every copy of a step before `before_step` but the files that `living` workers write in turn; returns
+        how many. The caller knows a newer step that is whole.
+        """
+        removed = 0
+        for _, file in list(self._scan([])):
+            owned = file.map.worker in living and not _is_copy(file.path)
+            if file.commit.step < before_step and not owned:
+                file.path.unlink(missing_ok=True)
+                removed += 1
+        self._scan_once()
+        return removed
+
+    def _scan_once(self) -> None:
+        for _ in self._scan([]):
+            pass
+
+    def close(self) -> None:
+        """Let go of all files; each is unmapped with the last view that is still in use."""
+        with self._lock:
             self._files.clear()
+            self._resolved.clear()
 
 
-def identity(path: Path) -> tuple[int, int]:
-    """Device and inode: another file under the same name is another identity."""
-    status = path.stat()
-    return status.st_dev, status.st_ino
+def _is_there(file: SnapshotFile) -> bool:
+    """Whether the path still names the file that is mapped, at its full length (reading beyond the end would kill
+    the process).
+    """
+    try:
+        status = file.path.stat()
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) == file.identity and status.st_size == file.num_bytes
+
+
+def _stem(worker: str, step: int, generation: int) -> str:
+    return f"{urllib.parse.quote(worker, safe='')}.s{step}.g{generation}"
+
+
+def _is_copy(path: Path) -> bool:
+    return ".spill." in path.name or ".pushed" in path.name
+
+
+def _copy_durably(file: SnapshotFile, target: Path) -> None:
+    """Copy a snapshot file to `target`: temporary name, every shard checked, on the device, then renamed."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copyfile(file.path, temporary)
+        with SnapshotFile(temporary) as copied:
+            if copied.commit != file.commit:
+                raise SnapshotError(str(file.path), "was overwritten while it was copied")
+            for shard in copied.shards:
+                copied.verify(shard, copied.view(shard))
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -87,6 +87,10 @@ class SnapshotError(RecoveryError):
         return f"snapshot {self.path}: {self.reason}"
 
 
+class SnapshotUncommitted(SnapshotError):
+    """Nothing is committed in the file: its writer is at work, or died at it. Not damage."""
+
+
 class RestoreError(RecoveryError):
     """A worker could not get back all its shards: every source of at least one of them failed."""
 

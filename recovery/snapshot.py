@@ -118,7 +118,8 @@ class SnapshotWriter:
             try:
                 self._take(step, state, event)
             except (RecoveryError, ValueError, RuntimeError, OSError) as failure:
-                reason = f"step {step} was not taken: {failure}"
+                why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
+                reason = f"step {step} was not taken: {why}"
                 error = SnapshotError(str(self._buffers[self._next].file.path), reason)
             del state
             with self._changed:

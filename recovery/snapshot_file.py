@@ -26,8 +26,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError
+from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.holdings import Holding, Source
 from recovery.layout import ShardId, TensorSpec
 
@@ -38,6 +39,8 @@ _RECORD = struct.Struct("<QqqII")
 _RECORD_OFFSET = 256
 _HEADER_OFFSET = 4096
 _ALIGNMENT = 64
+
+Checksums = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class SnapshotFile:
         try:
             self.map = _read_map(path, self._map)
             self._positions = {shard: number for number, shard in enumerate(self.map.extents)}
-            self.commit = self._read_commit()
+            self.commit, self._checksums = self._read_commit()
         except BaseException:
             self._map.close()
             raise
@@ -140,11 +143,14 @@ class SnapshotFile:
     def checksum(self, shard: ShardId) -> int:
         return int(self._checksums[self._positions[shard]])
 
+    def source(self, kind: str, node: str) -> Source:
+        """This file as a place to get shards from."""
+        return Source(kind, node, self.map.worker, self.commit.step, self.commit.generation)
+
     def holding(self, kind: str, node: str) -> Holding:
         """What this file holds, as a source of `kind` "memory" or "disk" on `node`."""
-        source = Source(kind, node, self.map.worker, self.commit.step, self.commit.generation)
         checksums = {shard: int(crc) for shard, crc in zip(self.map.extents, self._checksums.tolist(), strict=True)}
-        return Holding(source, frozenset(self.map.extents), checksums)
+        return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
 
     def view(self, shard: ShardId) -> memoryview:
         """The shard's bytes, unchecked, without a copy.
@@ -182,29 +188,30 @@ class SnapshotFile:
             SnapshotError: nothing is committed in it now.
         """
         newest = copy.copy(self)
-        newest.commit = newest._read_commit()
+        newest.commit, newest._checksums = self._read_commit()
         return self if newest.commit == self.commit else newest
 
     def still_committed(self) -> bool:
         """Whether the file still holds the commit that was there when it was opened."""
         try:
-            return self._read_commit() == self.commit
+            return self._read_commit()[0] == self.commit
         except SnapshotError:
             return False
 
-    def _read_commit(self) -> Commit:
+    def _read_commit(self) -> tuple[Commit, Checksums]:
         raw = self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size]
         sequence, step, generation, checksums_crc, crc = _RECORD.unpack(raw)
         if raw == bytes(_RECORD.size):
-            raise SnapshotError(str(self.path), "nothing is committed in it (its writer was at work or died)")
+            raise SnapshotUncommitted(str(self.path), "nothing is committed in it (its writer was at work or died)")
         if zlib.crc32(raw[:-4]) != crc:
             raise SnapshotError(str(self.path), "the commit record is damaged")
         start = self.map.checksums_offset
         checksums = self._map[start : start + 4 * len(self.map.extents)]
         if zlib.crc32(checksums) != checksums_crc:
+            if self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] != raw:
+                raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
             raise SnapshotError(str(self.path), "the table of checksums is damaged")
-        self._checksums = np.frombuffer(checksums, dtype="<u4")
-        return Commit(sequence, step, generation)
+        return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u4")
 
 
 class SnapshotFileWriter:
