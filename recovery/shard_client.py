@@ -1,0 +1,152 @@
+"""Asks another node's shard server for shards, and pushes copies to it. What comes back is checked before it is used."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
+from recovery.holdings import Source
+from recovery.layout import ShardId, TensorSpec
+from recovery.shard_protocol import (
+    CORRUPT,
+    FULL,
+    MAX_SHARD_BYTES,
+    NONCE_BYTES,
+    OK,
+    REFUSED,
+    REPLY,
+    UNAVAILABLE,
+    VERSION,
+    mac_of,
+    receive,
+    receive_into,
+    send_request,
+)
+
+ShardReply = memoryview | ShardUnavailable | ShardCorrupt
+
+
+class ShardClient:
+    """One connection to one node's server, kept until `close`. One thread uses it; take several for several streams."""
+
+    def __init__(self, host: str, port: int, token: str, timeout_s: float) -> None:
+        """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection, each wait for bytes
+        and (beside a minimal speed) each shard.
+        """
+        self.peer = f"{host}:{port}"
+        self._address, self._token, self._timeout_s = (host, port), token, timeout_s
+        self._connection: socket.socket | None = None
+        self._mac = b""
+
+    def __enter__(self) -> ShardClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(
+        self, source: Source, shards: Sequence[ShardId], into: Mapping[ShardId, memoryview] | None = None
+    ) -> Iterator[tuple[ShardId, ShardReply]]:
+        """Each shard's verified bytes, in the order asked, or why this one is not to be had from here.
+
+        With `into`, shards named there are received straight into that memory (which holds anything after a failure).
+
+        Raises:
+            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer.
+        """
+        finished = False
+        try:
+            connection = self._ask({"op": "read", "source": _place(source), "shards": list(shards)})
+            for shard in shards:
+                yield shard, self._reply(connection, source, shard, (into or {}).get(shard))
+            finished = True
+        except PeerRefused:
+            raise
+        except OSError as error:
+            raise self._failure(error, f"sending shards of {source}") from error
+        finally:
+            if not finished:  # left half-way, the connection's next bytes belong to this request
+                self.close()
+
+    def push(self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview]) -> None:
+        """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are.
+
+        Raises:
+            SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing is kept.
+            PeerTimeout, PeerUnreachable, PeerRefused: as `read`.
+        """
+        used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
+        request = {
+            "op": "push",
+            "worker": source.name,
+            "step": source.step,
+            "generation": source.generation,
+            "tensors": [spec.to_document() for spec in used.values()],
+            "shards": list(pieces),
+            "crcs": [zlib.crc32(piece) for piece in pieces.values()],
+        }
+        try:
+            connection = self._ask(request)
+            self._check_push(connection, source)
+            for piece in pieces.values():
+                connection.sendall(piece)
+            self._check_push(connection, source)
+        except PeerRefused:
+            raise
+        except OSError as error:
+            raise self._failure(error, f"taking shards of {source}") from error
+
+    def _check_push(self, connection: socket.socket, source: Source) -> None:
+        status = REPLY.unpack(receive(connection, REPLY.size))[0]
+        if status == OK:
+            return
+        self.close()
+        if status == REFUSED:
+            raise PeerRefused(self.peer, "it rejected the token or the protocol version")
+        if status == FULL:
+            raise SnapshotError(self.peer, f"has no room for shards of {source}")
+        raise ShardCorrupt("all", self.peer, "damaged on the way")
+
+    def _ask(self, request: dict[str, object]) -> socket.socket:
+        if self._connection is None:
+            self._connection = socket.create_connection(self._address, self._timeout_s)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._mac = mac_of(self._token, bytes(receive(self._connection, NONCE_BYTES)))
+        send_request(self._connection, {"version": VERSION, "mac": self._mac, **request})
+        return self._connection
+
+    def _reply(
+        self, connection: socket.socket, source: Source, shard: ShardId, memory: memoryview | None
+    ) -> ShardReply:
+        status, crc, length = REPLY.unpack(receive(connection, REPLY.size))
+        where = f"{self.peer}, {source}"
+        if status == REFUSED:
+            raise PeerRefused(self.peer, "it rejected the token or the protocol version")
+        if status == UNAVAILABLE:
+            return ShardUnavailable(shard, where, "the peer has it no more")
+        if status == CORRUPT:
+            return ShardCorrupt(shard, where, "the peer's own copy is damaged")
+        if length > MAX_SHARD_BYTES or (memory is not None and length != len(memory)):
+            raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
+        data = np.empty(length, dtype=np.uint8).data if memory is None else memory
+        receive_into(connection, data)
+        return data if zlib.crc32(data) == crc else ShardCorrupt(shard, where, "the bytes are not those committed")
+
+    def _failure(self, error: OSError, doing: str) -> PeerTimeout | PeerUnreachable:
+        self.close()
+        if isinstance(error, TimeoutError):
+            return PeerTimeout(self.peer, doing, self._timeout_s)
+        return PeerUnreachable(self.peer, str(error))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _place(source: Source) -> tuple[str, str, str, int, int]:
+    return source.kind, source.node, source.name, source.step, source.generation
