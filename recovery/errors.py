@@ -92,12 +92,16 @@ class SnapshotUncommitted(SnapshotError):
 
 
 class RestoreError(RecoveryError):
-    """A worker could not get back all its shards: every source of at least one of them failed."""
+    """A worker could not get back all its shards: every source of at least one of them failed.
 
-    def __init__(self, worker: str, failures: tuple[str, ...]) -> None:
-        super().__init__(worker, failures)
+    `bad` are the (source, shard) pairs that failed: what the next schedule has to exclude.
+    """
+
+    def __init__(self, worker: str, failures: tuple[str, ...], bad: tuple[Any, ...] = ()) -> None:
+        super().__init__(worker, failures, bad)
         self.worker = worker
         self.failures = failures
+        self.bad = bad
 
     def __str__(self) -> str:
         shown = "; ".join(self.failures[:5])

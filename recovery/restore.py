@@ -8,40 +8,32 @@ is checked before it is used; a source that fails or lies is replaced by the nex
 from __future__ import annotations
 
 import logging
-import zlib
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from recovery.agent_store import AgentStore
-from recovery.errors import RecoveryError, RestoreError, ShardCorrupt, ShardUnavailable
+from recovery.errors import RecoveryError, RestoreError
+from recovery.exchange import Exchange, MessageGroup
 from recovery.holdings import Source
 from recovery.layout import Layout, ShardId
 from recovery.messages import Message
 from recovery.schedule import Fetch, TransferSchedule, WorkerPart
-from recovery.shard_server import ShardClient
 from recovery.slices import TORCH_DTYPES, empty_local, shard_views
+from recovery.tiers import DurableTier, NodeTier, PeerTier, ReadDurable, Tier
+
+__all__ = ["Access", "LiveState", "MessageGroup", "Restored", "restore"]
 
 logger = logging.getLogger(__name__)
 
 FETCH_THREADS = 4
-SENDS_IN_FLIGHT = 4
-_CRC_BYTES = 8
-
-
-class MessageGroup(Protocol):
-    """What carries live state between workers: a process group's point-to-point operations, each bounded by its
-    deadline.
-    """
-
-    def send(self, tensor: Tensor, to: str, tag: int) -> Any: ...
-    def recv(self, tensor: Tensor, source: str, tag: int) -> Any: ...
-    def wait(self, work: Any) -> None: ...
+FETCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -62,35 +54,47 @@ class Access:
 
     store: AgentStore
     agents: Mapping[str, tuple[str, int, str]]
-    read_durable: Callable[[str, int, Sequence[ShardId]], Iterable[tuple[ShardId, Tensor]]]
+    read_durable: ReadDurable
     timeout_s: float
+
+    def tier(self, source: Source, node: str) -> Tier:
+        """What reads `source` for a worker on `node`."""
+        if source.kind == "s3":
+            return DurableTier(self.read_durable)
+        return NodeTier(self.store) if source.node == node else PeerTier(self.agents, self.timeout_s)
 
 
 @dataclass
 class Restored:
-    """The new local state and where its bytes came from (what was kept in place counts nowhere)."""
+    """The new local state, where its bytes came from (what was kept in place counts nowhere), and what failed on the
+    way and was replaced.
+    """
 
     state: dict[str, Tensor]
     bytes_by_tier: dict[str, int] = field(default_factory=lambda: {"memory": 0, "disk": 0, "peer": 0, "s3": 0})
+    seconds: float = 0.0
+    failures: tuple[str, ...] = ()
 
 
 def restore(
     schedule: TransferSchedule, worker: str, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", progress: Callable[[int, int], None] | None = None,
 ) -> Restored:  # fmt: skip
     """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
     this one has done its part.
 
     A local tensor whose units are all kept is taken over as it is, not copied; `live` must stay untouched until
-    everybody is done.
+    everybody is done. `progress(bytes so far, bytes in all)` is called from any thread.
 
     Raises:
-        RestoreError: every source of some shard failed. What `group` raises when a peer is lost comes through.
+        RestoreError: every source of some shard failed; raised only after this worker has served all others. Its
+        `bad`
+            is what the next schedule has to exclude. What `group` raises when a peer is lost comes through at once.
     """
     part = schedule.parts.get(worker)
     if part is None:
         part = WorkerPart(worker, "", schedule.step)
-    return _Restore(part, layout, live, group, access, torch.device(device), schedule).run()
+    return _Restore(part, layout, live, group, access, torch.device(device), schedule, progress).run()
 
 
 class _Restore:
@@ -98,178 +102,147 @@ class _Restore:
 
     def __init__(
         self, part: WorkerPart, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access, device: torch.device,
-        schedule: TransferSchedule,
+        schedule: TransferSchedule, progress: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
         self._part, self._layout, self._group, self._access = part, layout, group, access
-        self._device, self._schedule = device, schedule
-        held = (
-            {}
-            if live is None
-            else shard_views(live.layout.tensors, live.layout.shards_by_worker[part.worker], live.state)
-        )
-        self._live: dict[ShardId, Tensor] = held
-        self._state, self._moved_in_place = self._allocate(live)
+        self._device, self._schedule, self._progress = device, schedule, progress
+        self._live: Mapping[ShardId, Tensor] = {}
+        if live is not None:
+            self._live = shard_views(live.layout.tensors, live.layout.shards_by_worker[part.worker], live.state)
+        self._state, self._in_place = self._allocate(live)
         wanted = layout.shards_by_worker.get(part.worker, frozenset())
         self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
-        self._arrived: dict[ShardId, Future[None]] = {}
+        self._fetched: dict[ShardId, Future[None]] = {}
+        self._received = {shard for fetch in part.message_fallbacks for shard in fetch.shards}
         self._node_by_worker = {name: each.node for name, each in schedule.parts.items()}
+        self._lock = threading.Lock()
         self._bytes: Counter[str] = Counter()
+        self._missing: set[ShardId] = set()
+        self._bad: list[tuple[Source, ShardId]] = []
+        self._failures: list[str] = []
+        fetched = (shard for fetch in part.fetches for shard in fetch.shards)
+        self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
 
     def _allocate(self, live: LiveState | None) -> tuple[dict[str, Tensor], set[str]]:
         """Local tensors of the new layout: the old ones where all their units stay, else new memory."""
         keep = set(self._part.keep)
         state: dict[str, Tensor] = {}
-        taken: set[str] = set()
+        in_place: set[str] = set()
         if self._part.worker not in self._layout.shards_by_worker:
-            return state, taken
+            return state, in_place
         before = {} if live is None else live.layout.units_of(self._part.worker)
         for name, units in self._layout.units_of(self._part.worker).items():
             if live is not None and before.get(name) == units and all(ShardId(name, unit) in keep for unit in units):
                 state[name] = live.state[name]
-                taken.add(name)
+                in_place.add(name)
             else:
                 state[name] = empty_local(self._layout.tensors[name], units, self._device)
-        return state, taken
+        return state, in_place
 
+    @torch.no_grad()
     def run(self) -> Restored:
-        for shard in self._part.keep:
-            if shard.tensor not in self._moved_in_place:
-                self._targets[shard].copy_(self._live[shard])
+        began = time.monotonic()
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="restore") as pool:
-            for fetch in self._part.fetches:
-                done: Future[None] = pool.submit(self._fetch, fetch)
-                self._arrived.update(dict.fromkeys(fetch.shards, done))
-            self._exchange()
-            for done in set(self._arrived.values()):
+            for fetch in self._pieces_of(self._part.fetches):
+                done = pool.submit(self._fetch, fetch)
+                self._fetched.update(dict.fromkeys(fetch.shards, done))
+            for shard in self._part.keep:
+                if shard.tensor not in self._in_place:
+                    self._targets[shard].copy_(self._live[shard])
+            view_of, take = self._view_of, self._take
+            worker, layout = self._part.worker, self._layout
+            Exchange(worker, layout, self._group, self._device, view_of, take).run(self._part.messages)
+            for done in set(self._fetched.values()):
                 done.result()
-        return Restored(self._state, {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")})
+        if self._missing:
+            raise RestoreError(self._part.worker, tuple(self._failures), tuple(self._bad))
+        by_tier = {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")}
+        return Restored(self._state, by_tier, time.monotonic() - began, tuple(self._failures))
 
-    # messages --------------------------------------------------------------------------------------------------------
-
-    def _exchange(self) -> None:
-        """All messages in their common order: the first unfinished one can always proceed."""
-        sending: list[tuple[Any, Tensor]] = []
-        bad: list[ShardId] = []
-        for message in self._part.messages:
-            if message.source == self._part.worker:
-                buffer = self._packed(message)
-                sending.append((self._group.send(buffer, message.destination, message.position), buffer))
-                if len(sending) > SENDS_IN_FLIGHT:
-                    self._group.wait(sending.pop(0)[0])
-            else:
-                bad += self._receive(message)
-        for work, _ in sending:
-            self._group.wait(work)
-        if bad:
-            self._replace(bad)
-
-    def _source_view(self, shard: ShardId) -> Tensor:
-        """A shard that this worker passes on: its old state, or what it has got meanwhile."""
-        if shard in self._live:
-            return self._live[shard]
-        if shard in self._arrived:
-            self._arrived[shard].result()
-        return self._targets[shard]
-
-    def _packed(self, message: Message) -> Tensor:
-        """One buffer: each shard's bytes, then (from host memory) each one's checksum."""
-        pieces = [self._source_view(shard).contiguous().view(-1).view(torch.uint8) for shard in message.shards]
-        sums = [zlib.crc32(piece.numpy().data) if piece.device.type == "cpu" else 0 for piece in pieces]
-        trailer = torch.tensor(sums, dtype=torch.int64).view(torch.uint8).to(self._device)
-        return torch.cat([*pieces, trailer])
-
-    def _receive(self, message: Message) -> list[ShardId]:
-        """Take a message apart; returns the shards whose bytes are not what was sent."""
-        sizes = [self._layout.shard_bytes(shard) for shard in message.shards]
-        buffer = torch.empty(sum(sizes) + _CRC_BYTES * len(sizes), dtype=torch.uint8, device=self._device)
-        self._group.wait(self._group.recv(buffer, message.source, message.position))
-        sums = buffer[sum(sizes) :].clone().view(torch.int64).tolist()
-        same_node = self._node_by_worker.get(message.source) == self._part.node
-        bad, position = [], 0
-        for shard, size, crc in zip(message.shards, sizes, sums, strict=True):
-            piece = buffer[position : position + size]
-            position += size
-            if self._device.type == "cpu" and zlib.crc32(piece.numpy().data) != crc:
-                bad.append(shard)
+    def _pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
+        """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
+        for fetch in fetches:
+            if fetch.sources[0].kind == "s3":
+                yield fetch
                 continue
-            self._put(shard, piece)
-            self._bytes["memory" if same_node else "peer"] += size
-        return bad
+            piece: list[ShardId] = []
+            size = 0
+            for shard in fetch.shards:
+                piece.append(shard)
+                size += self._layout.shard_bytes(shard)
+                if size >= FETCH_BYTES:
+                    yield Fetch(fetch.sources, tuple(piece))
+                    piece, size = [], 0
+            if piece:
+                yield Fetch(fetch.sources, tuple(piece))
 
-    def _replace(self, shards: Sequence[ShardId]) -> None:
-        """Get shards that a live worker sent damaged from wherever else they lie."""
-        for shard in shards:
-            sources = [
-                source for source in self._schedule.sources_of(self._part.worker, shard) if source.kind != "worker"
-            ]
-            logger.warning("%s arrived damaged; trying %d other sources", shard, len(sources))
-            self._fetch(Fetch(tuple(sources), (shard,)))
+    # messages
 
-    # reads -----------------------------------------------------------------------------------------------------------
+    def _view_of(self, shard: ShardId) -> Tensor | None:
+        """A shard that this worker passes on. What the schedule brings here counts before what was live: the latter
+        may be of another step.
+        """
+        if shard in self._fetched:
+            self._fetched[shard].result()
+        elif shard not in self._received:
+            return self._live[shard]
+        return None if shard in self._missing else self._targets[shard]
+
+    def _take(self, message: Message, shard: ShardId, data: Tensor | None) -> None:
+        if data is not None:
+            same_node = self._node_by_worker.get(message.source) == self._part.node
+            self._put(shard, data, "memory" if same_node else "peer")
+            return
+        first, *others = self._schedule.sources_of(self._part.worker, shard)
+        with self._lock:
+            self._failures.append(f"{shard} from {first} arrived damaged or not at all")
+            self._bad.append((first, shard))
+        logger.warning("%s from %s arrived damaged or not at all", shard, first)
+        self._fetch(Fetch(tuple(others), (shard,)))
+
+    # reads
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Get these shards from the first source that gives each of them."""
+        """Get these shards from the first source that gives each of them; those that none gives are missing."""
         left = list(fetch.shards)
-        failures: list[str] = []
         for source in fetch.sources:
-            if not left or source.kind == "worker":
-                continue
-            try:
-                left = self._read_from(source, left, failures)
-            except (RecoveryError, OSError) as error:
-                failures.append(f"{source}: {error}")
-        if left:
-            raise RestoreError(self._part.worker, tuple(failures) or tuple(f"{shard} has no source" for shard in left))
+            if left and source.kind != "worker":
+                left = self._read_from(source, left)
+        with self._lock:
+            self._missing.update(left)
+            self._failures += [f"{shard} has no source left" for shard in left]
 
-    def _read_from(self, source: Source, shards: Sequence[ShardId], failures: list[str]) -> list[ShardId]:
+    def _read_from(self, source: Source, shards: Sequence[ShardId]) -> list[ShardId]:
         """Read what `source` gives; returns what it does not."""
         left = dict.fromkeys(shards)
         tier = "s3" if source.kind == "s3" else source.kind if source.node == self._part.node else "peer"
+        problems: list[str] = []
         try:
-            for shard, data in self._pieces(source, shards):
+            for shard, data in self._access.tier(source, self._part.node).read(source, shards):
                 if isinstance(data, RecoveryError):
-                    failures.append(str(data))
-                    continue
-                if data.numel() * data.element_size() != self._layout.shard_bytes(shard):
-                    failures.append(f"{shard} from {source} has the wrong length")
-                    continue
-                self._put(shard, data)
-                self._bytes[tier] += self._layout.shard_bytes(shard)
-                del left[shard]
+                    problems.append(str(data))
+                elif data.nbytes != self._layout.shard_bytes(shard):
+                    problems.append(f"{shard} from {source} has {data.nbytes} bytes")
+                else:
+                    self._put(shard, data, tier)
+                    del left[shard]
         except (RecoveryError, OSError) as error:
-            failures.append(f"{source}: {error}")
+            problems.append(f"{source}: {error}")
+        if left:
+            logger.warning("%d shards not from %s: %s", len(left), source, "; ".join(problems[:3]))
+            with self._lock:
+                self._failures += problems
+                self._bad += [(source, shard) for shard in left]
         return list(left)
 
-    def _pieces(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor | RecoveryError]]:
-        """Each shard's verified bytes (or values) from one source, or why it has none."""
-        if source.kind == "s3":
-            yield from self._access.read_durable(source.name, source.step, shards)
-        elif source.node == self._part.node:
-            for shard in shards:
-                yield shard, self._from_own_node(source, shard)
-        else:
-            yield from self._from_peer(source, shards)
-
-    def _from_own_node(self, source: Source, shard: ShardId) -> Tensor | RecoveryError:
-        try:
-            return torch.frombuffer(self._access.store.read(source, shard), dtype=torch.uint8)
-        except (ShardUnavailable, ShardCorrupt) as error:
-            return error
-
-    def _from_peer(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor | RecoveryError]]:
-        endpoint = self._access.agents.get(source.node)
-        if endpoint is None:
-            raise ShardUnavailable(shards[0], str(source), "its node has no agent")
-        client = ShardClient(*endpoint, self._access.timeout_s)
-        try:
-            for shard, data in client.read(source, shards):
-                yield shard, data if isinstance(data, RecoveryError) else torch.frombuffer(data, dtype=torch.uint8)
-        finally:
-            client.close()
-
-    def _put(self, shard: ShardId, data: Tensor) -> None:
+    def _put(self, shard: ShardId, data: Tensor, tier: str) -> None:
         """Write raw bytes, or a tensor of the shard's own type, where the shard belongs."""
         target = self._targets[shard]
         if data.dtype == torch.uint8 and target.dtype != torch.uint8:
             data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
         target.copy_(data.view(target.shape))
+        with self._lock:
+            self._bytes[tier] += target.nbytes
+            done = self._bytes.total()
+        if self._progress is not None:
+            self._progress(done, self._total)

@@ -1,0 +1,61 @@
+"""What follows from who holds what: restorable steps, lineage, sole holders, diverged replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from recovery.errors import NotRestorable
+from recovery.holdings import (
+    Holding,
+    Source,
+    disagreeing,
+    in_lineage,
+    require_restorable_step,
+    restorable_step,
+    sole_node_shards,
+)
+from recovery.layout import ShardId
+
+A, B, C = (ShardId(name, 0) for name in "abc")
+
+
+def held(kind: str, node: str, step: int, *shards: ShardId, **checksums: int) -> Holding:
+    return Holding(
+        Source(kind, node, f"{node}/0", step), frozenset(shards), {ShardId(name, 0): crc for name, crc in checksums.items()}
+    )
+
+
+def test_the_newest_step_that_is_whole_across_tiers() -> None:
+    holdings = [held("worker", "n0", 8, A), held("memory", "n1", 8, B), held("memory", "n0", 7, A, B), held("s3", "", 5, A, B, C)]
+    assert restorable_step([A, B], holdings) == 8
+    assert restorable_step([A, B, C], holdings) == 5
+    assert restorable_step([A, ShardId("z", 0)], holdings) is None
+    assert restorable_step([A], []) is None
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(NotRestorable, match=r"at step 9, .* 1 shards have no holder \(c\[0\]\)"):
+        require_restorable_step([A, B, C], [held("worker", "n0", 9, A, B), held("memory", "n0", 8, A)])
+    with pytest.raises(NotRestorable, match="no holder of any step"):
+        require_restorable_step([A], [])
+
+
+@pytest.mark.parametrize(
+    ("generation", "step", "belongs"),
+    [(1, 10, True), (1, 11, False), (2, 11, True), (2, 14, True), (2, 15, False), (3, 99, True)],
+)
+def test_lineage(generation: int, step: int, belongs: bool) -> None:
+    """Generation 2 restored step 10, generation 3 step 14: what 1 wrote beyond 10 belongs to a history that was left."""
+    assert in_lineage(generation, step, {1: 0, 2: 10, 3: 14}) is belongs
+
+
+def test_sole_holders_by_node() -> None:
+    holdings = [held("worker", "n0", 4, A, B), held("memory", "n0", 4, A), held("memory", "n1", 4, B), held("memory", "n2", 3, A)]
+    assert sole_node_shards([A, B, C], holdings, 4) == {"n0": frozenset({A})}
+    assert sole_node_shards([A], [*holdings, held("s3", "", 4, A)], 4) == {}
+
+
+def test_diverged_replicas_show() -> None:
+    same = [held("memory", "n0", 4, A, B, a=1, b=2), held("memory", "n1", 4, A, a=1), held("memory", "n1", 3, B, b=9)]
+    assert disagreeing(same) == {}
+    assert disagreeing([*same, held("disk", "n2", 4, B, b=3)]) == {B: (same[0].source, Source("disk", "n2", "n2/0", 4))}
