@@ -4,8 +4,8 @@
     request        client -> server   u32 length, msgpack {version, mac, op, ...}, then the payload of a push
     reply          server -> client   for each shard in the order asked: status u8, CRC-32 u32, length u64, bytes
 
-`mac` is HMAC-SHA256 of the connection's nonce under the token, which itself never travels. It keeps strangers out; the
-bytes are neither encrypted nor authenticated, so run it inside a trusted network.
+`mac` is HMAC-SHA256 of the connection's nonce under the token, which itself never travels. It keeps strangers out;
+the bytes are neither encrypted nor authenticated, so run it inside a trusted network.
 """
 
 from __future__ import annotations
