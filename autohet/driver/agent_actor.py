@@ -5,9 +5,12 @@ notices.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -47,6 +50,7 @@ class AgentActor:
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
         self._node = node
+        self._directories = (memory_directory, disk_directory)
         self._store = AgentStore(memory_directory, disk_directory, node)
         self._server = ShardServer(self._store, token, host=host)
         self._endpoint = AgentEndpoint(node, host, self._server.port, token)
@@ -67,11 +71,18 @@ class AgentActor:
     def inventory(self) -> list[Any]:
         return list(self._store.inventory())
 
-    def close(self) -> None:
+    def close(self, forget_snapshots: bool) -> None:
+        """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""
         if self._watch is not None:
             self._watch.close()
         self._server.close()
         self._store.close()
+        if forget_snapshots:
+            for directory in map(Path, self._directories):
+                shutil.rmtree(directory, ignore_errors=True)
+                for parent in (directory.parent, directory.parent.parent):  # the run's, once its last node has left it
+                    with suppress(OSError):
+                        parent.rmdir()
 
 
 class NoticeWatch:

@@ -88,7 +88,7 @@ class Durable:
             with self._lock:
                 self._state = CheckpointState(self._state.step, self._state.uri, self._state.manifest, str(error))
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Finish what is queued; bounded by the storage's own deadlines."""
-        self._pool.shutdown(wait=True)
+    def close(self, *, at_once: bool = False) -> None:
+        """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""
+        self._pool.shutdown(wait=not at_once, cancel_futures=at_once)
         self._storage.close()

@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,15 @@ class EmulatedFleet:
         self._cluster.wait_for_nodes(timeout=60)
         return str(self._cluster.address)
 
-    def add(self, node_type: str, name: str | None = None, *, wait: bool = False) -> EmulatedNode:
-        """A new machine of `node_type` joins."""
+    def add(
+        self,
+        node_type: str,
+        name: str | None = None,
+        *,
+        wait: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> EmulatedNode:
+        """A new machine of `node_type` joins; what runs there finds `environment` beside this process's own."""
         assert self._cluster is not None
         entry = self.document["available_node_types"].get(node_type)
         if entry is None:
@@ -93,7 +100,7 @@ class EmulatedFleet:
         name = name or f"{node_type}-{index}"
         resources = entry.get("resources", {})
         labels = {**{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")}, NAME_LABEL: name}
-        with _environment({NODE_TYPE_NAME_ENV: node_type}):
+        with _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}):
             ray_node = self._cluster.add_node(
                 wait=wait,
                 num_cpus=resources.get("CPU", 1),
@@ -109,8 +116,15 @@ class EmulatedFleet:
         assert self._cluster is not None
         node = self.nodes.pop(name)
         self._cluster.remove_node(node.ray_node, allow_graceful=False)
-        for directory in self.directories(name):
+        self._erase(name)
+
+    def _erase(self, name: str) -> None:
+        """The machine's host memory and disk are gone; directories that held nothing else go too."""
+        for directory in map(Path, self.directories(name)):
             shutil.rmtree(directory, ignore_errors=True)
+            for parent in (directory.parent, directory.parent.parent):
+                with suppress(OSError):
+                    parent.rmdir()
 
     def freeze(self, process_id: int) -> None:
         """A worker's process stops answering without ending."""
@@ -133,6 +147,9 @@ class EmulatedFleet:
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
+        for name in self.nodes:
+            self._erase(name)
+        self.nodes.clear()
 
 
 def is_emulated(document: Mapping[str, Any]) -> bool:

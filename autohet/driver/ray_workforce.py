@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +23,18 @@ from autohet.driver.ray_cluster import RayNode
 from autohet.driver.rendezvous import Rendezvous
 from autohet.driver.worker_actor import WorkerActor
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, WorkerPlace, WorkerReport
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Cluster, Node
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 
-NODE_POLL_S = 0.25
+NODE_POLL_S = 0.25  # nodes, agents and drains
+CALM_TICK_S = 0.05  # between two rounds of reports while all train; each costs every worker a little of its interpreter
+BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfiguration does not wait for its driver
+MAX_AGENT_STARTS = 3
+FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE")
+NODE_OWN = ("AWS_EC2_METADATA_",)  # each machine's own
 
 
 @dataclass
@@ -38,6 +45,7 @@ class Seat:
     view: NodeView
     agent: Any
     directory: str
+    released: bool = False
 
 
 class RayWorkforce:
@@ -75,16 +83,20 @@ class RayWorkforce:
         self._asked: dict[Any, str] = {}
         self._rendezvous = Rendezvous(ray_cluster.head_address())
         self._nodes_read_at = 0.0
-        self._fresh: dict[str, WorkerReport] = {}
+        self._observed_at = 0.0
+        self._drains: dict[str, float | None] = {}
+        self._agent_starts: Counter[str] = Counter()
 
     # observing -------------------------------------------------------------------------------------------------------
 
     def observe(self) -> Observation:
+        self._pause()
         now = self.clock()
         if now - self._nodes_read_at >= NODE_POLL_S:
             self._nodes_read_at = now
             self._read_nodes(now)
-        self._agents.poll(0.0, self.clock)
+            self._agents.poll(0.0, self.clock)
+            self._drains = ray_cluster.draining_nodes() if "ray" in self.job.elastic.notice_sources else {}
         fresh = self._reports.poll(0.05, self.clock)
         now = self.clock()
         self._find_losses(now)
@@ -98,6 +110,17 @@ class RayWorkforce:
             now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=self._read_notices(now), reports=reports,
             losses=dict(self._losses), inventories=self._ready_inventories(), checkpoint=self.durable.state(), stop_reason=self.stop_reason,
         )  # fmt: skip
+
+    def _pause(self) -> None:
+        """Leave the workers alone between two rounds of reports: short while something changes, longer while all
+        train.
+        """
+        values = [answer.value for answer in self._reports.answers.values()]
+        calm = all(value is not None and value.phase is Phase.TRAINING for value in values) and not self._losses
+        left = self._observed_at + (CALM_TICK_S if calm else BUSY_TICK_S) - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        self._observed_at = time.monotonic()
 
     def _view(self, seat: Seat) -> NodeView:
         answer = self._agents.answers.get(seat.view.node.name)
@@ -163,7 +186,21 @@ class RayWorkforce:
                 self._lose(worker, f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s", now)
         for name, answer in list(self._agents.answers.items()):
             if answer.error is not None and name in self._seats:
-                self._forget(name, f"its node's agent died ({answer.error})", now)
+                self._lose_agent(name, answer.error, now)
+
+    def _lose_agent(self, name: str, error: str, now: float) -> None:
+        """Without its agent a node cannot be used: it is given up, and taken on anew unless it was told to go or its
+        agent keeps dying.
+        """
+        seat = self._seats[name]
+        self._forget(name, f"its node's agent died ({error})", now)
+        if seat.released:
+            return
+        self._agent_starts[seat.ray_node.node_id] += 1
+        if self._agent_starts[seat.ray_node.node_id] < MAX_AGENT_STARTS:
+            del self._names[seat.ray_node.node_id]
+        else:
+            logger.warning("The agent of %s died %d times; the node is not used any more", name, MAX_AGENT_STARTS)
 
     def _lose(self, worker: str, reason: str, now: float) -> None:
         answer = self._reports.answers.get(worker)
@@ -171,9 +208,9 @@ class RayWorkforce:
         self._losses.setdefault(worker, Loss(worker, reason, now, heard))
 
     def _read_notices(self, now: float) -> dict[str, Notice]:
-        """Notices of every source, each remembered from when it was first seen."""
-        sources = self.job.elastic.notice_sources
-        drains = ray_cluster.draining_nodes() if "ray" in sources else {}
+        """Notices of every source, each remembered from when it was first seen, for as long as the node is there."""
+        self._notices = {name: notice for name, notice in self._notices.items() if name in self._seats}
+        drains = self._drains
         for name, seat in self._seats.items():
             if name in self._notices:
                 continue
@@ -188,7 +225,7 @@ class RayWorkforce:
                 self._notices[name] = Notice(name, "Ray is draining it", now, None if left is None else now + left)
             elif name in self.scripted_notices:
                 self._notices[name] = self.scripted_notices[name]
-        return {name: notice for name, notice in self._notices.items() if name in self._seats}
+        return dict(self._notices)
 
     # inventories -----------------------------------------------------------------------------------------------------
 
@@ -214,10 +251,15 @@ class RayWorkforce:
     # acting ----------------------------------------------------------------------------------------------------------
 
     def hire(self, workers: Sequence[str]) -> None:
+        now = self.clock()
         for worker in workers:
             name = worker.rsplit("/", 1)[0]
-            if worker in self._workers or name not in self._seats:
+            if name not in self._seats:
                 continue
+            if worker in self._workers:
+                if worker not in self._losses or now - self._losses[worker].seen_at < self.timeouts.heartbeat_s:
+                    continue
+                self.dismiss([worker])  # an idle one that died, or one that never came up: tried again
             self._start(worker, self._seats[name])
 
     def _start(self, worker: str, seat: Seat) -> None:
@@ -227,7 +269,7 @@ class RayWorkforce:
             worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory)
         )
         handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
-            place, self.job, self._worker_threads
+            place, self.job, self._worker_threads, forwarded_environment()
         )
         self._workers[worker] = handle
         self._reports.add(worker, handle, self.clock())
@@ -269,6 +311,7 @@ class RayWorkforce:
         """End the agent: a draining node then has no lease left and Ray lets it go."""
         seat = self._seats.get(node)
         if seat is not None:
+            seat.released = True
             ray.kill(seat.agent)
 
     def next_generation_store(self, generation: int) -> tuple[str, int]:
@@ -277,16 +320,30 @@ class RayWorkforce:
     def publish(self, status: Mapping[str, Any]) -> None:
         ray_cluster.publish_status(self.job.name, status)
 
-    def close(self) -> None:
-        """End every actor of the job and the rendezvous store."""
-        closing = [handle.close.remote() for handle in self._workers.values()] + [
-            seat.agent.close.remote() for seat in self._seats.values()
-        ]
-        ray.wait(closing, num_returns=len(closing), timeout=5) if closing else None
+    def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
+        """End every actor of the job and the rendezvous store; with `forget_snapshots` the nodes' copies are removed
+        (a job that is done needs none, and host memory is dear); `at_once` without a word to the actors.
+        """
+        if not at_once:
+            workers = [handle.close.remote() for handle in self._workers.values()]
+            ray.wait(workers, num_returns=len(workers), timeout=5) if workers else None
+            agents = [seat.agent.close.remote(forget_snapshots) for seat in self._seats.values()]
+            ray.wait(agents, num_returns=len(agents), timeout=5) if agents else None
         for handle in [*self._workers.values(), *(seat.agent for seat in self._seats.values())]:
             ray.kill(handle)
         self._workers.clear()
         self._rendezvous.close()
+
+
+def forwarded_environment() -> dict[str, str]:
+    """Where this process finds its storage, models and caches: workers on other machines need the same, unless their
+    own environment says otherwise.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED) and not name.startswith(NODE_OWN)
+    }
 
 
 def affinity(node_id: str) -> NodeAffinitySchedulingStrategy:

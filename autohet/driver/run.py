@@ -119,10 +119,17 @@ class JobRun:
         assert ended is not None
         return Outcome(ended.ok, ended.reason, self.controller.summary())
 
-    def close(self) -> None:
-        self.workforce.publish(self.controller.status())
-        self.workforce.close()
-        self.durable.close()
+    def close(self, *, at_once: bool = False) -> None:
+        """End all that the run started, `at_once` without waiting for what is under way. Snapshots stay only where a
+        restart may want them.
+        """
+        ended = self.controller.ended
+        try:
+            if not at_once:
+                self.workforce.publish(self.controller.status())
+        finally:
+            self.workforce.close(forget_snapshots=ended is not None and ended.ok, at_once=at_once)
+            self.durable.close(at_once=at_once)
 
 
 def run_id(job: Job) -> str:
@@ -144,7 +151,7 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     """
     document = read_document(cluster_path) if cluster_path else None
     cluster = cluster_from_document(document) if document is not None else None
-    with connection(job, document, address) as fleet:
+    with ending_on_sigterm(), connection(job, document, address) as fleet:
         return train_on(job, cluster, fleet, events_path, show)
 
 
@@ -169,9 +176,15 @@ def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, event
         with signals(run.workforce):
             while run.controller.ended is None:
                 show(run.controller, run.tick())
-        return run.outcome()
-    finally:
+        outcome = run.outcome()
+    except KeyboardInterrupt:
+        run.close(at_once=True)
+        raise
+    except BaseException:
         run.close()
+        raise
+    run.close()
+    return outcome
 
 
 @contextmanager
@@ -187,7 +200,8 @@ def connection(job: Job, document: Mapping[str, Any] | None, address: str | None
             ray.init(address=fleet.start(), **options)
             yield fleet
         finally:
-            fleet.close()
+            with undisturbed():
+                fleet.close()
         return
     try:
         ray.init(address=address or "auto", **options)
@@ -205,6 +219,37 @@ def node_directories(job: Job, node: str) -> tuple[str, ...]:
     """Host memory and disk of an emulated node, which die with it."""
     roots = (job.checkpoint.memory_directory, job.checkpoint.local_directory)
     return tuple(str(path) for root in roots for path in Path(root, run_id(job)).glob(f"{node}-*"))
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training there is nothing to commit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, _: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No signal ends the clearing up half-way; what runs inside is bounded."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

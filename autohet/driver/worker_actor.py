@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -18,8 +19,10 @@ CALL_THREADS = 6  # reports must be answered while an order, an interrupt and a 
 class WorkerActor:
     """The process of one GPU. It lives through every generation; Ray never restarts it."""
 
-    def __init__(self, place: WorkerPlace, job: Job, num_threads: int) -> None:
+    def __init__(self, place: WorkerPlace, job: Job, num_threads: int, environment: Mapping[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import torch
 
