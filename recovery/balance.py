@@ -108,6 +108,8 @@ class _Balancer:
         self.remote: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
         self._ordered: dict[tuple[tuple[int, ...], str, str, Source], tuple[Source, ...]] = {}
         self._local: dict[tuple[tuple[int, ...], str], Source | None] = {}
+        self.reserved_s: dict[str, float] = {}
+        self._nodes: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._originals: dict[tuple[int, ...], tuple[Source, ...]] = {}
 
     # -- what lies on the worker's own node
@@ -155,10 +157,24 @@ class _Balancer:
         first.
         """
         self.target_s = lower_bound_s(self._demand(), self.links)
+        for shard in self.remote:
+            self._reserve(shard, 1.0)
         num_bytes, holders = self.placement.num_bytes, self.placement.holders
         order = sorted(self.remote, key=lambda s: (len(self._peers(holders[s])), -num_bytes[s], s))
         for shard in order:
             self._spread(shard, self.remote[shard])
+
+    def _reserve(self, shard: int, sign: float) -> None:
+        """Book (or, with -1, release) what a shard's holders will have to send at least once, shared among them."""
+        nodes = self._holding_nodes(self.placement.holders[shard])
+        for node in nodes:
+            seconds = self.placement.num_bytes[shard] / self.links.network(node) / len(nodes)
+            self.reserved_s[node] = self.reserved_s.get(node, 0.0) + sign * seconds
+
+    def _holding_nodes(self, holders: tuple[int, ...]) -> tuple[str, ...]:
+        if holders not in self._nodes:
+            self._nodes[holders] = tuple(sorted({source.node for source in self._peers(holders)}))
+        return self._nodes[holders]
 
     def _demand(self) -> Demand:
         return Demand(
@@ -171,6 +187,7 @@ class _Balancer:
     def _spread(self, shard: int, groups: list[tuple[str, tuple[str, ...]]]) -> None:
         """Bring one shard to every node that lacks it: from its holders, or from a node that has just received it."""
         originals = self._peers(self.placement.holders[shard])
+        self._reserve(shard, -1.0)
         if len(groups) > 1:
             loads = self.lines.s3 if not originals else self.lines.out
             groups = sorted(
@@ -203,7 +220,7 @@ class _Balancer:
             if ends < best_until or (ends == best_until and best and busy.get(source.name, 0) < busy.get(best.name, 0)):
                 best, best_until = source, ends
         depth = 0
-        if best is None or best_until > self.target_s:
+        if best is None or best_until + self.reserved_s.get(best.node, 0.0) > self.target_s:
             for source, arrived in served:
                 ends = until(source, node, num_bytes)
                 if ends < best_until:

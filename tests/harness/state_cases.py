@@ -67,7 +67,9 @@ class Placed:
     node_by_worker: dict[str, str]
 
 
-def placed(tensors: Mapping[str, TensorSpec], num_layers: int, pipelines: Sequence[Sequence[tuple[int, Sequence[str]]]]) -> Placed:
+def placed(
+    tensors: Mapping[str, TensorSpec], num_layers: int, pipelines: Sequence[Sequence[tuple[int, Sequence[str]]]]
+) -> Placed:
     """Pipelines as lists of (number of layers, workers "node/gpu" of the stage)."""
     shards: dict[str, frozenset[ShardId]] = {}
     for pipeline in pipelines:

@@ -21,12 +21,19 @@ A, B, C = (ShardId(name, 0) for name in "abc")
 
 def held(kind: str, node: str, step: int, *shards: ShardId, **checksums: int) -> Holding:
     return Holding(
-        Source(kind, node, f"{node}/0", step), frozenset(shards), {ShardId(name, 0): crc for name, crc in checksums.items()}
+        Source(kind, node, f"{node}/0", step),
+        frozenset(shards),
+        {ShardId(name, 0): crc for name, crc in checksums.items()},
     )
 
 
 def test_the_newest_step_that_is_whole_across_tiers() -> None:
-    holdings = [held("worker", "n0", 8, A), held("memory", "n1", 8, B), held("memory", "n0", 7, A, B), held("s3", "", 5, A, B, C)]
+    holdings = [
+        held("worker", "n0", 8, A),
+        held("memory", "n1", 8, B),
+        held("memory", "n0", 7, A, B),
+        held("s3", "", 5, A, B, C),
+    ]
     assert restorable_step([A, B], holdings) == 8
     assert restorable_step([A, B, C], holdings) == 5
     assert restorable_step([A, ShardId("z", 0)], holdings) is None
@@ -50,7 +57,12 @@ def test_lineage(generation: int, step: int, belongs: bool) -> None:
 
 
 def test_sole_holders_by_node() -> None:
-    holdings = [held("worker", "n0", 4, A, B), held("memory", "n0", 4, A), held("memory", "n1", 4, B), held("memory", "n2", 3, A)]
+    holdings = [
+        held("worker", "n0", 4, A, B),
+        held("memory", "n0", 4, A),
+        held("memory", "n1", 4, B),
+        held("memory", "n2", 3, A),
+    ]
     assert sole_node_shards([A, B, C], holdings, 4) == {"n0": frozenset({A})}
     assert sole_node_shards([A], [*holdings, held("s3", "", 4, A)], 4) == {}
 

@@ -1,0 +1,224 @@
+"""Snapshots in host memory: what a reader finds, also after a crash, damage, and a change made too early."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.holdings import Source
+from recovery.layout import ShardId
+from recovery.snapshot import SnapshotWriter, file_name
+from recovery.snapshot_file import SnapshotFile
+from tests.harness.state_cases import placed, state_of, tensors_of, unit
+
+WORKER = "node/0"
+CASE = placed(tensors_of(2), 2, [[(2, [WORKER, "node/1"])]])
+SHARDS = CASE.layout.shards_by_worker[WORKER]
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[SnapshotWriter]:
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
+    yield writer
+    writer.close(20)
+
+
+def take(writer: SnapshotWriter, step: int) -> None:
+    writer.start(step, state_of(CASE.layout, WORKER, step))
+    writer.wait(20)
+
+
+def committed(directory: Path) -> dict[int, SnapshotFile]:
+    files = {}
+    for path in directory.glob("*.snapshot"):
+        try:
+            file = SnapshotFile(path)
+        except SnapshotUncommitted:
+            continue
+        files[file.commit.step] = file
+    return files
+
+
+def same_as(file: SnapshotFile, step: int) -> bool:
+    return all(
+        bytes(file.read(shard)) == unit(CASE.layout.tensors[shard.tensor], shard, step).contiguous().numpy().tobytes()
+        for shard in SHARDS
+    )
+
+
+def test_the_two_newest_steps_are_there(writer: SnapshotWriter, tmp_path: Path) -> None:
+    for step in range(1, 6):
+        take(writer, step)
+        files = committed(tmp_path)
+        assert set(files) == {step, step - 1} - {0}
+        for found, file in files.items():
+            assert same_as(file, found)
+            assert set(file.shards) == SHARDS
+            holding = file.holding("memory", "node")
+            assert holding.source == Source("memory", "node", WORKER, found, 3)
+            assert holding.shards == SHARDS == set(holding.checksums)
+
+
+def test_the_tensors_may_change_once_copied(writer: SnapshotWriter, tmp_path: Path) -> None:
+    state = state_of(CASE.layout, WORKER, 1)
+    writer.start(1, state)
+    writer.wait_copied(20)
+    for tensor in state.values():
+        tensor.zero_()
+    writer.wait(20)
+    assert same_as(committed(tmp_path)[1], 1)
+
+
+def test_a_change_during_the_copy_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer ran before `wait_copied`: the snapshot must not exist, and the one before must."""
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
+    take(writer, 1)
+    state, changed, reached = state_of(CASE.layout, WORKER, 2), threading.Event(), threading.Event()
+    buffer = writer._buffers[1]
+    copy_from = type(buffer).copy_from
+
+    def slow(*arguments: object) -> None:
+        copy_from(*arguments)  # type: ignore[arg-type]
+        reached.set()
+        assert changed.wait(20)
+
+    monkeypatch.setattr(type(buffer), "copy_from", slow)
+    writer.start(2, state)
+    assert reached.wait(20)
+    state["param/layers.1.norm"].add_(1)
+    changed.set()
+    with pytest.raises(SnapshotError, match="step 2 was not taken: the state was changed while it was being copied"):
+        writer.wait(20)
+    assert set(committed(tmp_path)) == {1}
+    monkeypatch.undo()
+    take(writer, 2)
+    assert set(committed(tmp_path)) == {1, 2}, "the writer goes on after an error"
+    writer.close(20)
+
+
+def test_a_state_that_does_not_fit_the_layout_is_an_error(writer: SnapshotWriter, tmp_path: Path) -> None:
+    state = state_of(CASE.layout, WORKER, 1)
+    state["param/layers.0.rows"] = torch.zeros(8, 3)
+    writer.start(1, state)
+    with pytest.raises(SnapshotError, match=r"step 1 was not taken: param/layers\.0\.rows: units \(0, 1\)"):
+        writer.wait(20)
+    assert committed(tmp_path) == {}
+
+
+def test_a_reader_of_an_overwritten_step_is_told(writer: SnapshotWriter, tmp_path: Path) -> None:
+    take(writer, 1)
+    file = committed(tmp_path)[1]
+    shard = min(SHARDS)
+    take(writer, 2)
+    take(writer, 3)
+    with pytest.raises(ShardUnavailable, match="step 1 was overwritten meanwhile"):
+        file.read(shard)
+    assert file.current().commit.step == 3
+    assert same_as(file.current(), 3)
+    with pytest.raises(ShardUnavailable, match="not in this snapshot"):
+        file.read(ShardId("param/other", 0))
+
+
+def test_files_of_older_generations_go_after_two_commits(tmp_path: Path) -> None:
+    old = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
+    take(old, 1)
+    old.close(20)
+    (tmp_path / file_name("node/01", 1, 0)).touch()
+    new = SnapshotWriter(tmp_path, WORKER, CASE.layout, 4)
+    take(new, 1)
+    assert {path.name for path in tmp_path.iterdir()} >= {file_name(WORKER, 3, 0)}
+    take(new, 2)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {file_name(WORKER, 4, 0), file_name(WORKER, 4, 1), file_name("node/01", 1, 0)}
+    new.close(20)
+
+
+CRASH = """
+import os, sys
+import torch
+from recovery.snapshot import SnapshotWriter
+from tests.recovery.test_snapshot import CASE, WORKER
+from tests.harness.state_cases import state_of
+writer = SnapshotWriter(sys.argv[1], WORKER, CASE.layout, 3)
+for step in (1, 2):
+    writer.start(step, state_of(CASE.layout, WORKER, step))
+    writer.wait()
+buffer = writer._buffers[0]
+buffer.file.begin()
+buffer._copy_all(state_of(CASE.layout, WORKER, 3), False)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_kill_in_the_middle_of_a_copy_leaves_the_step_before(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], env=environment, timeout=60, check=False)
+    assert ended.returncode == -9
+    files = committed(tmp_path)
+    assert set(files) == {2}
+    assert same_as(files[2], 2)
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [(0, "is no snapshot"), (30, "prefix is damaged"), (260, "commit record is damaged"), (4100, "header is damaged")],
+)
+def test_damage_before_the_payload_is_found_on_opening(
+    writer: SnapshotWriter, tmp_path: Path, offset: int, message: str
+) -> None:
+    take(writer, 1)
+    path = flip(tmp_path / file_name(WORKER, 3, 0), offset)
+    with pytest.raises(SnapshotError, match=message):
+        SnapshotFile(path)
+
+
+def test_damage_of_the_checksums_and_of_a_shard(writer: SnapshotWriter, tmp_path: Path) -> None:
+    take(writer, 1)
+    path = tmp_path / file_name(WORKER, 3, 0)
+    file = SnapshotFile(path)
+    broken = sorted(SHARDS)[2]
+    flip(path, file.map.extents[broken].offset + 1)
+    for shard in SHARDS - {broken}:
+        file.read(shard)
+    with pytest.raises(ShardCorrupt, match="checksum differs"):
+        file.read(broken)
+    flip(path, file.map.checksums_offset)
+    with pytest.raises(SnapshotError, match="table of checksums is damaged"):
+        SnapshotFile(path)
+
+
+def test_a_truncated_file_is_not_mapped(writer: SnapshotWriter, tmp_path: Path) -> None:
+    take(writer, 1)
+    content = (tmp_path / file_name(WORKER, 3, 0)).read_bytes()
+    for length in (100, 4200, len(content) - 1):
+        cut = tmp_path / "cut"
+        cut.write_bytes(content[:length])
+        with pytest.raises(SnapshotError, match="is truncated"):
+            SnapshotFile(cut)
+
+
+def test_no_room_is_an_error_before_training_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SnapshotError, match=r"cannot make a file of \d+ bytes.*No space left"):
+        SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
+    assert list(tmp_path.iterdir()) == [], "nothing half-made stays"
+
+
+def flip(path: Path, offset: int) -> Path:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+    return path
