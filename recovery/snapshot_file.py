@@ -234,7 +234,8 @@ class SnapshotFileWriter:
             self._map = _create(temporary, file_map)
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise SnapshotError(str(path), f"cannot make a file of {file_map.file_bytes} bytes: {error}") from error
 
     @property

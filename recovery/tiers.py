@@ -78,7 +78,10 @@ class DurableTier:
     read_durable: ReadDurable
 
     def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
-        yield from self.read_durable(source.name, source.step, shards)
+        try:
+            yield from self.read_durable(source.name, source.step, shards)
+        except KeyError as error:
+            raise ShardUnavailable(error.args[0], str(source), "the checkpoint has no such shard") from error
 
 
 def _as_tensor(data: memoryview) -> Tensor:

@@ -1,0 +1,186 @@
+"""A node's store over its directories: what it finds, spills, takes in, removes, and survives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recovery.agent_store import AgentStore
+from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError
+from recovery.holdings import Source
+from recovery.layout import ShardId
+from recovery.snapshot import SnapshotWriter, file_name
+from recovery.snapshot_file import FileMap
+from tests.harness.state_cases import placed, state_of, tensors_of, unit
+
+CASE = placed(tensors_of(2), 2, [[(1, ["n0/0"]), (1, ["n0/1"])]])
+SPECS = CASE.layout.tensors
+
+
+def snapshots(directory: Path, worker: str, *steps: int, generation: int = 1) -> None:
+    writer = SnapshotWriter(directory, worker, CASE.layout, generation)
+    for step in steps:
+        writer.start(step, state_of(CASE.layout, worker, step))
+        writer.wait(20)
+    writer.close(20)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AgentStore:
+    return AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+
+
+def source(worker: str, step: int, kind: str = "memory", generation: int = 1) -> Source:
+    return Source(kind, "n0", worker, step, generation)
+
+
+def content(shard: ShardId, step: int) -> bytes:
+    return unit(SPECS[shard.tensor], shard, step).contiguous().numpy().tobytes()
+
+
+def test_empty_or_absent_directories_hold_nothing(store: AgentStore) -> None:
+    assert store.inventory() == []
+    with pytest.raises(ShardUnavailable, match="no such snapshot"):
+        store.read(source("n0/0", 1), ShardId("param/layers.0.norm", 0))
+
+
+def test_inventory_and_reads_of_all_workers_and_steps(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 4, 5)
+    snapshots(tmp_path / "memory", "n0/1", 5)
+    snapshots(tmp_path / "disk", "n0/0", 2)
+    found = {holding.source: holding.shards for holding in store.inventory()}
+    shards = CASE.layout.shards_by_worker
+    expected = {source("n0/0", 4), source("n0/0", 5), source("n0/1", 5), source("n0/0", 2, "disk")}
+    assert set(found) == expected
+    assert store.problems == ()
+    for place in expected:
+        assert found[place] == shards[place.name]
+        assert all(bytes(store.read(place, shard)) == content(shard, place.step) for shard in found[place])
+
+
+def test_it_follows_files_as_they_change(store: AgentStore, tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path / "memory", "n0/0", CASE.layout, 1)
+    shard = min(CASE.layout.shards_by_worker["n0/0"])
+    for step in range(1, 5):
+        writer.start(step, state_of(CASE.layout, "n0/0", step))
+        writer.wait(20)
+        assert bytes(store.read(source("n0/0", step), shard)) == content(shard, step)
+    with pytest.raises(ShardUnavailable):
+        store.read(source("n0/0", 1), shard)
+    writer.close(20)
+    snapshots(tmp_path / "memory", "n0/0", 9, generation=2)
+    assert bytes(store.read(source("n0/0", 9, generation=2), shard)) == content(shard, 9)
+
+
+def test_removed_files_are_unmapped(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 1)
+    store.read(source("n0/0", 1), min(CASE.layout.shards_by_worker["n0/0"]))
+    assert mappings(tmp_path) == 1
+    shutil.rmtree(tmp_path / "memory")
+    assert store.inventory() == []
+    assert mappings(tmp_path) == 0, "a removed file's memory is free"
+
+
+def mappings(directory: Path) -> int:
+    return sum(str(directory) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_damaged_files_are_skipped_and_reported(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 1, 2)
+    snapshots(tmp_path / "memory", "n0/1", 1, 2)
+    memory = tmp_path / "memory"
+    store.inventory()
+    os.truncate(memory / file_name("n0/0", 1, 0), 5000)
+    (memory / "junk.snapshot").write_bytes(b"x" * 9000)
+    holdings = {holding.source for holding in store.inventory()}
+    assert holdings == {source("n0/0", 2), source("n0/1", 1), source("n0/1", 2)}
+    assert len(store.problems) == 2
+    assert any("is truncated" in problem for problem in store.problems)
+    assert any("junk.snapshot: is no snapshot" in problem for problem in store.problems)
+    with pytest.raises(ShardUnavailable):
+        store.read(source("n0/0", 1), min(CASE.layout.shards_by_worker["n0/0"]))
+
+
+def test_a_flipped_bit_is_never_given_out(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 1)
+    shard = max(CASE.layout.shards_by_worker["n0/0"])
+    file = store.file_of(source("n0/0", 1), shard)
+    with open(file.path, "r+b") as raw:
+        raw.seek(file.map.extents[shard].offset)
+        raw.write(b"\xff\xfe\xfd\xfc")
+    with pytest.raises(ShardCorrupt):
+        store.read(source("n0/0", 1), shard)
+
+
+def test_spill_copies_a_step_of_every_worker_to_disk(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 3, 4)
+    snapshots(tmp_path / "memory", "n0/1", 4)
+    assert store.spill(4) == 2
+    assert store.spill(4) == 2, "again: nothing to do"
+    shutil.rmtree(tmp_path / "memory")
+    assert {h.source for h in store.inventory()} == {source("n0/0", 4, "disk"), source("n0/1", 4, "disk")}
+    for worker in ("n0/0", "n0/1"):
+        for shard in CASE.layout.shards_by_worker[worker]:
+            assert bytes(store.read(source(worker, 4, "disk"), shard)) == content(shard, 4)
+
+
+def test_a_full_disk_is_reported_not_fatal(
+    store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 4)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with caplog.at_level(logging.WARNING):
+        assert store.spill(4) == 0
+    assert "step 4 of n0/0 is not on the disk" in caplog.text
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_snapshot_that_is_overwritten_during_its_spill_does_not_count(
+    store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 4)
+    copyfile = shutil.copyfile
+
+    def overtaken(old: Path, new: Path) -> None:
+        snapshots(tmp_path / "memory", "n0/0", 6)
+        copyfile(old, new)
+
+    monkeypatch.setattr(shutil, "copyfile", overtaken)
+    assert store.spill(4) == 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_prune_keeps_newer_steps_and_the_files_of_the_living(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 3, 4)
+    snapshots(tmp_path / "memory", "n0/1", 3, 4)
+    store.spill(3)
+    assert store.prune(4, living=frozenset({"n0/0"})) == 3
+    assert {h.source for h in store.inventory()} == {source("n0/0", 3), source("n0/0", 4), source("n0/1", 4)}
+
+
+def test_pushed_copies_go_to_the_disk_when_memory_is_full(
+    store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").write_text("not a directory: nothing can be made in it")
+    shards = sorted(CASE.layout.shards_by_worker["n0/1"])[:3]
+    writer = store.accept(5, 1, FileMap.of("n9/0", SPECS, shards))
+    for shard, extent in writer.map.extents.items():
+        writer.buffer[extent.offset : extent.offset + extent.num_bytes] = content(shard, 5)
+    assert store.inventory() == [], "nothing before the commit"
+    writer.commit(5, 1)
+    writer.close()
+    place = source("n9/0", 5, "disk")
+    assert [holding.source for holding in store.inventory()] == [place]
+    assert all(bytes(store.read(place, shard)) == content(shard, 5) for shard in shards)
+    (tmp_path / "disk").rename(tmp_path / "gone")
+    (tmp_path / "disk").write_text("full, too")
+    with pytest.raises(SnapshotError, match="cannot make a file"):
+        store.accept(5, 1, FileMap.of("n9/0", SPECS, shards))

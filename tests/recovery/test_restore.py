@@ -1,0 +1,320 @@
+"""The restore as a whole: workers as threads, real snapshots, servers and checkpoints, against state known beforehand."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recovery import exchange
+from recovery.agent_store import AgentStore
+from recovery.errors import RestoreError
+from recovery.holdings import Holding, Source
+from recovery.layout import Layout, ShardId
+from recovery.links import Links
+from recovery.restore import Access, LiveState, Restored, restore
+from recovery.schedule import TransferSchedule, schedule
+from recovery.shard_server import ShardServer
+from recovery.snapshot import SnapshotWriter
+from recovery.tiers import Tier
+from tests.harness.faulty_tier import FAULTS, FaultyTier
+from tests.harness.state_cases import Placed, PostOffice, placed, placements, state_of, tensors_of, unit
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+LAYERS, STEP, TOKEN = 3, 7, "token"
+TENSORS = tensors_of(LAYERS)
+LINKS = Links(memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20)
+WHOLE = Layout(TENSORS, {}).shards
+
+
+@dataclass
+class Fleet:
+    """Nodes with a store and a server each, under one directory; durable storage as a function that counts."""
+
+    directory: Path
+    servers: dict[str, ShardServer]
+    stores: dict[str, AgentStore]
+    read_from_s3: Counter[ShardId] = field(default_factory=Counter)
+    faults: dict[str, FaultyTier] = field(default_factory=dict)
+
+    def access(self, node: str) -> Access:
+        agents = {name: ("127.0.0.1", server.port, TOKEN) for name, server in self.servers.items()}
+        return Faulty(self.stores[node], agents, self.durable, 20.0, self.faults)
+
+    def durable(self, uri: str, step: int, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor]]:
+        assert (uri, step) == ("s3://bucket/job", STEP)
+        for shard in shards:
+            self.read_from_s3[shard] += 1
+            yield shard, unit(TENSORS[shard.tensor], shard, step).contiguous()
+
+    def keep(self, case: Placed, kind: str, workers: Iterable[str], step: int = STEP) -> list[Holding]:
+        """Real snapshots of these workers on their nodes."""
+        for worker in workers:
+            node = case.node_by_worker[worker]
+            writer = SnapshotWriter(self.directory / node / kind, worker, case.layout, 1)
+            writer.start(step, state_of(case.layout, worker, step))
+            writer.wait(20)
+            writer.close(20)
+        return [holding for store in self.stores.values() for holding in store.inventory()]
+
+
+@dataclass(frozen=True)
+class Faulty(Access):
+    faults: Mapping[str, FaultyTier]
+
+    def tier(self, source: Source, node: str) -> Tier:
+        real = super().tier(source, node)
+        kind = "s3" if source.kind == "s3" else source.kind if source.node == node else "peer"
+        faulty = self.faults.get(kind)
+        if faulty is None:
+            return real
+        faulty.inner = real
+        return faulty
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    nodes = [f"n{number}" for number in range(4)]
+    stores = {node: AgentStore(tmp_path / node / "memory", tmp_path / node / "disk", node) for node in nodes}
+    servers = {node: ShardServer(store, TOKEN, host="127.0.0.1") for node, store in stores.items()}
+    yield Fleet(tmp_path, dict(servers), stores)
+    with ThreadPoolExecutor(len(servers)) as pool:
+        list(pool.map(ShardServer.close, servers.values()))
+    for store in stores.values():
+        store.close()
+
+
+def live(case: Placed, workers: Iterable[str], step: int = STEP) -> tuple[list[Holding], dict[str, LiveState]]:
+    holdings, states = [], {}
+    for worker in workers:
+        source = Source("worker", case.node_by_worker[worker], worker, step, 1)
+        holdings.append(Holding(source, case.layout.shards_by_worker[worker]))
+        states[worker] = LiveState(case.layout, state_of(case.layout, worker, step))
+    return holdings, states
+
+
+def run(
+    plan: TransferSchedule,
+    after: Placed,
+    states: Mapping[str, LiveState],
+    fleet: Fleet,
+    office: PostOffice | None = None,
+) -> dict[str, Restored]:
+    """Every worker's part in a thread of its own; the first error is raised."""
+    office = office or PostOffice()
+
+    def one(worker: str) -> Restored:
+        node = plan.parts[worker].node
+        return restore(plan, worker, after.layout, states.get(worker), office.member(worker), fleet.access(node))
+
+    with ThreadPoolExecutor(max(1, len(plan.parts))) as pool:
+        return dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
+
+
+def check(results: Mapping[str, Restored], after: Placed) -> None:
+    for worker in after.layout.workers:
+        expected = state_of(after.layout, worker, STEP)
+        assert results[worker].state.keys() == expected.keys()
+        for name, tensor in results[worker].state.items():
+            assert torch.equal(tensor, expected[name]), f"{name} of {worker}"
+
+
+def moved(results: Mapping[str, Restored]) -> dict[str, int]:
+    return {
+        tier: sum(result.bytes_by_tier[tier] for result in results.values())
+        for tier in ("memory", "disk", "peer", "s3")
+    }
+
+
+S3 = Holding(Source("s3", "", "s3://bucket/job", STEP), WHOLE)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, data: st.DataObject) -> None:
+    """State is right, bytes by tier are the schedule's, s3 gives each missing shard once."""
+    before, after = data.draw(placements(LAYERS)), data.draw(placements(LAYERS, num_nodes=4))
+    some = st.sets(st.sampled_from(sorted(before.layout.workers)))
+    for path in fleet.directory.rglob("*.snapshot"):
+        path.unlink()
+    fleet.read_from_s3.clear()
+    kept = fleet.keep(before, "memory", data.draw(some))
+    kept = fleet.keep(before, "disk", data.draw(some)) or kept
+    holdings, states = live(before, data.draw(some))
+    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept, S3], STEP, LINKS)
+    results = run(plan, after, states, fleet)
+    check(results, after)
+    assert moved(results) == plan.bytes_by_tier
+    somewhere = frozenset().union(*(holding.shards for holding in (*holdings, *kept)))
+    needed = frozenset().union(*after.layout.shards_by_worker.values())
+    assert fleet.read_from_s3 == Counter(needed - somewhere)
+    assert all(not result.failures for result in results.values())
+
+
+TWO = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])]])
+
+
+def test_unchanged_tensors_are_taken_over_and_the_old_state_is_untouched(fleet: Fleet) -> None:
+    before = placed(TENSORS, LAYERS, [[(2, ["n0/0"]), (1, ["n1/0"])]])
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    holdings, states = live(before, ["n0/0", "n1/0"])
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
+    results = run(plan, after, states, fleet)
+    check(results, after)
+    for name, tensor in states["n0/0"].state.items():
+        assert results["n0/0"].state[name] is tensor
+    assert moved(results) == {"memory": 0, "disk": 0, "peer": before.layout.bytes_of("n1/0"), "s3": 0}
+    assert results["n1/0"].state == {}, "it only gave"
+
+
+def test_live_state_of_another_step_is_never_handed_on(fleet: Fleet) -> None:
+    """n0/0 stands one step ahead; the older step comes from its node's snapshot and goes on to n2 through it."""
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n0/1"])]])
+    kept = fleet.keep(TWO, "memory", ["n1/0"])
+    holdings, states = live(TWO, ["n0/0"], step=STEP + 1)
+    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept], STEP, LINKS)
+    assert any(part.messages for part in plan.parts.values()), "a node fetches once and hands on"
+    check(run(plan, after, states, fleet), after)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["memory", "disk", "peer"])
+def test_a_source_that_fails_is_replaced_by_the_next(fleet: Fleet, kind: str, fault: str) -> None:
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    holder = "n1/0" if kind == "peer" else "n0/0"
+    kept = fleet.keep(TWO, "disk" if kind == "disk" else "memory", [holder])
+    plan = schedule(after.layout, after.node_by_worker, [*kept, S3], STEP, LINKS)
+    fleet.faults[kind] = FaultyTier(None, fault, at=5)  # type: ignore[arg-type]
+    results = run(plan, after, {}, fleet)
+    check(results, after)
+    assert results["n0/0"].failures
+    broken_off = fault in ("fail", "stall")
+    assert len(fleet.read_from_s3) == (len(WHOLE) - 4 if broken_off else 1)
+    assert moved(results)["s3"] > 0
+    assert moved(results)[kind] + moved(results)["s3"] == after.layout.num_bytes
+
+
+def test_a_message_damaged_on_the_way_is_replaced_from_a_snapshot(fleet: Fleet) -> None:
+    after = placed(TENSORS, LAYERS, [[(3, ["n2/0"])]])
+    holdings, states = live(TWO, ["n0/0"])
+    kept = fleet.keep(TWO, "memory", ["n1/0"])
+    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept], STEP, LINKS)
+    office = PostOffice()
+    office.flip.add(("n0/0", "n2/0"))
+    results = run(plan, after, states, fleet, office)
+    check(results, after)
+    assert len(results["n2/0"].failures) == 1
+
+
+def test_damage_is_not_handed_on_and_the_next_schedule_avoids_it(fleet: Fleet) -> None:
+    """A new node gets damaged what it should hand on to another. Both say what is bad; nobody takes it for good."""
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])], [(3, ["n2/0"])], [(3, ["n3/0"])]])
+    holdings, states = live(TWO, ["n0/0"])
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
+    office = PostOffice()
+    relay = next(m.source for part in plan.parts.values() for m in part.messages if m.source != "n0/0")
+    office.flip.add(("n0/0", relay))
+    bad: list[tuple[Source, ShardId]] = []
+    outcomes = run_all(plan, after, states, fleet, office)
+    for worker, outcome in outcomes.items():
+        if isinstance(outcome, RestoreError):
+            assert pickle.loads(pickle.dumps(outcome)).bad == outcome.bad
+            bad += outcome.bad
+        else:
+            check_one(outcome, after, worker)
+    failed = {worker for worker, outcome in outcomes.items() if isinstance(outcome, RestoreError)}
+    assert len(failed) > 1, "who was fed by it knows, too"
+    assert {source.name for source, _ in bad} <= {"n0/0", *failed}
+    assert len({shard for _, shard in bad}) == 1, "one byte was flipped"
+    spare = fleet.keep(TWO, "disk", ["n1/0"])
+    again = schedule(after.layout, after.node_by_worker, [*holdings, *spare], STEP, LINKS, excluded=set(bad))
+    damaged = {shard for source, shard in bad if source.name == "n0/0"}
+    assert all(holdings[0].source not in again.sources_of("n3/0", shard) for shard in damaged)
+    check(run(again, after, states, fleet), after)
+
+
+def run_all(
+    plan: TransferSchedule, after: Placed, states: Mapping[str, LiveState], fleet: Fleet, office: PostOffice
+) -> dict[str, Restored | RestoreError]:
+    def one(worker: str) -> Restored | RestoreError:
+        try:
+            access = fleet.access(plan.parts[worker].node)
+            return restore(plan, worker, after.layout, states.get(worker), office.member(worker), access)
+        except RestoreError as error:
+            return error
+
+    with ThreadPoolExecutor(len(plan.parts)) as pool:
+        return dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
+
+
+def check_one(result: Restored, after: Placed, worker: str) -> None:
+    check(
+        {worker: result}, Placed(Layout(TENSORS, {worker: after.layout.shards_by_worker[worker]}), after.node_by_worker)
+    )
+
+
+def test_no_source_left_is_an_error_that_names_what_failed(fleet: Fleet) -> None:
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    kept = fleet.keep(TWO, "memory", ["n0/0"])
+    plan = schedule(after.layout, after.node_by_worker, kept, STEP, LINKS)
+    fleet.faults["memory"] = FaultyTier(None, "corrupt", at=5)  # type: ignore[arg-type]
+    with pytest.raises(RestoreError, match=r"n0/0 cannot restore its state: .*flipped") as error:
+        run(plan, after, {}, fleet)
+    assert [source for source, _ in error.value.bad] == [kept[0].source]
+
+
+def test_a_server_that_is_gone_and_one_that_is_unknown(fleet: Fleet) -> None:
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    kept = fleet.keep(TWO, "memory", ["n1/0"])
+    plan = schedule(after.layout, after.node_by_worker, [*kept, S3], STEP, LINKS)
+    fleet.servers["n1"].close()
+    check(run(plan, after, {}, fleet), after)
+    del fleet.servers["n1"]
+    check(run(plan, after, {}, fleet), after)
+    assert set(fleet.read_from_s3.values()) == {2}
+
+
+def test_small_messages_in_small_windows_do_not_deadlock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker sends to every other, with room for hardly one message in flight."""
+    monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr("recovery.messages.make_messages.__defaults__", (64,))
+    before = placed(TENSORS, LAYERS, [[(1, ["n0/0", "n0/1"]), (1, ["n1/0", "n1/1"]), (1, ["n2/0"])]])
+    after = placed(
+        TENSORS,
+        LAYERS,
+        [[(1, ["n1/0"]), (2, ["n2/0", "n2/1"])], [(3, ["n0/0"])], [(2, ["n3/0", "n0/1"]), (1, ["n1/1"])]],
+    )
+    holdings, states = live(before, before.layout.workers)
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
+    assert sum(len(part.messages) for part in plan.parts.values()) > 100
+    check(run(plan, after, states, fleet), after)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
+def test_other_types(fleet: Fleet, dtype: str) -> None:
+    tensors = tensors_of(1, dtype)
+    before = placed(tensors, 1, [[(1, ["n0/0", "n0/1"])]])
+    after = placed(tensors, 1, [[(1, ["n1/0"])]])
+    holdings, states = live(before, ["n0/0"])
+    kept = fleet.keep(before, "memory", ["n0/1"])
+    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept], STEP, LINKS)
+    check(run(plan, after, states, fleet), after)
+
+
+def test_progress_reaches_the_total(fleet: Fleet) -> None:
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    plan = schedule(after.layout, after.node_by_worker, fleet.keep(TWO, "memory", ["n1/0"]), STEP, LINKS)
+    seen: list[tuple[int, int]] = []
+    member, access = PostOffice().member("n0/0"), fleet.access("n0")
+    restore(plan, "n0/0", after.layout, None, member, access, progress=lambda done, total: seen.append((done, total)))
+    assert max(seen) == (after.layout.num_bytes, after.layout.num_bytes)
+    assert len(seen) == len(WHOLE)

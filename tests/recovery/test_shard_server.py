@@ -1,0 +1,235 @@
+"""Shards over TCP: whole or refused, from peers that are slow, wrong, hostile or gone."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recovery.agent_store import AgentStore
+from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable
+from recovery.holdings import Source
+from recovery.layout import ShardId
+from recovery.shard_client import ShardClient
+from recovery.shard_protocol import NONCE_BYTES, OK, REPLY, receive_request
+from recovery.shard_server import ShardServer
+from recovery.snapshot import SnapshotWriter
+from tests.harness.state_cases import placed, state_of, tensors_of, unit
+
+CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
+SHARDS = sorted(CASE.layout.shards_by_worker["n0/0"])
+HERE = Source("memory", "n0", "n0/0", 5, 1)
+TOKEN = "correct horse"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AgentStore]:
+    writer = SnapshotWriter(tmp_path / "memory", "n0/0", CASE.layout, 1)
+    writer.start(5, state_of(CASE.layout, "n0/0", 5))
+    writer.wait(20)
+    writer.close(20)
+    store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def server(store: AgentStore) -> Iterator[ShardServer]:
+    with ShardServer(store, TOKEN, host="127.0.0.1") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ShardServer) -> Iterator[ShardClient]:
+    with ShardClient("127.0.0.1", server.port, TOKEN, 20) as client:
+        yield client
+
+
+def content(shard: ShardId, step: int = 5) -> bytes:
+    return unit(CASE.layout.tensors[shard.tensor], shard, step).contiguous().numpy().tobytes()
+
+
+def test_many_requests_over_one_connection(client: ShardClient) -> None:
+    for asked in (SHARDS, SHARDS[3:5], SHARDS[::-1]):
+        got = [(shard, bytes(data)) for shard, data in client.read(HERE, asked) if isinstance(data, memoryview)]
+        assert got == [(shard, content(shard)) for shard in asked]
+
+
+def test_into_memory_of_the_caller(client: ShardClient) -> None:
+    memory = bytearray(len(content(SHARDS[0])))
+    list(client.read(HERE, SHARDS[:1], {SHARDS[0]: memoryview(memory)}))
+    assert bytes(memory) == content(SHARDS[0])
+    with pytest.raises(PeerUnreachable, match=r"announces \d+ bytes"):
+        list(client.read(HERE, SHARDS[:1], {SHARDS[0]: memoryview(bytearray(3))}))
+
+
+def test_what_is_not_there_does_not_stop_the_rest(client: ShardClient) -> None:
+    other = ShardId("param/none", 0)
+    replies = dict(client.read(HERE, [SHARDS[0], other, SHARDS[1]]))
+    assert isinstance(replies[other], ShardUnavailable)
+    assert bytes(replies[SHARDS[1]]) == content(SHARDS[1])  # type: ignore[arg-type]
+    gone = Source("memory", "n0", "n0/0", 4, 1)
+    assert all(isinstance(reply, ShardUnavailable) for _, reply in client.read(gone, SHARDS))
+
+
+def test_a_flipped_bit_is_found(client: ShardClient, store: AgentStore) -> None:
+    file = store.file_of(HERE, SHARDS[1])
+    with open(file.path, "r+b") as raw:
+        raw.seek(file.map.extents[SHARDS[1]].offset)
+        raw.write(b"\xff\xfe\xfd\xfc")
+    replies = dict(client.read(HERE, SHARDS))
+    assert isinstance(replies.pop(SHARDS[1]), ShardCorrupt)
+    assert all(bytes(data) == content(shard) for shard, data in replies.items())  # type: ignore[arg-type]
+
+
+def test_a_read_left_half_way_does_not_spoil_the_next(client: ShardClient) -> None:
+    reading = client.read(HERE, SHARDS)
+    next(reading)
+    reading.close()  # type: ignore[attr-defined]
+    assert [bytes(d) for _, d in client.read(HERE, SHARDS[4:6])] == [content(s) for s in SHARDS[4:6]]  # type: ignore[arg-type]
+
+
+def test_a_stranger_is_refused(server: ShardServer, store: AgentStore) -> None:
+    with ShardClient("127.0.0.1", server.port, "wrong", 20) as stranger:
+        with pytest.raises(PeerRefused, match="rejected the token"):
+            list(stranger.read(HERE, SHARDS))
+        with pytest.raises((PeerRefused, PeerUnreachable)):
+            stranger.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0]))})
+    assert len(store.inventory()) == 1
+
+
+def test_garbage_ends_only_its_own_connection(server: ShardServer, client: ShardClient) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x05\x00\x00\x00hello"):
+        with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
+            connection.settimeout(20)
+            connection.sendall(garbage)
+            with suppress(OSError):  # the server may have hung up already
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(4096):
+                    pass
+    assert len(list(client.read(HERE, SHARDS))) == len(SHARDS)
+
+
+def test_pushed_shards_are_kept_as_their_workers(client: ShardClient, store: AgentStore) -> None:
+    replica = Source("worker", "n7", "n7/3", 6, 2)
+    pieces = {shard: memoryview(content(shard, 6)) for shard in SHARDS[:4]}
+    client.push(replica, CASE.layout.tensors, pieces)
+    client.push(replica, CASE.layout.tensors, {SHARDS[5]: memoryview(content(SHARDS[5], 6))})
+    here = Source("memory", "n0", "n7/3", 6, 2)
+    holdings = [holding for holding in store.inventory() if holding.source == here]
+    assert frozenset().union(*(holding.shards for holding in holdings)) == {*SHARDS[:4], SHARDS[5]}
+    read = dict(client.read(here, [*SHARDS[:4], SHARDS[5]]))
+    assert all(bytes(data) == content(shard, 6) for shard, data in read.items())  # type: ignore[arg-type]
+
+
+def test_a_push_damaged_on_the_way_leaves_nothing(
+    client: ShardClient, store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.shard_client.zlib", SimpleNamespace(crc32=lambda data: 1))
+    with pytest.raises(ShardCorrupt):
+        client.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0], 6))})
+    monkeypatch.undo()
+    assert len(store.inventory()) == 1
+    assert len(list(client.read(HERE, SHARDS))) == len(SHARDS)
+
+
+@contextmanager
+def peer(behave: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that greets and takes the request as it should, then does what the test wants."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(bytes(NONCE_BYTES))
+            receive_request(connection)
+            behave(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield listener.getsockname()[1]
+    thread.join(20)
+    listener.close()
+    assert not thread.is_alive()
+
+
+def test_a_silent_peer_is_given_up() -> None:
+    done = threading.Event()
+    with peer(lambda _: bool(done.wait(20)) and None) as port:  # type: ignore[func-returns-value]
+        with ShardClient("127.0.0.1", port, TOKEN, 0.1) as client, pytest.raises(PeerTimeout, match=r"within 0\.1 s"):
+            list(client.read(HERE, SHARDS))
+        done.set()
+
+
+def test_a_peer_that_trickles_is_given_up() -> None:
+    """Each byte comes in time, the shard never would."""
+
+    def trickle(connection: socket.socket) -> None:
+        connection.sendall(REPLY.pack(OK, 0, 1 << 20))
+        try:
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.01)
+        except OSError:
+            return
+
+    with peer(trickle) as port, ShardClient("127.0.0.1", port, TOKEN, 0.2) as client, pytest.raises(PeerTimeout):
+        list(client.read(HERE, SHARDS[:1]))
+
+
+def test_a_peer_that_hangs_up_in_a_shard() -> None:
+    def short(connection: socket.socket) -> None:
+        connection.sendall(REPLY.pack(OK, 0, 1000) + b"x" * 400)
+
+    with (
+        peer(short) as port,
+        ShardClient("127.0.0.1", port, TOKEN, 20) as client,
+        pytest.raises(PeerUnreachable, match="hung up after 400 of 1000 bytes"),
+    ):
+        list(client.read(HERE, SHARDS[:1]))
+
+
+def test_a_peer_that_lies_about_length_or_checksum() -> None:
+    with (
+        peer(lambda connection: connection.sendall(REPLY.pack(OK, 0, 1 << 60))) as port,
+        ShardClient("127.0.0.1", port, TOKEN, 20) as client,
+        pytest.raises(PeerUnreachable, match="announces"),
+    ):
+        list(client.read(HERE, SHARDS[:1]))
+    wrong = zlib.crc32(b"other")
+    with (
+        peer(lambda connection: connection.sendall(REPLY.pack(OK, wrong, 5) + b"bytes")) as port,
+        ShardClient("127.0.0.1", port, TOKEN, 20) as client,
+    ):
+        ((_, reply),) = client.read(HERE, SHARDS[:1])
+        assert isinstance(reply, ShardCorrupt)
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with ShardClient("127.0.0.1", port, TOKEN, 5) as client, pytest.raises(PeerUnreachable) as error:
+        list(client.read(HERE, SHARDS))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_close_hangs_up_on_peers_and_leaves_no_thread(store: AgentStore) -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    server = ShardServer(store, TOKEN, host="127.0.0.1")
+    client = ShardClient("127.0.0.1", server.port, TOKEN, 20)
+    list(client.read(HERE, SHARDS[:1]))
+    server.close()
+    with pytest.raises((PeerUnreachable, PeerTimeout)):
+        list(client.read(HERE, SHARDS[:1]))
+    left = [thread for thread in threading.enumerate() if thread.ident not in before]
+    for thread in left:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in left)
