@@ -21,8 +21,8 @@ from planner.strategies.tables import Tables
 CANDIDATES = 6
 _POLISH_ROUNDS = 4
 _MOST_FOR_GRIDS = 128
-_MOST_FOR_FASOP = 16
-_MOST_FOR_METIS = 8
+_MOST_FOR_FASOP = 32
+_MOST_FOR_METIS = 32
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,18 @@ def refine_shape(estimator: Estimator, shape: Shape, microbatches: int) -> Shape
     best, seconds = shape, estimator.pipeline_s(shape, microbatches)
     for _ in range(_ROUNDS):
         options = [s for s in _neighbours(best) if fits(estimator, s, microbatches)]
-        ranked = sorted((estimator.quick_s(s, microbatches), s.ends, s) for s in options)[:_SIMULATED]
+        ranked = sorted(((estimator.quick_s(s, microbatches), s.ends, s) for s in options), key=_by_time)[:_SIMULATED]
         timed = [(estimator.pipeline_s(s, microbatches), s.ends, s) for quick, _, s in ranked if quick < seconds]
-        if not timed or min(timed)[0] >= seconds * (1 - 1e-6):
+        fastest = min(timed, key=_by_time, default=None)
+        if fastest is None or fastest[0] >= seconds * (1 - 1e-6):
             return best
-        seconds, _, best = min(timed)
+        seconds, _, best = fastest
     return best
+
+
+def _by_time(entry: tuple[float, tuple[int, ...], Shape]) -> tuple[float, tuple[int, ...]]:
+    """Seconds, then cuts: equal times are broken alike in every process."""
+    return entry[0], entry[1]
 
 
 def _neighbours(shape: Shape) -> list[Shape]:
