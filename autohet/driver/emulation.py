@@ -55,6 +55,7 @@ class EmulatedFleet:
     document: Mapping[str, Any]
     directories: Callable[[str], tuple[str, ...]] = lambda name: ()
     nodes: dict[str, EmulatedNode] = field(default_factory=dict)
+    head_arguments: Mapping[str, Any] = field(default_factory=dict)
     _cluster: LocalCluster | None = None
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -70,6 +71,7 @@ class EmulatedFleet:
                     "num_gpus": 0,
                     "object_store_memory": OBJECT_STORE_BYTES,
                     "include_dashboard": False,
+                    **self.head_arguments,
                 },
             )
         for name, entry in self.document["available_node_types"].items():

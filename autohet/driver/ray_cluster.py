@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
@@ -26,6 +28,7 @@ logger = logging.getLogger("autohet.ray")
 GROUP_LABEL = "ray.io/node-group"
 NAME_LABEL = "autohet-node-name"  # a node that wants a certain name in plans (emulated fleets, bare machines)
 STATUS_KEY = b"autohet:status:"
+CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,26 @@ def quieten() -> None:
     """
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("%s", "\n".join(data["lines"]))
+
+
+def connect(address: str | None, **options: Any) -> None:
+    """`ray.init` on a running cluster: at `address`, or at $RAY_ADDRESS, or the one that this machine belongs to.
+
+    Raises:
+        ConfigError: there is none. Ray itself would try for minutes; here a refused connection is an answer.
+    """
+    where = address or "this machine"
+    remedy = "start one, or give --address or an emulated --cluster"
+    try:
+        found = canonicalize_bootstrap_address_or_die(address or "auto")
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (ConnectionError, OSError, ValueError) as error:
+        raise ConfigError(f"no Ray cluster at {where}: {error}; {remedy}") from None
+    try:
+        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True, **options)
+    except (ConnectionError, ray.exceptions.RpcError) as error:
+        raise ConfigError(f"no Ray cluster at {where}: {error}; {remedy}") from None
 
 
 def living_nodes() -> list[RayNode]:

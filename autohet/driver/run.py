@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 import signal
 import threading
 import time
@@ -31,7 +32,8 @@ from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
-from recovery.storage import open_storage
+from recovery.checkpoint import newest_checkpoint
+from recovery.storage import Storage, open_storage
 from recovery.storage_errors import StorageError
 
 logger = logging.getLogger("autohet")
@@ -63,10 +65,9 @@ class JobRun:
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
-        self._check_data(job, int(config.vocab_size))
-        self._storage_uri = job.checkpoint_storage
+        check_data(job, int(config.vocab_size))
         self.durable = Durable(
-            open_storage(self._storage_uri),
+            open_storage(job.checkpoint_storage),
             job.name,
             config.to_dict(),
             {"seed": job.training.seed},
@@ -74,7 +75,7 @@ class JobRun:
         )
         planning = make_planning(job)
         self.workforce = RayWorkforce(
-            job, run_id(job), self.durable, cluster, worker_threads=1 if fleet is not None else 4, clock=clock
+            job, run_id(job), self.durable, cluster, worker_threads=1 if job.emulation is not None else 4, clock=clock
         )
         self.orders = OrderBook(job, config, paces_of if job.emulation is not None else None)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
@@ -83,13 +84,6 @@ class JobRun:
         )
         self._published_at = 0.0
         self._clock = clock
-
-    def _check_data(self, job: Job, vocab_size: int) -> None:
-        """Build the dataset (or find it built) before anything is started: what is wrong with it is the user's to
-        mend.
-        """
-        dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
-        dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
 
     def start(self) -> None:
         """Look for a checkpoint to go on from; the controller does the rest."""
@@ -132,6 +126,58 @@ class JobRun:
             self.durable.close(at_once=at_once)
 
 
+def check_data(job: Job, vocab_size: int) -> None:
+    """Build the dataset, or find it built: what is wrong with it is the user's to mend.
+
+    Raises:
+        ConfigError: the data is missing, cannot be read, or does not suit the model.
+    """
+    dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
+    dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
+
+
+def check_inputs(job: Job, cluster: Cluster | None) -> None:
+    """All that can be wrong with a job before a cluster is asked: model, data, storage, and whether the whole of
+    `cluster`, where it is known, has a plan for it.
+
+    Raises:
+        ConfigError: says what to mend.
+    """
+    config = load_config(job.model)
+    check_data(job, int(config.vocab_size))
+    try:
+        storage = open_storage(job.checkpoint_storage)
+        try:
+            newest_checkpoint(storage)
+            _try_writing(storage)
+        finally:
+            storage.close()
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    planning = make_planning(job)
+    if cluster is not None:
+        check_paces(job, cluster)
+        planning.propose(cluster.fleet(), None)
+
+
+def _try_writing(storage: Storage) -> None:
+    """A storage that takes nothing is found before the first step, not at the first checkpoint hours later."""
+    name = f"write-test-{secrets.token_hex(8)}"
+    storage.put(name, b"autohet")
+    storage.delete([name])
+
+
+def check_paces(job: Job, cluster: Cluster) -> None:
+    """An emulated GPU type has the speed that the job names: one that is borrowed from another would emulate nothing."""
+    speeds = {} if job.emulation is None else job.emulation.relative_speed_by_gpu_type
+    missing = sorted({kind.gpu_type for kind in cluster.node_types} - set(speeds))
+    if speeds and missing:
+        raise ConfigError(
+            f"emulation.relative_speed_by_gpu_type has no {', '.join(missing)}, of which cluster '{cluster.name}' has nodes;"
+            f" it has {', '.join(sorted(speeds))}"
+        )
+
+
 def run_id(job: Job) -> str:
     """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or
     storage.
@@ -151,6 +197,7 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     """
     document = read_document(cluster_path) if cluster_path else None
     cluster = cluster_from_document(document) if document is not None else None
+    check_inputs(job, cluster)
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         return train_on(job, cluster, fleet, events_path, show)
 
@@ -203,12 +250,7 @@ def connection(job: Job, document: Mapping[str, Any] | None, address: str | None
             with undisturbed():
                 fleet.close()
         return
-    try:
-        ray.init(address=address or "auto", **options)
-    except ConnectionError as error:
-        raise ConfigError(
-            f"no Ray cluster at {address or 'this machine'}: {error}; start one, or give --address or an emulated --cluster"
-        ) from None
+    ray_cluster.connect(address)
     try:
         yield None
     finally:

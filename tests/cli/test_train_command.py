@@ -1,0 +1,134 @@
+"""`autohet train` and a user's mistakes: exit code 2, one clear message on standard error, and nothing started or printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from autohet.cli.main import main
+from tests.harness.local_fleet import cluster_document, write_documents
+from tests.harness.s3_server import s3_server
+
+Documents = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture
+def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Documents:
+    """Writes a good job and a good cluster, with the sections of the job that a test spoils."""
+    monkeypatch.chdir(tmp_path)
+    return lambda **sections: write_documents(tmp_path, cluster_document(big=1, small=1), **sections)
+
+
+def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """What standard error says of a command that ends with exit code 2 before Ray is started."""
+    arguments = ["train", "--job", str(job), *(["--cluster", str(cluster)] if cluster else []), *more, "--json"]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    messages = [line for line in captured.err.splitlines() if line.startswith("autohet train: ")]
+    assert len(messages) == 1, captured.err
+    assert not ray.is_initialized()
+    return messages[0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"training": {"stepz": 3}}, ("stepz", "steps")),
+        ({"data": {"source": "nowhere.txt"}}, ("nowhere.txt",)),
+        (
+            {"training": {"global_batch_sequences": 9}, "parallelism": {"microbatch_sequences": 2}},
+            ("9", "2", "multiple"),
+        ),
+        ({"emulation": {"relative_speed_by_gpu_type": {"H100": 1.0}}}, ("A100-40",)),
+        ({"emulation": {"memory_scale": 1e-9}}, ("GiB too little",)),
+        ({"model": {"config": {"model_type": "nonesuch"}}}, ("nonesuch", "llama")),
+        ({"checkpoint": {"storage": "ftp://host/path"}}, ("ftp",)),
+        ({"training": {"steps": None}}, ("training.steps",)),
+    ],
+    ids=["unknown key", "no data", "batch", "no pace", "does not fit", "model type", "storage scheme", "no steps"],
+)
+def test_mistakes_in_the_job(
+    documents: Documents, capsys: pytest.CaptureFixture[str], sections: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    message = complaint(*documents(**sections), capsys)
+    assert all(word in message for word in words), message
+
+
+def test_unknown_key_in_the_cluster(documents: Documents, capsys: pytest.CaptureFixture[str]) -> None:
+    job, cluster = documents()
+    cluster.write_text(cluster.read_text() + "max_wokers: 3\n")
+    message = complaint(job, cluster, capsys)
+    assert "max_wokers" in message
+
+
+def test_missing_files(documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job, cluster = documents()
+    assert "none.yaml" in complaint(tmp_path / "none.yaml", cluster, capsys)
+    assert "none.yaml" in complaint(job, tmp_path / "none.yaml", capsys)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda plan: plan.update(pipelynes=[]), ("pipelynes",)),
+        (lambda plan: plan["pipelines"][0]["stages"][1].update(workers=["big-0/0"]), ("big-0/0", "2 times")),
+        (lambda plan: plan["pipelines"][0].update(num_microbatches=7), ("7", "8")),
+        (lambda plan: plan["pipelines"][0]["stages"][1].update(first_layer=3), ("layer",)),
+    ],
+    ids=["unknown key", "worker twice", "batch", "layers"],
+)
+def test_mistakes_in_the_plan(
+    documents: Documents,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    spoil: Callable[[dict[str, Any]], None],
+    words: tuple[str, ...],
+) -> None:
+    stages = [
+        {"first_layer": 2 * i, "num_layers": 2, "workers": [f"{kind}-0/0"]} for i, kind in enumerate(("big", "small"))
+    ]
+    plan: dict[str, Any] = {
+        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "pipelines": [{"num_microbatches": 8, "stages": stages}],
+    }  # fmt: skip
+    spoil(plan)
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    message = complaint(*documents(parallelism={"plan": "plan.json"}), capsys)
+    assert all(word in message for word in words), message
+
+
+def test_mistakes_with_the_storage(documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with s3_server():
+        message = complaint(*documents(checkpoint={"storage": "s3://no-such-bucket/run"}), capsys)
+    assert "no-such-bucket" in message
+    (tmp_path / "file").write_text("in the way")
+    assert "file" in complaint(*documents(checkpoint={"storage": str(tmp_path / "file")}), capsys)
+
+
+def test_storage_without_permission(
+    documents: Documents, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from botocore.client import BaseClient
+    from botocore.exceptions import ClientError
+
+    def refuse(self: BaseClient, operation: str, parameters: dict[str, Any]) -> None:
+        raise ClientError({"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}, operation)
+
+    with s3_server() as server:
+        uri = server.create_bucket("closed") + "/run"
+        monkeypatch.setattr(BaseClient, "_make_api_call", refuse)
+        message = complaint(*documents(checkpoint={"storage": uri}), capsys)
+    assert "closed" in message
+    assert "AccessDenied" in message or "permission" in message
+
+
+def test_no_cluster_at_the_address(documents: Documents, capsys: pytest.CaptureFixture[str]) -> None:
+    message = complaint(documents()[0], None, capsys, "--address", "127.0.0.1:1")
+    assert "127.0.0.1:1" in message
