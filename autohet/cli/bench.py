@@ -1,0 +1,53 @@
+"""`autohet bench planner|recovery|step`: what the parts achieve, measured in one run beside what they are held against."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+BENCHMARKS = {
+    "planner": "accuracy of the cost model; the searches against bounds and other planners",
+    "recovery": "restores over throttled links by the real code, policies side by side; published scale, simulated",
+    "step": "a plan's step on this machine against a plain loop of the same model",
+}
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the command's parser; each benchmark has options of its own."""
+    parser: argparse.ArgumentParser = subparsers.add_parser("bench", help="benchmarks: planner, recovery, step")
+    kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="planner|recovery|step")
+    for name, summary in BENCHMARKS.items():
+        of_kind = kinds.add_parser(name, help=summary, description=summary)
+        of_kind.add_argument("--json", action="store_true", help="print one JSON document")
+        if name == "recovery":
+            _recovery_options(of_kind)
+        elif name == "step":
+            _step_options(of_kind)
+    return parser
+
+
+def _recovery_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--state-mb", type=float, default=64.0, metavar="N", help="one copy of the state, in MB (default 64)")
+    add("--scale", type=float, default=40.0, metavar="N", help="links are a cloud node's divided by this (default 40)")
+    add("--scenarios", metavar="a,b,...", help="only these (default: all)")
+    add(
+        "--quick",
+        action="store_true",
+        help="without the run on an emulated fleet: detect, replan, rebuild and first step stay unmeasured",
+    )
+    add("--no-simulation", action="store_true", help="without the simulated part")
+    add("--picture", metavar="FILE", help="bars of seconds by part (needs matplotlib)")
+    add("--out", metavar="FILE", help="also write the document")
+
+
+def _step_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--job", metavar="JOB", help="whose model, batch and length (default: a small Llama)")
+    add("--steps", type=int, default=5, metavar="N", help="measured steps of each; their median counts (default 5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark's own module."""
+    return int(importlib.import_module(f"autohet.cli.bench_{args.benchmark}").run(args))
