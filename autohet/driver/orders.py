@@ -113,7 +113,9 @@ class OrderBook:
         manifest = seen.checkpoint.manifest
         if manifest is not None:
             yield Holding(
-                Source("s3", "", str(seen.checkpoint.uri), manifest.step, 0), manifest.shards, manifest.checksums
+                Source("s3", "", str(seen.checkpoint.uri), manifest.step, manifest.generation),
+                manifest.shards,
+                manifest.checksums,
             )
 
     def _schedule(
