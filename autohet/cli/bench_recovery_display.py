@@ -23,6 +23,8 @@ def show(document: dict[str, Any]) -> None:
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
         if found:
             console.print(_table(title, found))
+            for scenario in found:
+                console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
     console.print(
         f"S3: {document['durable_storage']}. Other parts: {document['method']['detect, replan, rebuild, first_step']}"
     )
@@ -33,8 +35,8 @@ def _table(title: str, scenarios: list[dict[str, Any]]) -> Table:
     table.add_column("scenario")
     table.add_column("policy")
     for part in (*PARTS, "total"):
-        table.add_column(f"{part} s", justify="right")
-    for name in ("memory MB", "disk MB", "peer MB", "s3 MB", "steps lost", "restore / limit", "vs s3_only"):
+        table.add_column(f"{part.replace('_', ' ')} s", justify="right")
+    for name in ("memory MB", "disk MB", "peer MB", "s3 MB", "steps lost", "/ limit", "vs s3"):
         table.add_column(name, justify="right")
     for scenario in scenarios:
         for policy, result in scenario["policies"].items():
@@ -47,7 +49,7 @@ def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any]) -> list[
     seconds = [_number(result["seconds"][part]) for part in (*PARTS, "total")]
     tiers = [f"{result['bytes_by_tier'][tier] / 1e6:,.1f}" for tier in ("memory", "disk", "peer", "s3")]
     return [
-        f"{scenario['scenario']}: {scenario['what']}" if first else "",
+        scenario["scenario"] if first else "",
         policy if result["verified"] is not False or scenario["simulated"] else f"{policy} WRONG",
         *seconds,
         *tiers,

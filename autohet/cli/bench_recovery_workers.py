@@ -110,7 +110,7 @@ def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int)
 class _Node:
     """What surrounds one worker for one task: its store, its shard server, ways to the others; closed at the end."""
 
-    def __init__(self, task: Task, worker: str, lanes: Lanes, store: TCPStore, stack: ExitStack) -> None:
+    def __init__(self, task: Task, worker: str, lanes: Lanes, store: PrefixStore, stack: ExitStack) -> None:
         self.task, self.worker, self.lanes = task, worker, lanes
         self.node = task.node_by_worker[worker]
         self.s3_shards: set[ShardId] = set()
@@ -123,7 +123,7 @@ class _Node:
         server = stack.enter_context(ShardServer(served, TOKEN, host="127.0.0.1"))
         store.set(f"agent/{worker}", str(server.port))
         peers = {w: n for w, n in task.node_by_worker.items() if w in task.participants and n != self.node}
-        agents = {}
+        agents: dict[str, tuple[str, int, str]] = {}
         for peer, node in peers.items():
             proxy = ThrottledProxy(("127.0.0.1", int(store.get(f"agent/{peer}"))), lanes)
             stack.callback(proxy.close)
@@ -271,7 +271,7 @@ class WorkerProcesses:
         """Every worker's result; the first failure is raised at once, as the others then wait in vain."""
         results: list[Result] = []
         while waiting:
-            ready = multiprocessing.connection.wait([*waiting], 2 * TIMEOUT_S)
+            ready: list[Any] = multiprocessing.connection.wait([*waiting], 2 * TIMEOUT_S)
             if not ready:
                 raise RestoreFailed(name, f"no answer from {', '.join(waiting.values())}")
             for connection in ready:

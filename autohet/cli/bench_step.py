@@ -164,7 +164,8 @@ def _plain(job: Job, device: torch.device, rows: Any) -> Callable[[], float]:
     """A step by transformers' whole model and torch.optim.AdamW, in fp32; returns its loss."""
     config = load_config(job.model)
     names = list(family_of(config).parameter_specs(config))
-    model = reference_model(config, initial_parameters(config, names, job.training.seed)).to(device)
+    model: Any = reference_model(config, initial_parameters(config, names, job.training.seed))
+    model.to(device)
     size = job.parallelism.microbatch_sequences or min(8, job.training.global_batch_sequences)
     steps = train_reference(model, job.training, rows, 1_000_000, size)
     return lambda: next(steps)
