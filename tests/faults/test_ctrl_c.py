@@ -1,0 +1,77 @@
+"""Ctrl-C on `autohet train`: a committed checkpoint, one document, exit code 1, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.local_fleet import cluster_document, memory_directory, until, write_documents
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run on one emulated node, in a session of its own, as a terminal's foreground group."""
+    job, cluster = write_documents(
+        tmp_path, cluster_document(big=1), training={"steps": 5000}, parallelism={"min_pipelines": 1}
+    )
+    arguments = [str(Path(sys.executable).parent / "autohet"), "train", "--job", str(job), "--cluster", str(cluster)]
+    running = subprocess.Popen(
+        [*arguments, "--events", str(tmp_path / "events.jsonl"), "--json"],
+        stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True, start_new_session=True,
+    )  # fmt: skip
+    yield running
+    if running.poll() is None:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait(10)
+
+
+def num_steps(directory: Path) -> int:
+    events = directory / "events.jsonl"
+    return events.read_text().count('"kind": "step"') if events.exists() else 0
+
+
+def members_of(session: int) -> list[int]:
+    """Living processes of a session, zombies left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_once_commits_and_leaves_nothing(command: subprocess.Popen[str], tmp_path: Path) -> None:
+    until(lambda: num_steps(tmp_path) >= 3, "three steps", 90)
+    os.killpg(command.pid, signal.SIGINT)
+    out, _ = command.communicate(timeout=40)
+    assert command.returncode == 1, (tmp_path / "stderr").read_text()
+    summary = json.loads(out)
+    assert summary["reason"] == "stopped by SIGINT"
+    assert summary["steps"] >= 3
+    assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
+    assert Path(summary["checkpoint"].removeprefix("file://")).is_dir()
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+    assert not memory_directory(tmp_path).exists()
+
+
+def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:
+    until(lambda: num_steps(tmp_path) >= 1, "a step", 90)
+    command.send_signal(signal.SIGINT)
+    command.send_signal(signal.SIGINT)
+    out, _ = command.communicate(timeout=30)
+    assert (command.returncode, out) in ((130, ""), (1, out))
+    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+    assert not memory_directory(tmp_path).exists()

@@ -1,0 +1,148 @@
+"""Deaths of every kind on a real Ray cluster: each costs what it must, and the losses stay those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.emulation import EmulatedFleet
+from autohet.driver.observation import Observation
+from autohet.driver.run import JobRun, Outcome
+from autohet.driver.states import Building, Waiting
+from autohet.runtime.job import Job
+from autohet.runtime.models import family_of, load_config
+from tests.harness.local_fleet import (
+    Interference,
+    adjust,
+    in_generation,
+    largest_relative_difference,
+    local_fleet,
+    make_job,
+    run_job,
+    stop,
+    trains_a_while,
+    trains_at,
+)
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[EmulatedFleet]:
+    with local_fleet(big=1, small=2) as running:
+        yield running
+
+
+def is_waiting(run: JobRun, seen: Observation) -> bool:
+    return isinstance(run.controller.state, Waiting)
+
+
+def node_of(worker: str) -> str:
+    return worker.rsplit("/", 1)[0]
+
+
+def kill_a_member(run: JobRun, seen: Observation) -> None:
+    os.kill(seen.reports[max(run.controller.members)].process_id, signal.SIGKILL)
+
+
+def check(outcome: Outcome, job: Job, *, steps_lost: int) -> None:
+    """Stopped as asked, with its last step committed; so many steps lost; every loss as if nothing had happened."""
+    assert outcome.reason == "stopped by the test", outcome.reason
+    assert outcome.summary["checkpoint"].endswith(f"step-{outcome.summary['steps']:08d}")
+    assert outcome.summary["steps_lost"] == steps_lost
+    assert largest_relative_difference(outcome.summary["losses"], job) < TOLERANCE
+
+
+def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """SIGKILL, then SIGSTOP: planned without, hired again on the living node, back in the plan; nothing lost."""
+    adjust(fleet, big=1, small=2)
+    job = make_job(tmp_path, training={"steps": 2000})
+    frozen: list[int] = []
+
+    def freeze(run: JobRun, seen: Observation) -> None:
+        frozen.append(seen.reports[max(run.controller.members)].process_id)
+        os.kill(frozen[0], signal.SIGSTOP)
+
+    events = Interference()
+    events.when(trains_at(5, workers=3), kill_a_member)
+    events.when(in_generation(3), lambda run, seen: None)
+    events.when(trains_a_while(workers=3), freeze)
+    events.when(in_generation(5), lambda run, seen: None)
+    events.when(trains_a_while(workers=3), stop)
+    outcome, log = run_job(job, fleet, tmp_path, events)
+    changes = outcome.summary["reconfigurations"]
+    assert [change["cause"] for change in changes] == ["death", "arrival", "death", "arrival"], log
+    check(outcome, job, steps_lost=0)
+    assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
+    assert any("said nothing for" in event["reason"] for event in log if event["kind"] == "death")
+    assert not Path(f"/proc/{frozen[0]}").exists()
+
+
+def test_deaths_in_a_row_and_a_fleet_below_its_minimum(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """A node dies; another worker dies while the rest rebuilds; then a node too many, and a new one joins."""
+    adjust(fleet, small=4)
+    job = make_job(tmp_path, training={"steps": 2000}, elastic={"min_workers": 3})
+    events = Interference()
+    events.when(trains_at(5, workers=4), lambda run, seen: fleet.kill(node_of(max(run.controller.members))))
+    events.when(lambda run, seen: isinstance(run.controller.state, Building), kill_a_member)
+    events.when(is_waiting, lambda run, seen: None)
+    events.when(trains_a_while(workers=3), lambda run, seen: fleet.kill(node_of(max(run.controller.members))))
+    events.when(is_waiting, lambda run, seen: fleet.add("small") and None)
+    events.when(trains_a_while(workers=3), stop)
+    outcome, log = run_job(job, fleet, tmp_path, events)
+    check(outcome, job, steps_lost=0)
+    decisions = [event["reason"] for event in log if event["kind"] == "decision"]
+    assert any("Deciding to wait, since" in reason and "the job needs 3" in reason for reason in decisions), decisions
+    assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0
+
+
+def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """One pipeline: the middle stage's node dies. Back to the committed step; from storage only what nobody has."""
+    adjust(fleet, big=1, small=2)
+    workers = [f"{name}/0" for name in sorted(fleet.nodes)]
+    stages = [
+        {"first_layer": i, "num_layers": n, "workers": [w]}
+        for (i, n), w in zip([(0, 1), (1, 2), (3, 1)], workers, strict=True)
+    ]
+    plan = {
+        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "pipelines": [{"num_microbatches": 8, "stages": stages}],
+    }  # fmt: skip
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    job = make_job(
+        tmp_path,
+        training={"steps": 2000},
+        checkpoint={"every_steps": 10},
+        parallelism={"plan": str(tmp_path / "plan.json"), "min_pipelines": 1},
+    )
+    events = Interference()
+    events.when(
+        lambda run, seen: (
+            run.controller.ledger.committed_steps % 10 >= 5 and run.controller.ledger.checkpoint_step is not None
+        ),
+        lambda run, seen: fleet.kill(node_of(workers[1])),
+    )
+    events.when(in_generation(2), lambda run, seen: None)
+    events.when(trains_a_while(), stop)
+    outcome, _ = run_job(job, fleet, tmp_path, events)
+    (change,) = outcome.summary["reconfigurations"]
+    check(outcome, job, steps_lost=change["steps_lost"])
+    assert change["step"] % 10 == 0
+    assert 0 < change["steps_lost"] < 10
+    config = load_config(job.model)
+    layers = [spec.layer for spec in family_of(config).parameter_specs(config).values()]
+    assert set(layers) >= {1, 2}
+    lost_bytes = sum(
+        3 * 4 * math.prod(s.shape) for s in family_of(config).parameter_specs(config).values() if s.layer in (1, 2)
+    )
+    tiers = change["bytes_by_tier"]
+    copies = sum(len(p["stages"]) > 0 for p in change["plan_after"]["pipelines"])
+    assert tiers["s3"] in (lost_bytes, lost_bytes * copies), (tiers, lost_bytes)
+    assert tiers["disk"] > 0, tiers
