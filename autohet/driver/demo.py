@@ -118,7 +118,7 @@ def _symmetric(job: Job, directory: Path) -> Job:
 
 def reference_losses(job: Job, steps: int) -> list[float]:
     """Losses of the same job undisturbed, in this process, by transformers' whole model and torch's AdamW."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     config = load_config(job.model)
     dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
     model = reference_model(
