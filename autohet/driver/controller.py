@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from autohet.driver import policy
 from autohet.driver.change import Change
-from autohet.driver.events import EventLog
-from autohet.driver.ledger import Ledger
-from autohet.driver.observation import Observation, Workforce
-from autohet.driver.orders import OrderBook
-from autohet.driver.planning import Planning, Proposal
+from autohet.driver.desk import Desk
+from autohet.driver.observation import Observation
+from autohet.driver.planning import Proposal
 from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing, State, Training, Waiting
-from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.errors import ConfigError
-from planner.plan import Plan
 from recovery.errors import NotRestorable
 
 
-class Controller:
-    """Owns the generation, the plan and the state machine of one job. `tick` is the only thing that moves it."""
-
-    def __init__(self, job: Job, workforce: Workforce, planning: Planning, orders: OrderBook, events: EventLog) -> None:
-        self.job = job
-        self.workforce = workforce
-        self.planning = planning
-        self.orders = orders
-        self.events = events
-        self.timeouts = job.elastic.timeouts()
-        self.ledger = Ledger(job, events)
-        self.generation = 0
-        self.members: tuple[str, ...] = ()
-        self.planned_nodes: frozenset[str] = frozenset()
-        self.proposal: Proposal | None = None
-        self.pending: Change | None = None
-        self.plans: list[tuple[int, Plan, float]] = []
-        self.failures_in_a_row = 0
-        self.state: State = Waiting("the job has just started", since=0.0)
-        self._known_notices: set[str] = set()
-        self._known_nodes: set[str] = set()
-        self._released: set[str] = set()
-
-    @property
-    def ended(self) -> Ended | None:
-        return self.state if isinstance(self.state, Ended) else None
+class Controller(Desk):
+    """The state machine of one job. `tick` is the only thing that moves it."""
 
     def tick(self) -> Observation:
         """One round: look, decide, act. Returns what was seen, for whoever shows it."""
@@ -74,26 +45,6 @@ class Controller:
                 return self._close(state, seen)
             case Ended() as state:
                 return state
-
-    def _announce(self, seen: Observation) -> None:
-        """Write down each notice and each new node once."""
-        for name, notice in seen.notices.items():
-            if name not in self._known_notices:
-                self._known_notices.add(name)
-                deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
-                self.events.emit("notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s)
-        for name in seen.nodes:
-            if name not in self._known_nodes:
-                self._known_nodes.add(name)
-                kind = seen.nodes[name].node.node_type
-                self.events.emit(
-                    "arrival",
-                    self.generation,
-                    node=name,
-                    node_type=kind.name,
-                    gpu_type=kind.gpu_type,
-                    num_gpus=kind.num_gpus,
-                )
 
     # Waiting ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +107,7 @@ class Controller:
         )
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
-        self.workforce.interrupt(survivors)
+        self.workforce.interrupt(tuple(survivors))
         self.workforce.dismiss([worker for worker in trouble.workers if worker in seen.losses])
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
@@ -190,48 +141,6 @@ class Controller:
         self.workforce.request_stop(self._survivors(seen), checkpoint=False)
         return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
 
-    def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
-        num_workers = sum(len(seen.nodes[name].workers) for name in usable)
-        if num_workers < self.job.elastic.min_workers:
-            return None, f"only {num_workers} workers are left; the job needs {self.job.elastic.min_workers}"
-        started = self.planning.clock()
-        try:
-            proposal = self.planning.propose(
-                policy.fleet_of(seen, usable, self.generation + 1), self.proposal)
-        except ConfigError as error:
-            return None, str(error)
-        finally:
-            change.replan_s += self.planning.clock() - started
-        return proposal, ""
-
-    def _say(self, proposal: Proposal, reason: str) -> None:
-        self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
-
-    def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
-        plan = self.proposal.plan if self.proposal else None
-        return Change(
-            trouble.cause,
-            trouble.nodes,
-            trouble.happened_at,
-            seen.now,
-            self.ledger.committed_steps,
-            plan,
-            trouble.reason,
-        )
-
-    def _survivors(self, seen: Observation) -> tuple[str, ...]:
-        """Members whose process answers, on whatever node: those with a notice too, as long as they live."""
-        return tuple(
-            w for w in self.members if w in seen.reports and w not in seen.losses and seen.node_of(w) in seen.nodes
-        )
-
-    def _release_idle_leavers(self, seen: Observation) -> None:
-        for name in seen.notices:
-            if name in seen.nodes and name not in self.planned_nodes and name not in self._released:
-                self._released.add(name)
-                self.workforce.dismiss([w for w in seen.nodes[name].workers if w in seen.reports])
-                self.workforce.release_node(name)
-
     # Quiescing -------------------------------------------------------------------------------------------------------
 
     def _quiesce(self, state: Quiescing, seen: Observation) -> State:
@@ -251,9 +160,6 @@ class Controller:
         self.ledger.take(seen, self)
         return self._replan(state, seen)
 
-    def _stands(self, report: WorkerReport) -> bool:
-        return report.phase in QUIET
-
     def _escalate(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> None:
         """A death while a stop was under way turns the stop into an interrupt."""
         trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
@@ -267,7 +173,7 @@ class Controller:
             return
         if not state.interrupted:
             state.interrupted, state.proposal = True, None
-            self.workforce.interrupt(survivors)
+            self.workforce.interrupt(tuple(survivors))
             state.deadline = seen.now + self.timeouts.quiesce_s
         if new_nodes or state.change.cause != "death":
             self.events.emit(
@@ -290,7 +196,7 @@ class Controller:
             return state
         if not state.interrupted:
             state.interrupted = True
-            self.workforce.interrupt(survivors)
+            self.workforce.interrupt(tuple(survivors))
         else:
             self.events.emit(
                 "death",
@@ -440,10 +346,6 @@ class Controller:
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
-    def _stop(self, seen: Observation, reason: str, *, ok: bool, then_wait: str | None = None) -> State:
-        self.workforce.request_stop(self._survivors(seen), checkpoint=True)
-        return Closing(reason, ok, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s, then_wait=then_wait)
-
     def _close(self, state: Closing, seen: Observation) -> State:
         if policy.find_deaths(seen, self.members) is not None or policy.find_failures(seen, self.members) is not None:
             if state.then_wait:
@@ -463,24 +365,3 @@ class Controller:
             why = error or "the checkpoint was not finished in time"
             return self._ended(state, f"{state.reason}; step {state.step} is not in durable storage: {why}", ok=False)
         return state
-
-    def _ended(self, state: Closing, reason: str, *, ok: bool | None = None) -> Ended:
-        good = state.ok if ok is None else ok
-        self.events.emit("finished", self.generation, reason=reason, ok=good, step=self.ledger.committed_steps)
-        return Ended(good, reason)
-
-    def _fail(self, reason: str) -> Ended:
-        self.events.emit("failed", self.generation, reason=reason)
-        return Ended(False, reason)
-
-    def summary(self) -> dict[str, Any]:
-        """The document that `autohet train --json` prints."""
-        return self.ledger.summary(len(self.plans), self.plans)
-
-    def status(self) -> dict[str, Any]:
-        """What `autohet status` shows."""
-        return {
-            "name": self.job.name, "state": type(self.state).__name__.lower(), "reason": getattr(self.state, "reason", ""),
-            "generation": self.generation, "workers": list(self.members), "plan": None if self.proposal is None else self.proposal.plan.to_document(),
-            "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s, **self.ledger.status(),
-        }  # fmt: skip

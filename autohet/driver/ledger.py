@@ -45,6 +45,8 @@ class Ledger:
         assert change.restore_step is not None
         self.records = {step: r for step, r in self.records.items() if step < change.restore_step}
         self.step_seconds.setdefault(generation, [])
+        if self.open_change is not None and self.open_change is not change:
+            self.changes.append(self.open_change)  # overtaken by the next change before its first step
         self.open_change = change
 
     def take(self, seen: Observation, controller: Controller) -> None:

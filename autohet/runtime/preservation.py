@@ -45,9 +45,18 @@ class Preservation:
             self._snapshots = SnapshotWriter(
                 self._place.memory_directory, self._place.worker, order.layout, order.generation
             )
-        self._disk = SnapshotWriter(
-            self._place.disk_directory, self._place.worker, order.layout, order.generation, force_to_device=True
-        )
+        self._disk = self._on_disk(order)
+
+    def _on_disk(self, order: GenerationOrder) -> SnapshotWriter | None:
+        """The writer of this node's disk copies; None, with a warning, where the disk has no room: no reason to stop."""
+        place = self._place
+        try:
+            return SnapshotWriter(
+                place.disk_directory, place.worker, order.layout, order.generation, force_to_device=True
+            )
+        except RecoveryError as error:
+            logger.warning("checkpoints are not kept on this node's disk: %s", error)
+            return None
 
     def before_update(self) -> None:
         """Blocks until the state may change: the snapshot of the step before is copied."""
@@ -69,7 +78,8 @@ class Preservation:
         """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A
         full disk is no failure.
         """
-        assert self._disk is not None
+        if self._disk is None:
+            return
         try:
             self._disk.start(step, state, self._timeout_s)
         except RecoveryError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +134,7 @@ def run_chain(config: PreTrainedConfig, stages: Sequence[StageModel]) -> tuple[T
         borders.append((given, hidden))
     loss = stages[-1].loss_sum(hidden, targets)
     loss.backward()
-    for (_, out), (given, _) in reversed(list(zip(borders, borders[1:], strict=False))):
+    for (_, out), (given, _) in reversed(list(itertools.pairwise(borders))):
         out.backward(given.grad)
     gradients: dict[str, Tensor] = {}
     for stage in stages:
