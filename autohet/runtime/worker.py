@@ -188,6 +188,9 @@ class Worker:
         with self._lock:
             self._trainer = trainer
         self._set(order.generation, Phase.TRAINING)
+        if trainer.step >= order.end_step:
+            # The fleet changed on the last step: this generation has only that step to make durable.
+            self._preservation.keep(trainer.step, trainer.state, durable=True)
         while trainer.step < order.end_step:
             result = trainer.train_step(self._batches)
             self._committed(order, trainer, result)

@@ -1,0 +1,115 @@
+"""One worker's process logic, in this process: orders in, reports out."""
+
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from autohet.driver.demo import reference_losses
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
+from autohet.runtime.models import load_config
+from autohet.runtime.worker import Worker
+from planner.plan import Pipeline, Plan, Stage
+from recovery.holdings import Holding, Source
+from recovery.schedule import schedule
+
+ME = "node/0"
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def job(tmp_path):
+    model = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 256,
+    }
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return Job.from_document(
+        {
+            "name": "one",
+            "model": {"config": model},
+            "training": {
+                "global_batch_sequences": 4,
+                "sequence_length": 16,
+                "steps": 3,
+                "precision": "fp32",
+                "device": "cpu",
+            },
+            "data": {"source": str(tmp_path / "text.txt"), "cache": str(tmp_path / "cache")},
+            "checkpoint": {"storage": str(tmp_path / "checkpoints"), "every_steps": 100},
+        }
+    )
+
+
+@pytest.fixture
+def worker(job, tmp_path):
+    found = Worker(WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def order(job, store, generation, start_step, transfers=None):
+    plan = Plan("one", 4, 2, 16, (Pipeline((Stage(0, 2, (ME,)),), 2, 2),))
+    layout = layout_of_plan(plan, load_config(job.model))
+    return GenerationOrder(
+        generation,
+        plan,
+        layout,
+        start_step,
+        job.training.steps,
+        "127.0.0.1",
+        store.port,
+        (ME,),
+        transfers,
+        {},
+        layout.shards_by_worker[ME],
+    )
+
+
+def follow(worker, phase):
+    """Reports until `phase` is reached and an upload's receipt is there: (last report, all steps, all receipts)."""
+    steps, receipts, until = [], [], time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        report = worker.report()
+        steps += report.steps
+        receipts += report.receipts
+        assert report.phase is not Phase.FAILED, report.error
+        if report.phase is phase and receipts:
+            return report, steps, receipts
+        time.sleep(0.02)
+    raise AssertionError(f"{worker.report().phase} after {DEADLINE_S} s, {len(receipts)} receipts")
+
+
+def test_a_generation_trains_to_its_end_and_leaves_a_durable_step(worker, job, store):
+    worker.begin(order(job, store, 1, 0))
+    report, steps, receipts = follow(worker, Phase.FINISHED)
+    assert report.step == 3
+    assert report.live_generation == 1
+    assert [record.step for record in steps] == [0, 1, 2]
+    assert [record.loss for record in steps] == pytest.approx(reference_losses(job, 3), rel=1e-5)
+    assert [(generation, step) for generation, step, _ in receipts] == [(1, 3)]
+    assert receipts[0][2].shards == order(job, store, 1, 0).checkpoint_shards
+
+
+def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, job, store):
+    worker.begin(order(job, store, 1, 0))
+    follow(worker, Phase.FINISHED)
+    layout = order(job, store, 2, 3).layout
+    live = [Holding(Source("worker", "node", ME, 3, 1), layout.shards_by_worker[ME])]
+    worker.begin(order(job, store, 2, 3, schedule(layout, {ME: "node"}, live, 3)))
+    report, steps, receipts = follow(worker, Phase.FINISHED)
+    assert (report.live_generation, report.step, steps) == (2, 3, [])
+    assert [(generation, step) for generation, step, _ in receipts] == [(2, 3)]
+    assert report.restore is not None
+    assert sum(report.restore.bytes_by_tier.values()) == 0
