@@ -50,7 +50,9 @@ class Controller(Desk):
 
     def _wait(self, state: Waiting, seen: Observation) -> State:
         if seen.stop_reason:
-            return Ended(False, f"stopped while waiting ({seen.stop_reason}): {state.reason}")
+            reason = f"stopped while waiting ({seen.stop_reason}): {state.reason}"
+            self.events.emit("finished", self.generation, reason=reason, ok=False, step=self.ledger.committed_steps)
+            return Ended(False, reason)
         if state.since == 0.0:
             state.since = seen.now
         usable = policy.usable_nodes(seen)
@@ -90,7 +92,8 @@ class Controller(Desk):
             return self._on_death(trouble, seen)
         if seen.stop_reason:
             return self._stop(seen, f"stopped by {seen.stop_reason}", ok=False)
-        if all(seen.reports[worker].phase is Phase.FINISHED for worker in self.members):
+        reports = [seen.reports.get(worker) for worker in self.members]
+        if all(report is not None and report.phase is Phase.FINISHED for report in reports):
             return Closing(
                 "trained to the last step", True, seen.now + self.timeouts.checkpoint_s, self.job.training.steps
             )
@@ -105,6 +108,7 @@ class Controller(Desk):
         self.events.emit(
             "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
         )
+        self.failures_in_a_row += 1
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
         self.workforce.interrupt(tuple(survivors))
@@ -231,13 +235,10 @@ class Controller(Desk):
 
     def _replan(self, state: Quiescing, seen: Observation) -> State:
         change, proposal = state.change, state.proposal
-        failed = [r for r in seen.reports.values() if r.worker in self.members and r.phase is Phase.FAILED]
-        if failed:
-            self.failures_in_a_row += 1
-            if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
-                return self._fail(
-                    f"{failed[0].worker} failed {self.failures_in_a_row} times in a row: {failed[0].error}"
-                )
+        if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
+            return self._fail(
+                f"{self.failures_in_a_row} failures in a row and no step between; the last: {change.reason}"
+            )
         gone = (
             set()
             if proposal is None
@@ -309,6 +310,8 @@ class Controller(Desk):
         )
         change = state.change
         change.attempts += 1
+        change.cause, change.reason = "death", trouble.reason
+        change.nodes = tuple(sorted({*change.nodes, *trouble.nodes}))
         self.failures_in_a_row += 1
         if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
             return self._fail(f"{self.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}")
@@ -333,6 +336,7 @@ class Controller(Desk):
             if name in policy.usable_nodes(seen) or name in {seen.node_of(w) for w in self.members}
         )
         self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
+        self.orders.confirm()
         self.ledger.begin_generation(state.generation, change)
         self.events.emit(
             "restore",
@@ -347,10 +351,11 @@ class Controller(Desk):
     # Ending ----------------------------------------------------------------------------------------------------------
 
     def _close(self, state: Closing, seen: Observation) -> State:
-        if policy.find_deaths(seen, self.members) is not None or policy.find_failures(seen, self.members) is not None:
-            if state.then_wait:
-                return Waiting(state.then_wait, seen.now, self.pending)
-            return self._ended(state, f"{state.reason}; a worker died before its last step was committed")
+        trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
+        if trouble is not None:
+            return self._on_death(
+                trouble, seen
+            )  # the survivors make the last step durable in a generation of their own
         standing = [seen.reports[w] for w in self.members if w in seen.reports and self._stands(seen.reports[w])]
         if state.step is None and len(standing) == len(self.members):
             state.step = standing[0].step
@@ -360,7 +365,9 @@ class Controller(Desk):
                 if state.then_wait
                 else self._ended(state, state.reason)
             )
-        error = seen.checkpoint.error or self.ledger.checkpoint_error
+        error = self.ledger.checkpoint_errors.get(state.step or -1)
+        if seen.checkpoint.error is not None and seen.checkpoint.error_step == state.step:
+            error = seen.checkpoint.error
         if seen.now > state.deadline or (error and state.step is not None):
             why = error or "the checkpoint was not finished in time"
             return self._ended(state, f"{state.reason}; step {state.step} is not in durable storage: {why}", ok=False)

@@ -101,8 +101,9 @@ class Desk:
         )
 
     def _release_idle_leavers(self, seen: Observation) -> None:
+        used = {seen.node_of(worker) for worker in self.members}
         for name in seen.notices:
-            if name in seen.nodes and name not in self.planned_nodes and name not in self._released:
+            if name in seen.nodes and name not in used and name not in self._released:
                 self._released.add(name)
                 self.workforce.dismiss([w for w in seen.nodes[name].workers if w in seen.reports])
                 self.workforce.release_node(name)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from autohet.driver.observation import CheckpointState
@@ -54,11 +55,11 @@ class Durable:
     def refresh(self) -> None:
         with self._lock:
             self._reads_under_way += 1
-        self._pool.submit(self._guard, self._refresh)
+        self._pool.submit(self._guard, self._refresh, None)
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         """Write the manifest of `step`; the result shows in `state`."""
-        self._pool.submit(self._guard, lambda: self._commit(step, generation, layout, receipts))
+        self._pool.submit(self._guard, lambda: self._commit(step, generation, layout, receipts), step)
 
     def _refresh(self) -> None:
         try:
@@ -79,14 +80,14 @@ class Durable:
         with self._lock:
             self._state = CheckpointState(manifest.step, checkpoint_uri(self._storage, manifest.step), manifest)
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[[], None], step: int | None) -> None:
         """The thread's edge: whatever goes wrong is kept as the state's error, and training goes on."""
         try:
             work()
         except (RecoveryError, OSError) as error:
             logger.warning("The checkpoint storage failed: %s", error)
             with self._lock:
-                self._state = CheckpointState(self._state.step, self._state.uri, self._state.manifest, str(error))
+                self._state = replace(self._state, error=str(error), error_step=step)
 
     def close(self, *, at_once: bool = False) -> None:
         """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""

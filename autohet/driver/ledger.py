@@ -31,9 +31,10 @@ class Ledger:
         self.open_change: Change | None = None
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
-        self.checkpoint_error: str | None = None
+        self.checkpoint_errors: dict[int, str] = {}
+        self._generation = 0
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
-        self._committed: set[int] = set()
+        self._committed: set[tuple[int, int]] = set()
 
     @property
     def committed_steps(self) -> int:
@@ -44,6 +45,7 @@ class Ledger:
         """The generation stands at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
         self.records = {step: r for step, r in self.records.items() if step < change.restore_step}
+        self._generation = generation
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
             self.changes.append(self.open_change)  # overtaken by the next change before its first step
@@ -60,6 +62,8 @@ class Ledger:
             self.events.emit("checkpoint", controller.generation, step=seen.checkpoint.step, uri=seen.checkpoint.uri)
 
     def _take_step(self, record: StepRecord, controller: Controller) -> None:
+        if record.generation < self._generation:
+            return  # of a generation that has been gone back behind
         if record.generation != controller.generation and record.step in self.records:
             return
         if record.step in self.records and self.records[record.step].generation >= record.generation:
@@ -87,16 +91,15 @@ class Ledger:
     def _take_receipt(self, worker: str, receipt: Any, controller: Controller) -> None:
         """Collect one worker's part of a checkpoint; once all are in, have the manifest written."""
         generation, step, parts = receipt
-        if generation != controller.generation or step in self._committed:
+        if generation != controller.generation or (generation, step) in self._committed:
             return
         if isinstance(parts, str):
-            self.checkpoint_error = f"{worker}: {parts}"
+            self.checkpoint_errors[step] = f"{worker}: {parts}"
             return
-        self.checkpoint_error = None
         got = self._receipts.setdefault((generation, step), {})
         got[worker] = parts
         if set(got) >= set(controller.members):
-            self._committed.add(step)
+            self._committed.add((generation, step))
             controller.workforce.commit_checkpoint(
                 step, generation, controller.orders.layout_of(generation), list(got.values())
             )

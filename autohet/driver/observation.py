@@ -51,6 +51,7 @@ class CheckpointState:
     uri: str | None = None
     manifest: Any | None = None
     error: str | None = None
+    error_step: int | None = None
 
 
 @dataclass(frozen=True)

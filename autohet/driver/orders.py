@@ -45,6 +45,11 @@ class OrderBook:
         self._links = links
         self._layouts: dict[int, Layout] = {}
         self._first_steps: dict[int, int] = {}
+        self._begun = False
+
+    def confirm(self) -> None:
+        """A generation has its state: from now on the state must be found, never drawn anew."""
+        self._begun = True
 
     def layout_of(self, generation: int) -> Layout:
         return self._layouts[generation]
@@ -83,7 +88,7 @@ class OrderBook:
         layout = layout_of_plan(plan, self.model_config)
         live = self.live_holdings(seen, members)
         holdings = [h for h in (*live, *self._kept(seen)) if in_lineage(h.source.generation, h.step, self._first_steps)]
-        step, transfers = self._schedule(layout, holdings, seen, bool(self._layouts))
+        step, transfers = self._schedule(layout, holdings, seen, self._begun)
         self._layouts[generation], self._first_steps[generation] = layout, step
         sources = (
             set()
