@@ -1,0 +1,165 @@
+"""The real controller, planner and order book on a fake clock and a scripted workforce: no Ray, no torch.distributed."""
+
+import pytest
+
+from autohet.driver.controller import Controller
+from autohet.driver.events import EventLog
+from autohet.driver.orders import OrderBook
+from autohet.driver.planning import make_planning
+from autohet.driver.states import Training, Waiting
+from autohet.runtime.job import Job
+from autohet.runtime.messages import Phase
+from autohet.runtime.models import load_config
+from planner.cluster import NodeType
+from tests.harness.scripted_workforce import ScriptedWorkforce
+
+KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
+
+
+def make(steps=40, min_workers=1, nodes=4, **elastic):
+    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    model |= {"num_attention_heads": 2, "vocab_size": 256}
+    job = Job.from_document(
+        {
+            "name": "fake",
+            "model": {"config": model},
+            "training": {"global_batch_sequences": 8, "sequence_length": 16, "steps": steps, "precision": "fp32"},
+            "data": {"source": "unused"},
+            "elastic": {"min_workers": min_workers, "step_timeout_s": 30, "debounce_s": 0.2, **elastic},
+            "parallelism": {"microbatch_sequences": 1, "min_pipelines": 2, "max_tp_degree": 1, "horizon_s": 1e5},
+            "emulation": {"relative_speed_by_gpu_type": {"A10G": 1.0}, "block_forward_s": 0.01},
+        }
+    )
+    workforce = ScriptedWorkforce(KIND)
+    for index in range(nodes):
+        workforce.join(f"small-{index}")
+    controller = Controller(job, workforce, make_planning(job), OrderBook(job, load_config(job.model)), EventLog(None))
+    return controller, workforce
+
+
+def run(controller, until, ticks=3000):
+    """Tick until a condition holds; a controller that gets nowhere is a failure."""
+    for _ in range(ticks):
+        controller.tick()
+        if until():
+            return
+    raise AssertionError(f"nothing after {ticks} ticks: {controller.state}")
+
+
+def trained(controller, step):
+    return lambda: isinstance(controller.state, Training) and controller.ledger.committed_steps >= step
+
+
+def causes(controller):
+    return [change["cause"] for change in controller.summary()["reconfigurations"]]
+
+
+def test_an_undisturbed_run_trains_every_step_once_and_commits_the_last():
+    controller, workforce = make(steps=12)
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert controller.summary()["steps"] == 12
+    assert workforce.commits == [12]
+
+
+def test_a_notice_lets_the_leaver_serve_then_releases_it_and_loses_nothing():
+    controller, workforce = make()
+    run(controller, trained(controller, 5))
+    leaver = controller.members[0].split("/")[0]
+    workforce.warn(leaver, 60)
+    run(controller, lambda: bool(causes(controller)))
+    assert causes(controller) == ["notice"]
+    assert controller.summary()["steps_lost"] == 0
+    assert all(not worker.startswith(leaver + "/") for worker in controller.members)
+    assert leaver in workforce.released
+
+
+def test_a_death_loses_no_step_while_every_shard_has_a_live_holder():
+    controller, workforce = make()
+    run(controller, trained(controller, 5))
+    workforce.kill(controller.members[-1].split("/")[0])
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert causes(controller) == ["death"]
+    assert controller.summary()["steps_lost"] == 0
+    assert controller.summary()["steps"] == 40
+
+
+def test_a_death_in_the_first_build_starts_again_from_the_seed():
+    controller, workforce = make()
+    workforce.builds = 20
+    run(controller, lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()))
+    workforce.kill("small-3")
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert controller.summary()["steps"] == 40
+
+
+def test_a_second_death_during_the_rebuild_is_survived():
+    controller, workforce = make(nodes=5)
+    run(controller, trained(controller, 5))
+    workforce.builds = 20
+    workforce.kill(controller.members[-1].split("/")[0])
+    run(controller, lambda: any(p.report.phase is Phase.BUILDING for p in workforce.processes.values()))
+    workforce.builds = 2
+    workforce.kill(next(w for w, p in workforce.processes.items() if p.report.phase is Phase.BUILDING).split("/")[0])
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert controller.summary()["steps"] == 40
+
+
+def test_an_arrival_is_taken_in():
+    controller, workforce = make(steps=200, nodes=3)
+    run(controller, trained(controller, 5))
+    workforce.join("small-9")
+    run(controller, lambda: bool(causes(controller)))
+    assert causes(controller) == ["arrival"]
+    assert "small-9/0" in controller.members
+
+
+def test_below_the_minimum_it_waits_says_so_and_goes_on_when_a_node_comes():
+    controller, workforce = make(nodes=2, min_workers=2)
+    run(controller, trained(controller, 5))
+    workforce.kill("small-1")
+    run(controller, lambda: isinstance(controller.state, Waiting))
+    run(controller, lambda: any(e["kind"] == "decision" and "wait" in e["reason"] for e in controller.events.records))
+    workforce.join("small-7")
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert controller.summary()["steps"] == 40
+
+
+def test_failures_without_a_step_between_are_bounded():
+    controller, workforce = make(max_failures_in_a_row=3)
+    run(controller, trained(controller, 3))
+
+    def fail_everyone():
+        for process in workforce.processes.values():
+            if process.report.phase is Phase.TRAINING:
+                process.report = process.report.__class__(
+                    **{**process.report.__dict__, "phase": Phase.FAILED, "error": "boom"}
+                )
+        return controller.ended
+
+    run(controller, fail_everyone)
+    assert not controller.ended.ok
+    assert "boom" in controller.ended.reason
+
+
+def test_a_worker_that_dies_before_the_last_commit_does_not_make_it_a_success():
+    controller, workforce = make(steps=10)
+    workforce.commit_checkpoint = lambda *_: None
+    run(controller, lambda: type(controller.state).__name__ == "Closing")
+    del workforce.commit_checkpoint
+    workforce.kill(controller.members[-1].split("/")[0])
+    run(controller, lambda: controller.generation >= 2 or controller.ended)
+    assert controller.ended is None
+
+
+@pytest.mark.parametrize("moment", [1, 7])
+def test_every_decision_gives_its_reason(moment):
+    controller, workforce = make()
+    run(controller, trained(controller, moment))
+    workforce.kill(controller.members[0].split("/")[0])
+    run(controller, lambda: controller.ended)
+    assert all(event["reason"] for event in controller.events.records if event["kind"] == "decision")

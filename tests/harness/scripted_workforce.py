@@ -1,0 +1,140 @@
+"""A workforce without Ray: workers are values that do what orders say, one step a tick, and die when a test says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autohet.driver.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
+from planner.cluster import Node, NodeType
+
+TICK_S = 0.1
+
+
+@dataclass
+class Process:
+    """One worker's process: what it would report."""
+
+    report: WorkerReport
+    order: Any = None
+    ticks_to_build: int = 0
+    stop: bool = False
+
+
+@dataclass
+class ScriptedWorkforce:
+    """Implements `Workforce`; `now` advances by one tick with each observation. `builds` is how many ticks a build takes."""
+
+    kind: NodeType
+    now: float = 0.0
+    builds: int = 2
+    nodes: dict[str, NodeView] = field(default_factory=dict)
+    notices: dict[str, Notice] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
+    losses: dict[str, Loss] = field(default_factory=dict)
+    checkpoint: CheckpointState = field(default_factory=CheckpointState)
+    stop_reason: str | None = None
+    released: list[str] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)
+    inventories: Any = None
+
+    def join(self, name: str) -> None:
+        self.nodes[name] = NodeView(Node(name, self.kind), self.now, AgentEndpoint(name, "here", 1, "token"))
+
+    def kill(self, name: str) -> None:
+        """The node is gone with its workers; those that train with it are cut off."""
+        del self.nodes[name]
+        for worker in [w for w in self.processes if w.startswith(name + "/")]:
+            del self.processes[worker]
+            self.losses[worker] = Loss(worker, "killed", self.now, self.now - TICK_S)
+        for process in self.processes.values():
+            if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
+                process.report = replace(process.report, phase=Phase.HALTED, error="PeerLost")
+
+    def warn(self, name: str, deadline_s: float) -> None:
+        self.notices[name] = Notice(name, "script", self.now, self.now + deadline_s)
+
+    def observe(self) -> Observation:
+        self.now += TICK_S
+        reports = {worker: self._live(process) for worker, process in self.processes.items()}
+        return Observation(
+            self.now,
+            dict(self.nodes),
+            dict(self.notices),
+            reports,
+            dict(self.losses),
+            self.inventories,
+            self.checkpoint,
+            self.stop_reason,
+        )
+
+    def _live(self, process: Process) -> WorkerReport:
+        """Let one tick pass for a worker."""
+        report, order = process.report, process.order
+        if report.phase is Phase.BUILDING:
+            process.ticks_to_build -= 1
+            if process.ticks_to_build <= 0:
+                part = report.worker in order.plan.workers
+                phase = Phase.TRAINING if part else Phase.RELEASED
+                live = order.generation if part else None
+                process.report = replace(report, phase=phase, live_generation=live, step=order.start_step)
+        elif report.phase is Phase.TRAINING:
+            return self._step(process)
+        return process.report
+
+    def _step(self, process: Process) -> WorkerReport:
+        report, order = process.report, process.order
+        done = report.step + 1
+        phase = Phase.FINISHED if done >= order.end_step else Phase.STOPPED if process.stop else Phase.TRAINING
+        process.report = replace(report, step=done, phase=phase)
+        record = StepRecord(report.step, 1.0 / done, 1.0, 64, TICK_S, order.generation, self.now)
+        receipts = ((order.generation, done, ("written",)),) if phase is Phase.FINISHED else ()
+        return replace(process.report, steps=(record,), receipts=receipts)
+
+    def hire(self, workers: Any) -> None:
+        for worker in workers:
+            if worker not in self.processes:
+                self.losses.pop(worker, None)
+                self.processes[worker] = Process(WorkerReport(worker, 1, 0, Phase.IDLE, 0, None))
+
+    def dismiss(self, workers: Any) -> None:
+        for worker in workers:
+            self.processes.pop(worker, None)
+
+    def begin(self, orders: Any) -> None:
+        for worker, order in orders.items():
+            process = self.processes[worker]
+            process.order, process.ticks_to_build, process.stop = order, self.builds, False
+            process.report = replace(process.report, generation=order.generation, phase=Phase.BUILDING, error=None)
+
+    def request_stop(self, workers: Any, *, checkpoint: bool) -> None:
+        for worker in workers:
+            self.processes[worker].stop = True
+
+    def interrupt(self, workers: Any) -> None:
+        for worker in workers:
+            process = self.processes[worker]
+            if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
+                process.report = replace(process.report, phase=Phase.HALTED)
+
+    def roll_forward(self, workers: Any, vote: Any) -> None:
+        for worker in workers:
+            process = self.processes[worker]
+            process.report = replace(process.report, step=vote[0] + 1, prepared_step=None)
+
+    def request_inventories(self) -> None:
+        self.inventories = {}
+
+    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Any) -> None:
+        self.commits.append(step)
+        self.checkpoint = replace(self.checkpoint, step=step, uri=f"here/{step}")
+
+    def release_node(self, node: str) -> None:
+        self.released.append(node)
+
+    def next_generation_store(self, generation: int) -> tuple[str, int]:
+        return "here", 1
+
+    def publish(self, status: Any) -> None:
+        pass
