@@ -49,7 +49,8 @@ def node_of(worker: str) -> str:
 
 
 def kill_a_member(run: JobRun, seen: Observation) -> None:
-    os.kill(seen.reports[max(run.controller.members)].process_id, signal.SIGKILL)
+    alive = [worker for worker in run.controller.members if worker in seen.reports and worker not in seen.losses]
+    os.kill(seen.reports[max(alive)].process_id, signal.SIGKILL)
 
 
 def check(outcome: Outcome, job: Job, *, steps_lost: int) -> None:
