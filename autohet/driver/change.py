@@ -9,8 +9,6 @@ from typing import Any
 from autohet.runtime.messages import RestoreRecord
 from planner.plan import Plan
 
-CAUSES = ("start", "notice", "death", "arrival", "slow")
-
 
 @dataclass
 class Change:

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -180,7 +179,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
-
-
-def wall_clock() -> float:
-    return time.time()

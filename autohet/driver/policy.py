@@ -54,8 +54,7 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
     lost: dict[str, Loss] = {worker: observation.losses[worker] for worker in members if worker in observation.losses}
     for worker in members:
         if worker not in lost and observation.node_of(worker) not in observation.nodes:
-            report_time = observation.now
-            lost[worker] = Loss(worker, "its node is gone", report_time, report_time)
+            lost[worker] = Loss(worker, "its node is gone", observation.now, observation.now)
     if not lost:
         return None
     nodes = tuple(sorted({observation.node_of(worker) for worker in lost}))
