@@ -34,7 +34,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--profile", metavar="TABLE", help="measured layer times (CSV or Parquet); default: the bundled measurements")
     add("--links", metavar="TABLE", help="measured bandwidths (CSV or Parquet); default: labels and catalogue")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--strategy", metavar="NAME", help="the search (default: the job's, else autohet)")
+    mode.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="the search: autohet, metis, fasop, hap, megatron, varuna, exhaustive (default: the job's, else autohet)",
+    )
     mode.add_argument("--compare", metavar="A,B,...", help="several searches, costed by the same model")
     mode.add_argument("--evaluate", nargs="+", metavar="PLAN", help="cost these plans, search nothing")
     add("--calibrate", metavar="RUNS", help="CSV of measured steps (plan, measured_s) that refine the cost model first")

@@ -7,6 +7,7 @@ from planner.strategies.autohet import search_autohet
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
 from planner.strategies.grids import search_megatron, search_varuna
+from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
@@ -15,6 +16,7 @@ STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "autohet": search_autohet,
     "metis": search_metis,
     "fasop": search_fasop,
+    "hap": search_hap,
     "megatron": search_megatron,
     "varuna": search_varuna,
     "exhaustive": search_exhaustive,

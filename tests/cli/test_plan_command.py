@@ -122,3 +122,16 @@ def test_wrong_input_is_one_message_and_exit_code_2(case, capsys, file, text, na
 def test_what_is_not_there_is_named(case, capsys, arguments, named):
     assert _run(case, *arguments, "--json") == 2
     assert named in capsys.readouterr().err
+
+
+def test_every_strategy_of_the_contract_answers_and_is_in_the_help(case, capsys):
+    names = ["autohet", "metis", "fasop", "hap", "megatron", "varuna"]
+    assert _run(case, "--compare", ",".join(names), "--json") == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["strategy"] for result in results] == names
+    assert all(result["feasible"] for result in results)
+    assert min(r["predicted"]["step_time_s"] for r in results) == results[0]["predicted"]["step_time_s"]
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name in [*names, "exhaustive"])

@@ -25,7 +25,7 @@ fleets = st.lists(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "megatron", "varuna"])
+@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "hap", "megatron", "varuna"])
 @pytest.mark.parametrize("batch", [16, 17])
 def test_plan_is_whole_fits_and_uses_each_gpu_once(strategy: str, batch: int) -> None:
     asked = request(fleet(*DEMO), batch)
@@ -83,7 +83,7 @@ def test_equal_gpus_get_a_symmetric_plan_or_a_better_one() -> None:
     assert ours.prediction.step_time_s <= grid.prediction.step_time_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop"])
+@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "hap"])
 def test_the_same_input_gives_the_same_plan_in_every_process(strategy: str) -> None:
     code = (
         "from tests.planner.cases import *; from planner.strategies import plan_with;"
@@ -113,8 +113,8 @@ def test_a_batch_that_the_asked_microbatch_does_not_divide_is_named() -> None:
 
 
 def test_unknown_strategy_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"'hap' does not exist.*autohet, metis"):
-        plan_with("hap", request(fleet(*DEMO), 16))
+    with pytest.raises(ConfigError, match=r"'alpa' does not exist.*autohet, metis, fasop, hap"):
+        plan_with("alpa", request(fleet(*DEMO), 16))
 
 
 def test_one_tp_degree_and_one_microbatch_size_where_asked() -> None:

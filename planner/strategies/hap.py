@@ -1,0 +1,405 @@
+"""The strategy `hap`: one sharded program on every GPU, without pipelining; the program and the ratios found in turn.
+
+Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automated program synthesis", EuroSys'24, under
+our cost model. HAP alternates until its cost stops falling: given the ratios B (the share of every device), search the
+sharded program Q; given Q, solve a linear program for B. Here
+
+* Q is a tensor-parallel degree a node type: its GPUs form groups inside nodes, every group holds all layers (a pipeline
+  of one stage) and a share of the batch, and gradients are summed over the groups. The search is a dynamic program over
+  the node types. Its state is what gradient sync depends on (least and largest TP degree, number of groups), its value the
+  least time of the slowest group. HAP's A* has no heuristic in the released code and its costs add up in any order, so a
+  dynamic program finds the same.
+* B is the number of sequences of every group. The linear program, least T with x_g s_g <= T and sum n_g x_g = batch for
+  groups that take s_g seconds a sequence, has all its inequalities tight: x_g is proportional to 1 / s_g.
+* At the end shares become whole microbatches, of a size for every part of the program, that meet the batch exactly.
+
+HAP gives each device a part of the batch or none, so subsets of the node types are searched as well. Memory, which HAP does
+not model, is checked: a group that cannot hold the model is never formed. Not expressible in a plan, hence not searched:
+unequal slices within a tensor-parallel group, sharded optimizer state (ZeRO), parts of layers that are sharded differently
+from the rest, sufficient factor broadcasting, expert parallelism.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.cluster import NodeType
+from planner.cost import CostModel
+from planner.errors import InfeasibleError
+from planner.plan import Plan
+from planner.strategies.autohet import choose, idle_workers
+from planner.strategies.cost_tables import GIB, check_request, tables_of
+from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.placement import place
+from planner.strategies.request import Answer, Request, SearchReport
+from planner.strategies.tables import Tables
+
+_ROUNDS = 20
+_DESCENTS = 8
+_MOST_SUBSETS = 4
+_ROUNDED = 24
+_OF_EACH = 3
+_CANDIDATES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`groups` equal groups of one table row: one kind of tensor-parallel group at one microbatch size."""
+
+    row: int
+    groups: int
+
+
+Program = tuple[Part, ...]
+# One way to divide the nodes of a type into groups: (kind, groups), largest degree first.
+Way = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: `ways[r]` of each resource, and the rows of each kind that hold the whole model."""
+
+    tables: Tables
+    cost: CostModel
+    batch: int
+    ways: tuple[tuple[Way, ...], ...]
+    rows: dict[int, tuple[int, ...]]
+
+    def seconds(self, row: int) -> float:
+        """Of one microbatch on one group."""
+        return float(self.tables.time_sums[row, -1]) + self.tables.stage_overhead_s
+
+    def sequence_s(self, row: int) -> float:
+        """Seconds a sequence on one group."""
+        return self.seconds(row) / self.tables.rows[row].microbatch
+
+
+def search_hap(request: Request) -> Answer:
+    """HAP's search. InfeasibleError with the limit where no group of GPUs of one node holds the whole model."""
+    check_request(request)
+    begin = request.clock()
+    tables = tables_of(request)
+    estimator = Estimator(tables)
+    found: dict[Program, float] = {}
+    for space in spaces(request, tables):
+        for subset in _subsets(space):
+            for program in alternate(space, subset):
+                _descend(space, program, found)
+    if not found:
+        raise InfeasibleError(_why_infeasible(tables))
+    drafts = (_draft(estimator, program, request.global_batch_sequences) for program in _ranked(tables, found))
+    best, rejected = choose(request, _plans(request, tables, [d for d in dict.fromkeys(drafts) if d is not None]))
+    if best is None:
+        why = rejected[0].why if rejected else "no number of microbatches meets the batch"
+        raise InfeasibleError(f"hap finds no plan without pipelining: {why}")
+    report = SearchReport(request.clock() - begin, len(found), None, None)
+    return Answer("hap", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan))
+
+
+def _ranked(tables: Tables, found: dict[Program, float]) -> list[Program]:
+    """The fastest programs, few of each division of the nodes into groups."""
+    out: list[Program] = []
+    seen: dict[tuple[tuple[int, int], ...], int] = {}
+    for program in sorted(found, key=lambda p: found[p]):
+        groups: dict[int, int] = {}
+        for part in program:
+            groups[tables.rows[part.row].kind] = groups.get(tables.rows[part.row].kind, 0) + part.groups
+        division = tuple(sorted(groups.items()))
+        seen[division] = seen.get(division, 0) + 1
+        if np.isfinite(found[program]) and seen[division] <= _OF_EACH:
+            out.append(program)
+    return out[:_ROUNDED]
+
+
+def _plans(request: Request, tables: Tables, drafts: Sequence[Draft]) -> Iterator[Plan]:
+    for draft in drafts[:_CANDIDATES]:
+        plan = place(tables, draft, request.spec.name, request.global_batch_sequences, request.sequence_length)
+        if plan is not None:
+            yield plan
+
+
+# ---- the space ----
+
+
+def spaces(request: Request, tables: Tables) -> Iterator[Space]:
+    """One space; several where the whole plan must have one TP degree or one microbatch size."""
+    rows = [i for i in range(len(tables.rows)) if _holds_model(tables, i)]
+    degrees = sorted({_degree(tables, row) for row in rows})
+    sizes = sorted({tables.rows[row].microbatch for row in rows})
+    for allowed in [degrees] if request.mixed_tp else [[d] for d in degrees]:
+        for some in [sizes] if request.mixed_microbatch else [[b] for b in sizes]:
+            chosen = [r for r in rows if _degree(tables, r) in allowed and tables.rows[r].microbatch in some]
+            by_kind: dict[int, list[int]] = {}
+            for row in chosen:
+                by_kind.setdefault(tables.rows[row].kind, []).append(row)
+            ways = tuple(tuple(_ways(tables, r, by_kind)) for r in range(len(tables.resources)))
+            yield Space(
+                tables, request.cost, request.global_batch_sequences, ways, {k: tuple(v) for k, v in by_kind.items()}
+            )
+
+
+def _holds_model(tables: Tables, row: int) -> bool:
+    return tables.memory_bytes(row, 0, tables.num_layers, 1) <= tables.rows[row].limit_bytes
+
+
+def _degree(tables: Tables, row: int) -> int:
+    return tables.kinds[tables.rows[row].kind].tp_degree
+
+
+def _ways(tables: Tables, resource: int, kinds: dict[int, list[int]]) -> Iterator[Way]:
+    """Groups of one degree; where that leaves GPUs of a node, also with smaller groups of these. On all nodes, half of
+    them, and so on: a device whose ratio is zero takes part in no sum of gradients."""
+    nodes = len(tables.resources[resource].node_names)
+    mine = sorted((k for k in kinds if tables.kinds[k].resource == resource), key=lambda k: -tables.kinds[k].tp_degree)
+    for kind in mine:
+        node, rest = [], tables.resources[resource].node_type.num_gpus
+        for smaller in mine[mine.index(kind) :]:
+            count, rest = divmod(rest, tables.kinds[smaller].tp_degree)
+            node += [(smaller, count)] if count else []
+        for shift in range(nodes.bit_length()):
+            for way in {tuple(node[:1]): None, tuple(node): None}:
+                yield tuple((k, count * (nodes >> shift)) for k, count in way)
+
+
+def _subsets(space: Space) -> Iterator[tuple[int, ...]]:
+    """Node types that take part: every subset of a few, of many the fastest."""
+    able = [r for r, ways in enumerate(space.ways) if ways]
+    fastest = sorted(able, key=lambda r: (-_speed(space, r), r))
+    if len(able) <= _MOST_SUBSETS:
+        for count in range(len(able), 0, -1):
+            yield from itertools.combinations(able, count)
+        return
+    for count in range(len(able), 0, -1):
+        yield tuple(sorted(fastest[:count]))
+
+
+def _speed(space: Space, resource: int) -> float:
+    """Sequences a second of one GPU, at best."""
+    kinds = {kind for way in space.ways[resource] for kind, _ in way}
+    rows = [row for kind in kinds for row in space.rows[kind]]
+    return max(1.0 / space.sequence_s(row) / _degree(space.tables, row) for row in rows)
+
+
+# ---- the alternation ----
+
+
+def alternate(space: Space, subset: Sequence[int]) -> Iterator[Program]:
+    """Programs in the order in which they were found, from even and from compute-proportional ratios."""
+    gpus = {r: float(space.tables.resources[r].num_gpus) for r in subset}
+    for start in (gpus, {r: gpus[r] * _speed(space, r) for r in subset}):
+        shares = {r: space.batch * part / sum(start.values()) for r, part in start.items()}
+        best_s = float("inf")
+        for _ in range(_ROUNDS):
+            seconds, program = search_program(space, shares)
+            if seconds >= best_s * (1 - 1e-9):
+                break
+            best_s = seconds
+            yield program
+            shares = _by_resource(space, program, ratios(space, program))
+
+
+def ratios(space: Space, program: Program) -> list[float]:
+    """Sequences of one group of each part: the linear program's optimum."""
+    speeds = [1.0 / space.sequence_s(part.row) for part in program]
+    whole = sum(part.groups * speed for part, speed in zip(program, speeds, strict=True))
+    return [space.batch * speed / whole for speed in speeds]
+
+
+def _by_resource(space: Space, program: Program, shares: Sequence[float]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for part, share in zip(program, shares, strict=True):
+        resource = _resource(space, part.row)
+        found[resource] = found.get(resource, 0.0) + part.groups * share
+    return found
+
+
+def _resource(space: Space, row: int) -> int:
+    return space.tables.kinds[space.tables.rows[row].kind].resource
+
+
+def search_program(space: Space, shares: dict[int, float]) -> tuple[float, Program]:
+    """The best program for given sequences of each node type, with its seconds: the dynamic program."""
+    states: dict[tuple[int, int, int], tuple[float, Program]] = {(10**6, 0, 0): (0.0, ())}
+    for resource, sequences in sorted(shares.items()):
+        following: dict[tuple[int, int, int], tuple[float, Program]] = {}
+        for way in space.ways[resource]:
+            slowest, parts = _timed(space, way, sequences)
+            for seconds, program in states.values():
+                grown = (*program, *parts)
+                key = (*_degrees(space, grown), sum(part.groups for part in grown))
+                reached = max(seconds, slowest)
+                if key not in following or reached < following[key][0]:
+                    following[key] = (reached, grown)
+        states = following
+    ends = [
+        (seconds + sync_s(space, program), number, program) for number, (seconds, program) in enumerate(states.values())
+    ]
+    seconds, _, program = min(ends, key=lambda end: end[:2])
+    return seconds, program
+
+
+def _timed(space: Space, way: Way, sequences: float) -> tuple[float, Program]:
+    """A way's parts, each at its best microbatch size, and the seconds of its slowest group."""
+    speeds = [max(1.0 / space.sequence_s(row) for row in space.rows[kind]) for kind, _ in way]
+    whole = sum(count * speed for (_, count), speed in zip(way, speeds, strict=True))
+    parts, slowest = [], 0.0
+    for (kind, count), speed in zip(way, speeds, strict=True):
+        share = sequences * speed / whole
+        seconds, row = min((_whole_microbatches_s(space, row, share), row) for row in space.rows[kind])
+        parts.append(Part(row, count))
+        slowest = max(slowest, seconds)
+    return slowest, tuple(parts)
+
+
+def _whole_microbatches_s(space: Space, row: int, sequences: float) -> float:
+    return float(np.ceil(sequences / space.tables.rows[row].microbatch - 1e-9)) * space.seconds(row)
+
+
+def _degrees(space: Space, program: Program) -> tuple[int, int]:
+    """The least and the largest TP degree."""
+    degrees = [_degree(space.tables, part.row) for part in program]
+    return min(degrees), max(degrees)
+
+
+def sync_s(space: Space, program: Program) -> float:
+    """Seconds of gradient sync and update: a ring over all groups for each of as many slices as the largest TP degree
+    has, all at once over the NICs; a worker of the least degree takes part in several, one after the other.
+    """
+    tables, update = space.tables, 0.0
+    least, most = _degrees(space, program)
+    members: list[tuple[str, NodeType]] = []
+    taken = [0] * len(tables.resources)
+    for part in program:
+        kind = tables.kinds[tables.rows[part.row].kind]
+        resource = tables.resources[kind.resource]
+        gpus = range(taken[kind.resource], taken[kind.resource] + part.groups * kind.tp_degree, kind.tp_degree)
+        taken[kind.resource] = gpus.stop
+        # Nodes fill up one after the other; smaller groups in what larger ones left of each count as if beyond them.
+        nodes = [i // resource.node_type.num_gpus % len(resource.node_names) for i in gpus]
+        members += [(resource.node_names[i], resource.node_type) for i in nodes]
+        costs = space.cost.layer_costs(resource.node_type, kind.tp_degree, tables.rows[part.row].microbatch)
+        update = max(update, float(costs.update_s.sum()))
+    whole = float(tables.sync_sums[program[0].row, -1]) * _degree(tables, program[0].row)
+    ring = space.cost.sync_s(sorted(members, key=lambda m: m[0]), whole / most, flows=float(most))
+    return ring * most / least + update + space.cost.parameters.step_overhead_s
+
+
+# ---- whole microbatches ----
+
+
+def _descend(space: Space, program: Program, found: dict[Program, float]) -> None:
+    """Changes of one part at a time, while whole microbatches end earlier; all programs seen are kept in `found`
+    with their seconds."""
+    ones = _merged(tuple(replace(part, row=_smallest(space, part.row)) for part in program))
+    _rounded_s(space, ones, found)
+    best, seconds = _merged(program), _rounded_s(space, _merged(program), found)
+    for _ in range(_DESCENTS):
+        options = [
+            _merged((*best[:at], *parts, *best[at + 1 :]))
+            for at in range(len(best))
+            for parts in _changes(space, best, at)
+        ]
+        timed = [(_rounded_s(space, option, found), number, option) for number, option in enumerate(options)]
+        now, _, option = min(timed, key=lambda entry: entry[:2])
+        if now >= seconds * (1 - 1e-9):
+            return
+        best, seconds = option, now
+
+
+def _merged(program: Program) -> Program:
+    """Equal rows as one part, in the order of the rows."""
+    groups: dict[int, int] = {}
+    for part in program:
+        groups[part.row] = groups.get(part.row, 0) + part.groups
+    return tuple(Part(row, count) for row, count in sorted(groups.items()))
+
+
+def _changes(space: Space, program: Program, at: int) -> Iterator[Program]:
+    """A part with another microbatch size, with one group of another size, or with as many groups fewer as are not
+    needed."""
+    part = program[at]
+    for row in space.rows[space.tables.rows[part.row].kind]:
+        yield (replace(part, row=row),)
+        if part.groups > 1 and row != part.row:
+            yield (replace(part, groups=part.groups - 1), Part(row, 1))
+    ends = _ends_s(space, program)
+    if not np.isfinite(ends):
+        return
+    each = _count(space, part, ends) * space.tables.rows[part.row].microbatch
+    surplus = _done(space, program, ends) - space.batch
+    if each and 0 < surplus // each < part.groups:
+        yield (replace(part, groups=part.groups - surplus // each),)
+
+
+def _smallest(space: Space, row: int) -> int:
+    rows = space.rows[space.tables.rows[row].kind]
+    return min(rows, key=lambda r: space.tables.rows[r].microbatch)
+
+
+def _rounded_s(space: Space, program: Program, found: dict[Program, float]) -> float:
+    """Seconds of a step in whole microbatches, gradient sync included."""
+    if program not in found:
+        found[program] = _ends_s(space, program) + sync_s(space, program)
+    return found[program]
+
+
+def _count(space: Space, part: Part, seconds: float) -> int:
+    """Microbatches that a group completes in so many seconds."""
+    return int(seconds / space.seconds(part.row) + 1e-9)
+
+
+def _done(space: Space, program: Program, seconds: float, below: int | None = None) -> int:
+    """Sequences that the groups (those of microbatches smaller than `below`) complete in so many seconds."""
+    sizes = [space.tables.rows[part.row].microbatch for part in program]
+    parts = zip(program, sizes, strict=True)
+    return sum(p.groups * _count(space, p, seconds) * size for p, size in parts if below is None or size < below)
+
+
+def _ends_s(space: Space, program: Program) -> float:
+    """The least time in which whole microbatches can meet the batch, by bisection; infinite where no number of them does.
+
+    Each size divides the next (powers of two), so what the batch leaves over a size must come from smaller ones.
+    """
+    sizes = sorted({space.tables.rows[part.row].microbatch for part in program})
+    if space.batch % sizes[0]:
+        return float("inf")
+
+    def meets(seconds: float) -> bool:
+        if _done(space, program, seconds) < space.batch:
+            return False
+        return all(_done(space, program, seconds, below=size) >= space.batch % size for size in sizes[1:])
+
+    low, high = 0.0, max(space.seconds(part.row) for part in program) * space.batch
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return high
+
+
+def _draft(estimator: Estimator, program: Program, batch: int) -> Draft | None:
+    """The program with its microbatches; groups beyond one microbatch each are left out, the slowest first."""
+    tables, rest = estimator.tables, batch
+    shapes: list[Shape] = []
+    for part in sorted(program, key=lambda p: (tables.time_sums[p.row, -1] / tables.rows[p.row].microbatch, p.row)):
+        count = min(part.groups, rest // tables.rows[part.row].microbatch)
+        shapes += [Shape((part.row,), (tables.num_layers,))] * count
+        rest -= count * tables.rows[part.row].microbatch
+    return assign_microbatches(estimator, shapes, batch) if shapes else None
+
+
+def _why_infeasible(tables: Tables) -> str:
+    """The group that comes nearest to holding the model, and what it lacks."""
+    found = []
+    for index, row in enumerate(tables.rows):
+        need = tables.memory_bytes(index, 0, tables.num_layers, 1)
+        found.append((need - row.limit_bytes, need, row.limit_bytes, index))
+    over, need, limit, index = min(found)
+    node_type = tables.resources[tables.kinds[tables.rows[index].kind].resource].node_type
+    return (
+        f"hap holds the whole model in every group of GPUs, and none is large enough: at TP {_degree(tables, index)} and microbatch"
+        f" {tables.rows[index].microbatch} a {node_type.gpu_type} of node type '{node_type.name}' would need {need / GIB:.2f} GiB,"
+        f" it has {limit / GIB:.2f} GiB: {over / GIB:.2f} GiB too little. Use a strategy with pipelines (autohet, metis, fasop),"
+        f" larger nodes for a higher TP degree, or recomputation"
+    )
