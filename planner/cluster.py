@@ -28,7 +28,8 @@ class NodeType:
     """Equal machines. Bandwidths are bytes per second in one direction: intra-node per GPU, inter-node per node.
 
     usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be 0 (a head node,
-    never planned on).
+    never planned on). slowdown: its compute takes this many times what the profile says of its GPUs, as measured on
+    live machines that throttle or share.
     """
 
     name: str
@@ -41,6 +42,7 @@ class NodeType:
     spot: bool = False
     zone: str = ""
     max_nodes: int = 1
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

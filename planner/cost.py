@@ -114,11 +114,12 @@ class CostModel:
         key = (node_type, tp_degree, microbatch)
         if key not in self._costs:
             times = self.layer_times(node_type.gpu_type, tp_degree, microbatch)
+            slowdown = node_type.slowdown
             memory = self._memory(tp_degree, microbatch)
             self._costs[key] = LayerCosts(
-                forward_s=times.forward_s,
-                backward_s=times.backward_s,
-                update_s=times.update_s,
+                forward_s=times.forward_s * slowdown,
+                backward_s=times.backward_s * slowdown,
+                update_s=times.update_s * slowdown,
                 state_bytes=memory.state_bytes,
                 activation_bytes=memory.activation_bytes,
                 peak_bytes=memory.peak_bytes,
@@ -259,16 +260,18 @@ class CostModel:
             transfers=self.parameters.transfers,
         )
 
-    def stage_seconds(self, pipeline: Pipeline, index: int) -> tuple[float, float]:
-        """Forward and backward seconds of one microbatch in one stage: its slowest worker's."""
+    def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
+        were slowed down."""
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
         kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
         forward = backward = 0.0
         for kind in kinds:
             times = self.layer_times(kind.gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
-            forward = max(forward, float(times.forward_s[chosen].sum()))
-            backward = max(backward, float(times.backward_s[chosen].sum()))
+            slowdown = 1.0 if rated else kind.slowdown
+            forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
+            backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
         spread = self._spread_tp_s(stage, pipeline.microbatch_sequences)
         return forward + spread + self.stage_overhead_s, backward + spread + self.stage_overhead_s
 
@@ -320,7 +323,9 @@ class CostModel:
         chosen = _entries(stage, index, len(pipeline.stages))
         kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
         size = pipeline.microbatch_sequences
-        return max(float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum()) for k in kinds)
+        return max(
+            k.slowdown * float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum()) for k in kinds
+        )
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
