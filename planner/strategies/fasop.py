@@ -12,16 +12,18 @@ half, hard-coded microbatch factors, equal node sizes.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
 from planner.errors import InfeasibleError
-from planner.plan import Plan
 from planner.strategies.autohet import choose, idle_workers, why_infeasible
 from planner.strategies.cost_tables import check_request, tables_of
-from planner.strategies.drafts import Estimator
+from planner.strategies.drafts import Estimator, Shape
+from planner.strategies.refine import fits
 from planner.strategies.request import Answer, Request, SearchReport
+from planner.strategies.shortlist import Candidate, candidate, plans_of
 from planner.strategies.staged import Staged, Stager
 from planner.strategies.symmetric import equal_split
 from planner.strategies.tables import Tables
@@ -35,18 +37,15 @@ def search_fasop(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    found: dict[Plan, float] = {}
+    found: list[Candidate] = []
     tried = 0
     for nodes in node_orders(request.fleet):
         for sizes, width, microbatch in _grids(request, tables, nodes):
             tried += 1
-            plan = _plan(request, tables, stager, estimator, nodes, sizes, width, microbatch)
-            if plan is not None:
-                found.setdefault(*plan)
+            found += _candidates(request, tables, stager, estimator, nodes, sizes, width, microbatch, tried)
         if request.clock() - begin > request.time_limit_s:
             break
-    ranked = sorted(found, key=lambda plan: found[plan])
-    best, rejected = choose(request, ranked[:_CANDIDATES])
+    best, rejected = choose(request, plans_of(request, stager, estimator, found, _CANDIDATES))
     if best is None:
         raise InfeasibleError(f"fasop finds no plan that fits: {why_infeasible(request, tables)}")
     report = SearchReport(request.clock() - begin, tried, None, None)
@@ -82,7 +81,7 @@ def _grids(request: Request, tables: Tables, nodes: tuple[Node, ...]) -> Iterato
                     yield [tp * width] * depth, width, microbatch
 
 
-def _plan(
+def _candidates(
     request: Request,
     tables: Tables,
     stager: Stager,
@@ -91,37 +90,59 @@ def _plan(
     sizes: list[int],
     width: int,
     microbatch: int,
-) -> tuple[Plan, float] | None:
+    number: int,
+) -> list[Candidate]:
     gpus = [worker for node in nodes for worker in node.workers]
     staged = stager.stages(gpus, sizes, width, microbatch)
     if staged is None:
-        return None
-    ends = min_max(tables, stager, staged)
-    draft = stager.draft(staged, ends, request.global_batch_sequences, estimator)
-    if draft is None:
-        return None
-    batch = request.global_batch_sequences
-    plan = stager.plan(staged, draft, microbatch, request.spec.name, batch, request.sequence_length)
-    return plan, estimator.draft_s(draft)
+        return []
+    ends = min_max(tables, stager, staged, boundary_seconds(request, staged, microbatch))
+    shapes = {Shape(tuple(rows[d] for rows in staged.rows), ends) for d in range(staged.width)}
+    if not all(fits(estimator, shape, request.global_batch_sequences) for shape in shapes):
+        return []
+    found = candidate(estimator, staged, ends, microbatch, request.global_batch_sequences, number)
+    return [] if found is None else [found]
 
 
-def min_max(tables: Tables, stager: Stager, staged: Staged) -> tuple[int, ...]:
-    """Ends of the stages: from an equal split, one block at a time from the slowest stage to the fastest that has
-    memory, until the
-    slowest grows or a split comes back."""
+def boundary_seconds(request: Request, staged: Staged, microbatch: int) -> list[float]:
+    """Seconds of the slowest transfer over each boundary, one direction, its NIC shared by all that leave the node."""
+    found = []
+    for senders, receivers in itertools.pairwise(staged.stages):
+        pairs = [
+            (request.fleet.node_of(a[0]), request.fleet.node_of(b[0]), len(b))
+            for a, b in zip(senders, receivers, strict=True)
+        ]
+        leaving = Counter[str]()
+        for a, b, flows in pairs:
+            leaving[a.name] += flows if a is not b else 0
+        found.append(
+            max(
+                request.cost.boundary_s(
+                    a.node_type, b.node_type, microbatch, same_node=a is b, flows=1 if a is b else leaving[a.name]
+                )
+                for a, b, _ in pairs
+            )
+        )
+    return found
+
+
+def min_max(tables: Tables, stager: Stager, staged: Staged, boundary_s: Sequence[float] = ()) -> tuple[int, ...]:
+    """Ends of the stages: from an equal split, one block at a time from the slowest stage to the fastest, until the
+    slowest grows or a split comes back. A stage takes its layers' time and, between two others, one transfer."""
     rows = stager.slowest(staged)
+    tolls = [0.0, *boundary_s[1:], 0.0] if boundary_s else [0.0] * len(rows)
     split = list(equal_split(tables.num_blocks, len(rows)))
-    best, best_s = tuple(split), max(_stage_seconds(tables, rows, split))
+    best, best_s = tuple(split), max(_stage_seconds(tables, rows, split, tolls))
     seen = {best}
     while True:
-        seconds = _stage_seconds(tables, rows, split)
+        seconds = _stage_seconds(tables, rows, split, tolls)
         slow = max((s for s in range(len(rows)) if split[s] > 1), key=lambda s: (seconds[s], -s), default=None)
         fast = min((s for s in range(len(rows)) if s != slow), key=lambda s: (seconds[s], s), default=None)
         if slow is None or fast is None:
             break
         split[slow] -= 1
         split[fast] += 1
-        now = max(_stage_seconds(tables, rows, split))
+        now = max(_stage_seconds(tables, rows, split, tolls))
         if tuple(split) in seen or now > best_s * (1 + 1e-12):
             break
         seen.add(tuple(split))
@@ -135,10 +156,11 @@ def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
     return (*ends[:-1], ends[-1] + 1)
 
 
-def _stage_seconds(tables: Tables, rows: list[int], split: list[int]) -> list[float]:
+def _stage_seconds(tables: Tables, rows: list[int], split: list[int], tolls: list[float]) -> list[float]:
     ends = ends_of(tuple(split))
     starts = (0, *ends[:-1])
-    return [float(tables.time_sums[r, b] - tables.time_sums[r, a]) for r, a, b in zip(rows, starts, ends, strict=True)]
+    work = [float(tables.time_sums[r, b] - tables.time_sums[r, a]) for r, a, b in zip(rows, starts, ends, strict=True)]
+    return [seconds + toll for seconds, toll in zip(work, tolls, strict=True)]
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:

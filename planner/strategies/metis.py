@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.errors import InfeasibleError
-from planner.plan import Plan
 from planner.strategies.autohet import choose, idle_workers, why_infeasible
 from planner.strategies.cost_tables import check_request, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.request import Answer, Request, SearchReport
+from planner.strategies.shortlist import Candidate, candidate, plans_of
 from planner.strategies.staged import Staged, Stager
 from planner.strategies.tables import Floats, Tables
 
@@ -37,16 +37,16 @@ def search_metis(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    found: list[tuple[float, int, Plan]] = []
+    found: list[Candidate] = []
     tried = 0
     for gpus in gpu_orders(tables):
+        arranger = Arranger(request, tables, stager, gpus)
         for sizes in arrangements(len(gpus), tables.num_blocks):
             tried += 1
-            found += _best_of(request, tables, stager, estimator, gpus, sizes, tried)
+            found += _candidates(request, tables, estimator, arranger, sizes, tried)
             if request.clock() - begin > request.time_limit_s:
                 break
-    found.sort(key=lambda item: item[:2])
-    best, rejected = choose(request, [plan for _, _, plan in found[:_CANDIDATES]])
+    best, rejected = choose(request, plans_of(request, stager, estimator, found, _CANDIDATES))
     if best is None:
         raise InfeasibleError(f"metis finds no plan that fits: {why_infeasible(request, tables)}")
     report = SearchReport(request.clock() - begin, tried, None, None)
@@ -110,70 +110,105 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(itertools.chain(*order))
 
 
-def _best_of(
-    request: Request,
-    tables: Tables,
-    stager: Stager,
-    estimator: Estimator,
-    gpus: list[str],
-    sizes: tuple[int, ...],
-    number: int,
-) -> list[tuple[float, int, Plan]]:
-    """The plans of one arrangement: every microbatch size, the most data-parallel degree that fits."""
+def _candidates(
+    request: Request, tables: Tables, estimator: Estimator, arranger: "Arranger", sizes: tuple[int, ...], number: int
+) -> list[Candidate]:
+    """The plans of one arrangement: one for every microbatch size."""
     out = []
-    batch = request.global_batch_sequences
     for microbatch in sorted({row.microbatch for row in tables.rows}):
-        width = min(sizes)
-        while width >= 1:
-            if batch % microbatch == 0 and width * microbatch <= batch:
-                staged = stager.stages(gpus, sizes, width, microbatch)
-                ends = None if staged is None else balance(tables, stager, staged)
-                draft = None
-                if staged is not None and ends is not None:
-                    draft = stager.draft(staged, ends, batch, estimator)
-                if staged is not None and draft is not None:
-                    plan = stager.plan(staged, draft, microbatch, request.spec.name, batch, request.sequence_length)
-                    out.append((estimator.draft_s(draft), number, plan))
-                    break
-            width //= 2
+        chosen = arranger.best(sizes, microbatch) if request.global_batch_sequences % microbatch == 0 else None
+        if chosen is not None:
+            found = candidate(estimator, *chosen, microbatch, request.global_batch_sequences, number)
+            out += [] if found is None else [found]
     return out
 
 
-def balance(tables: Tables, stager: Stager, staged: Staged) -> tuple[int, ...] | None:
-    """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
-    capacity away.
-    """
-    rows = stager.slowest(staged)
-    depth = len(rows)
-    capacity = np.array([1.0 / tables.time_sums[row, -1] for row in rows])
-    capacity /= capacity.sum()
-    for _ in range(_REPAIRS):
-        ends = split_by_capacity(tables.time_sums[rows[0]], capacity)
-        share = [
-            _fullness(tables, staged.rows[s], 0 if s == 0 else ends[s - 1], ends[s], depth - s) for s in range(depth)
-        ]
-        if max(share) <= 1:
-            return ends
-        lost = np.array([c * (1 - 0.9 / x) if x > 1 else 0.0 for c, x in zip(capacity, share, strict=True)])
-        room = np.array([c if x <= 1 else 0.0 for c, x in zip(capacity, share, strict=True)])
-        if room.sum() == 0:
-            return None
-        capacity = capacity - lost + lost.sum() * room / room.sum()
-    return None
+class Arranger:
+    """Stages along one order of the GPUs, and their layers; what arrangements share is computed once."""
+
+    def __init__(self, request: Request, tables: Tables, stager: Stager, gpus: Sequence[str]) -> None:
+        self._batch, self._tables, self._stager, self._gpus = request.global_batch_sequences, tables, stager, gpus
+        self._groups: dict[tuple[int, int, int], tuple[tuple[str, ...], int | None]] = {}
+        self._state = [_running(row.state_bytes) for row in tables.rows]
+        self._kept = [_running(row.activation_bytes) for row in tables.rows]
+
+    def best(self, sizes: tuple[int, ...], microbatch: int) -> tuple[Staged, tuple[int, ...]] | None:
+        """The most data-parallel degree whose layers fit, with the ends of the stages."""
+        width = min(sizes)
+        while width >= 1:
+            staged = self._stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
+            ends = None if staged is None else self.balance(staged)
+            if staged is not None and ends is not None:
+                return staged, ends
+            width //= 2
+        return None
+
+    def _stages(self, sizes: tuple[int, ...], width: int, microbatch: int) -> Staged | None:
+        stages, rows, at = [], [], 0
+        for size in sizes:
+            tp = size // width
+            groups, found = [], []
+            for start in range(at, at + width * tp, tp):
+                group, row = self._group(start, tp, microbatch)
+                if row is None:
+                    return None
+                groups.append(group)
+                found.append(row)
+            stages.append(tuple(groups))
+            rows.append(tuple(found))
+            at += size
+        return Staged(tuple(stages), tuple(rows))
+
+    def _group(self, at: int, tp: int, microbatch: int) -> tuple[tuple[str, ...], int | None]:
+        key = (at, tp, microbatch)
+        if key not in self._groups:
+            group = tuple(self._gpus[at : at + tp])
+            self._groups[key] = (group, self._stager.row(group, microbatch))
+        return self._groups[key]
+
+    def balance(self, staged: Staged) -> tuple[int, ...] | None:
+        """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
+        capacity away. None where that does not help."""
+        rows = self._stager.slowest(staged)
+        depth = len(rows)
+        speeds = [1.0 / float(self._tables.time_sums[row, -1]) for row in rows]
+        capacity = np.array(speeds) / sum(speeds)
+        for _ in range(_REPAIRS):
+            ends = split_by_capacity(self._tables.time_sums[rows[0]], capacity)
+            bounds = zip((0, *ends[:-1]), ends, strict=True)
+            share = [self._fullness(staged.rows[s], a, b, depth - s) for s, (a, b) in enumerate(bounds)]
+            if max(share) <= 1:
+                return ends
+            lost = np.array([c * (1 - 0.9 / x) if x > 1 else 0.0 for c, x in zip(capacity, share, strict=True)])
+            room = np.array([c if x <= 1 else 0.0 for c, x in zip(capacity, share, strict=True)])
+            if room.sum() == 0:
+                return None
+            capacity = capacity - lost + lost.sum() * room / room.sum()
+        return None
+
+    def _fullness(self, rows: Sequence[int], start: int, end: int, in_flight: int) -> float:
+        """Bytes over limit of the fullest replica, as `Tables.memory_bytes` counts them."""
+        fullest = 0.0
+        for row in set(rows):
+            state, kept, facts = self._state[row], self._kept[row], self._tables.rows[row]
+            need = state[end] - state[start] + in_flight * (kept[end] - kept[start]) + facts.fixed_bytes
+            whole = start == 0 and end == self._tables.num_layers
+            fullest = max(fullest, (need - (facts.tied_bytes if whole else 0.0)) / facts.limit_bytes)
+        return fullest
+
+
+def _running(values: Floats) -> list[float]:
+    return [0.0, *np.cumsum(values).tolist()]
 
 
 def split_by_capacity(sums: Floats, capacity: Floats) -> tuple[int, ...]:
     """Ends so that each stage's share of the layers' time is nearest to its share of capacity, at least a block each."""
-    layers = len(sums) - 1
-    depth = len(capacity)
-    targets = np.cumsum(capacity) * sums[-1]
+    layers, depth = len(sums) - 1, len(capacity)
+    targets = np.cumsum(capacity)[:-1] * sums[-1]
+    above = np.clip(np.searchsorted(sums, targets), 1, layers)
+    nearest = np.where(targets - sums[above - 1] <= sums[above] - targets, above - 1, above).tolist()
     ends: list[int] = []
-    for s in range(depth - 1):
-        near = int(np.argmin(np.abs(sums - targets[s])))
+    for s, near in enumerate(nearest):
         least = (ends[-1] + 1) if ends else 2
         ends.append(min(max(near, least), layers - 1 - (depth - 1 - s)))
     return (*ends, layers)
-
-
-def _fullness(tables: Tables, rows: Sequence[int], start: int, end: int, in_flight: int) -> float:
-    return max(tables.memory_bytes(row, start, end, in_flight) / tables.rows[row].limit_bytes for row in set(rows))
