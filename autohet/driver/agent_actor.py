@@ -1,5 +1,5 @@
-"""One Ray actor per node: keeps the node's snapshots when workers die, serves them to peers, and watches for
-notices.
+"""One Ray actor per node: keeps the node's snapshots when workers die, serves them to peers, copies what it alone holds to
+them, and watches for notices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ray
 from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
 from autohet.runtime.messages import AgentEndpoint
 from recovery.agent_store import AgentStore
+from recovery.replication import Replicator
 from recovery.shard_server import ShardServer
 
 logger = logging.getLogger("autohet.agent")
@@ -53,6 +54,7 @@ class AgentActor:
         self._directories = (memory_directory, disk_directory)
         self._store = AgentStore(memory_directory, disk_directory, node)
         self._server = ShardServer(self._store, token, host=host)
+        self._replicator = Replicator(self._store, memory_directory, token)
         self._endpoint = AgentEndpoint(node, host, self._server.port, token)
         self._watch = None if metadata_poll_s is None else NoticeWatch(metadata_poll_s)
 
@@ -75,6 +77,7 @@ class AgentActor:
         """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""
         if self._watch is not None:
             self._watch.close()
+        self._replicator.close()
         self._server.close()
         self._store.close()
         if forget_snapshots:

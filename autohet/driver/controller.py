@@ -6,16 +6,14 @@ from collections.abc import Collection
 
 from autohet.driver import policy
 from autohet.driver.change import Change
-from autohet.driver.desk import Desk
 from autohet.driver.observation import Observation
-from autohet.driver.planning import Proposal
+from autohet.driver.rebuild import Rebuild
 from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing, State, Training, Waiting
-from autohet.runtime.messages import QUIET, Phase, WorkerReport
+from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
-from recovery.errors import NotRestorable
 
 
-class Controller(Desk):
+class Controller(Rebuild):
     """The state machine of one job. `tick` is the only thing that moves it."""
 
     def tick(self) -> Observation:
@@ -51,8 +49,7 @@ class Controller(Desk):
     def _wait(self, state: Waiting, seen: Observation) -> State:
         if seen.stop_reason:
             reason = f"stopped while waiting ({seen.stop_reason}): {state.reason}"
-            self.events.emit("finished", self.generation, reason=reason, ok=False, step=self.ledger.committed_steps)
-            return Ended(False, reason)
+            return self._save_at_rest(state, seen, reason) or self._ended(reason, ok=False)
         if state.since == 0.0:
             state.since = seen.now
         usable = policy.usable_nodes(seen)
@@ -69,14 +66,25 @@ class Controller(Desk):
             state.announced = True
             self.events.emit("decision", self.generation, f"Deciding to wait, since {state.reason}")
         if seen.now - state.since > self.job.elastic.wait_for_fleet_s:
-            return self._fail(f"waited {self.job.elastic.wait_for_fleet_s:.0f} s: {state.reason}")
+            reason = f"waited {self.job.elastic.wait_for_fleet_s:.0f} s: {state.reason}"
+            return self._save_at_rest(state, seen, reason) or self._fail(reason)
         return state
+
+    def _save_at_rest(self, state: Waiting, seen: Observation, reason: str) -> State | None:
+        """The survivors of a fleet that is too small to train on make their newest step durable before the end. None
+        where nothing is newer than the last checkpoint, or no plan exists for those who are left."""
+        if self.ending is not None or self.ledger.committed_steps <= (self.ledger.checkpoint_step or 0):
+            return None
+        self.ending = reason
+        saving = Waiting(state.reason, state.since, state.change)
+        found = self._plan_from_rest(saving, seen, policy.usable_nodes(seen))
+        return None if found is saving else found
 
     def _plan_from_rest(self, state: Waiting, seen: Observation, usable: tuple[str, ...]) -> State:
         state.tried = frozenset(usable)
         change = state.change or Change("start", (), seen.now, seen.now, self.ledger.committed_steps, None)
         try:
-            proposal = self.planning.propose(policy.fleet_of(seen, usable, self.generation + 1), None)
+            proposal = self.planning.propose(self._fleet(seen, usable), None)
         except ConfigError as error:
             state.reason, state.announced = str(error), False
             return state
@@ -91,7 +99,9 @@ class Controller(Desk):
         if trouble is not None:
             return self._on_death(trouble, seen)
         if seen.stop_reason:
-            return self._stop(seen, f"stopped by {seen.stop_reason}", ok=False)
+            return self._stop(seen, self.ending or f"stopped by {seen.stop_reason}", ok=False)
+        if self.ending is not None:
+            return self._stop(seen, self.ending, ok=False)
         reports = [seen.reports.get(worker) for worker in self.members]
         if all(report is not None and report.phase is Phase.FINISHED for report in reports):
             return Closing(
@@ -102,7 +112,23 @@ class Controller(Desk):
             return self._on_notice(leaving, seen)
         self._release_idle_leavers(seen)
         arrived = policy.find_arrivals(seen, self.planned_nodes, state.declined, self.job.elastic.arrivals_debounce_s)
-        return self._on_arrival(state, arrived, seen) if arrived else state
+        if arrived:
+            return self._on_arrival(state, arrived, seen)
+        slowed = self._find_slow() or self._find_forgiven(seen)
+        return self._on_slow(state, slowed, seen) if slowed else state
+
+    def _find_slow(self) -> dict[str, float]:
+        measured = self.ledger.compute_s(self.members) if self.job.elastic.slow_ratio else {}
+        if not measured or self.proposal is None:
+            return {}
+        planned = self.proposal.compute_s(self.slowdowns)
+        return policy.find_slow(measured, planned, self.slowdowns, self.job.elastic.slow_ratio)
+
+    def _find_forgiven(self, seen: Observation) -> dict[str, float]:
+        """Slow nodes that stand idle: nobody can see whether they still are, so after a while they are tried again."""
+        used = {seen.node_of(worker) for worker in self.members}
+        past = seen.now - self.job.elastic.slow_forgiven_s
+        return {name: 1.0 for name in self.slowdowns if name not in used and self._slow_since[name] <= past}
 
     def _on_death(self, trouble: policy.Trouble, seen: Observation) -> State:
         self.events.emit(
@@ -131,7 +157,27 @@ class Controller(Desk):
         return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
 
     def _on_arrival(self, state: Training, arrived: tuple[str, ...], seen: Observation) -> State:
+        state.declined = state.declined | frozenset(arrived)
         trouble = policy.Trouble("arrival", arrived, (), seen.now, f"{', '.join(arrived)} joined")
+        return self._reconsider(state, trouble, seen)
+
+    def _on_slow(self, state: Training, slowed: dict[str, float], seen: Observation) -> State:
+        """From now on these nodes are planned on as they are; whether that is worth a move now, the planner says."""
+        self.slowdowns = {n: f for n, f in (self.slowdowns | slowed).items() if f > 1.0}
+        self._slow_since.update(dict.fromkeys(slowed, seen.now))
+        self.ledger.forget_pace()
+        said = [
+            f"{name} computes {factor:.2f} times as long as its type"
+            if factor > 1.0
+            else f"{name} is taken to be as fast as its type again"
+            for name, factor in sorted(slowed.items())
+        ]
+        trouble = policy.Trouble("slow", tuple(sorted(slowed)), (), seen.now, ", ".join(said))
+        self.events.emit("slow", self.generation, nodes=list(trouble.nodes), slowdowns=slowed, reason=trouble.reason)
+        return self._reconsider(state, trouble, seen)
+
+    def _reconsider(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
+        """Nothing is lost and training goes on: move only where another plan is worth it."""
         change = self._change(trouble, seen)
         proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
         if proposal is None or proposal.stay:
@@ -139,7 +185,6 @@ class Controller(Desk):
             self.events.emit(
                 "decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {reason}"
             )
-            state.declined = state.declined | frozenset(arrived)
             return state
         self._say(proposal, trouble.reason)
         self.workforce.request_stop(self._survivors(seen), checkpoint=False)
@@ -216,14 +261,14 @@ class Controller(Desk):
     def _roll_forward(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> bool:
         """True while survivors that were prepared apply a step that another survivor has committed."""
         current = [seen.reports[w] for w in survivors if seen.reports[w].live_generation == self.generation]
-        newest = max((report.step for report in current), default=0)
-        votes = [report.vote for report in current if report.vote is not None and report.vote[0] == newest - 1]
+        vote = self.ledger.newest_vote  # of the dead too: what one saw, all had contributed to
+        newest = max([0, *(report.step for report in current), *([] if vote is None else [vote[0] + 1])])
         behind = [r.worker for r in current if r.step == newest - 1 and r.prepared_step == newest - 1]
-        if not behind or not votes or seen.now > state.deadline:
+        if not behind or vote is None or vote[0] != newest - 1 or seen.now > state.deadline:
             return False
         if not state.rolling:
             state.rolling = True
-            self.workforce.roll_forward(behind, votes[0])
+            self.workforce.roll_forward(behind, vote)
         return True
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
@@ -242,7 +287,11 @@ class Controller(Desk):
         gone = (
             set()
             if proposal is None
-            else {w for w in proposal.plan.workers if w not in seen.reports or w in seen.losses}
+            else {
+                w
+                for w in proposal.plan.workers
+                if w not in seen.reports or w in seen.losses or seen.node_of(w) in seen.notices
+            }
         )
         if proposal is None or gone:
             proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
@@ -250,103 +299,6 @@ class Controller(Desk):
                 return Waiting(why, seen.now, change)
             self._say(proposal, change.reason)
         return self._adopt(change, proposal, seen)
-
-    # Sourcing and building -------------------------------------------------------------------------------------------
-
-    def _adopt(self, change: Change, proposal: Proposal, seen: Observation) -> State:
-        change.plan_after, change.predicted_step_s = proposal.plan, proposal.predicted_step_s
-        return self._source(Sourcing(change, proposal, seen.now + self.timeouts.quiesce_s), seen)
-
-    def _source(self, state: Sourcing, seen: Observation) -> State:
-        needs_more = self.orders.needs_inventories(state.proposal.plan, seen, self.members)
-        if needs_more and not state.asked:
-            state.asked = True
-            self.workforce.request_inventories()
-            return state
-        if needs_more and seen.inventories is None and seen.now < state.deadline:
-            return state
-        generation = self.generation + 1
-        try:
-            book = self.orders.write(
-                generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation)
-            )
-        except NotRestorable as error:
-            return self._fail(f"the training state is lost: {error}")
-        except ConfigError as error:
-            return self._fail(str(error))
-        state.change.restore_step, state.change.begun_at = book.start_step, seen.now
-        self.generation = generation
-        self._emit_plan(state, book.start_step)
-        self.workforce.begin(book.orders)
-        participants = tuple(book.orders)
-        deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
-        return Building(state.change, state.proposal, generation, participants, deadline)
-
-    def _emit_plan(self, state: Sourcing, start_step: int) -> None:
-        proposal = state.proposal
-        self.events.emit(
-            "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
-            reason=state.change.reason, step=start_step, idle=list(proposal.idle),
-        )  # fmt: skip
-
-    def _build(self, state: Building, seen: Observation) -> State:
-        mine = [seen.reports[w] for w in state.proposal.plan.workers if w in seen.reports and w not in seen.losses]
-        there = [r for r in mine if r.generation == state.generation and r.live_generation == state.generation]
-        if len(there) == len(state.proposal.plan.workers) and all(
-            r.phase not in (Phase.BUILDING, Phase.RESTORING) for r in there
-        ):
-            return self._ready(state, seen, there)
-        trouble = policy.find_deaths(seen, state.participants)
-        fresh = {w for w, r in seen.reports.items() if r.generation == state.generation}
-        trouble = trouble or policy.find_failures(seen, [w for w in state.participants if w in fresh])
-        if trouble is None and seen.now > state.deadline:
-            late = tuple(w for w in state.participants if w not in fresh or seen.reports[w].phase not in QUIET)
-            trouble = policy.Trouble("death", (), late, seen.now, f"{', '.join(late)} did not get ready in time")
-        return self._build_failed(state, trouble, seen) if trouble else state
-
-    def _build_failed(self, state: Building, trouble: policy.Trouble, seen: Observation) -> State:
-        self.events.emit(
-            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
-        )
-        change = state.change
-        change.attempts += 1
-        change.cause, change.reason = "death", trouble.reason
-        change.nodes = tuple(sorted({*change.nodes, *trouble.nodes}))
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
-            return self._fail(f"{self.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}")
-        self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
-        self.workforce.interrupt(self._survivors(seen))
-        self.workforce.dismiss([w for w in trouble.workers if w in seen.losses])
-        return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
-
-    def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:
-        change = state.change
-        change.ready_at = seen.now
-        change.restores = {r.worker: r.restore for r in reports if r.restore is not None}
-        leaving = [w for w in state.participants if w not in state.proposal.plan.workers]
-        self.workforce.dismiss([w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices])
-        for name in {seen.node_of(w) for w in leaving} & set(seen.notices):
-            self._released.add(name)
-            self.workforce.release_node(name)
-        self.members, self.proposal = state.proposal.plan.workers, state.proposal
-        self.planned_nodes = frozenset(
-            name
-            for name in seen.nodes
-            if name in policy.usable_nodes(seen) or name in {seen.node_of(w) for w in self.members}
-        )
-        self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
-        self.orders.confirm()
-        self.ledger.begin_generation(state.generation, change)
-        self.events.emit(
-            "restore",
-            self.generation,
-            step=change.restore_step,
-            bytes_by_tier=change.bytes_by_tier(),
-            steps_lost=change.steps_lost,
-            cause=change.cause,
-        )
-        return Training(state.generation, seen.now)
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -363,12 +315,12 @@ class Controller(Desk):
             return (
                 Waiting(state.then_wait, seen.now, self.pending)
                 if state.then_wait
-                else self._ended(state, state.reason)
+                else self._ended(state.reason, ok=state.ok)
             )
         error = self.ledger.checkpoint_errors.get(state.step or -1)
         if seen.checkpoint.error is not None and seen.checkpoint.error_step == state.step:
             error = seen.checkpoint.error
         if seen.now > state.deadline or (error and state.step is not None):
             why = error or "the checkpoint was not finished in time"
-            return self._ended(state, f"{state.reason}; step {state.step} is not in durable storage: {why}", ok=False)
+            return self._ended(f"{state.reason}; step {state.step} is not in durable storage: {why}", ok=False)
         return state

@@ -15,6 +15,7 @@ from autohet.driver.planning import Planning, Proposal
 from autohet.driver.states import Closing, Ended, State, Waiting
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
+from planner.cluster import Fleet
 from planner.errors import ConfigError
 from planner.plan import Plan
 
@@ -37,6 +38,9 @@ class Desk:
         self.pending: Change | None = None
         self.plans: list[tuple[int, Plan, float]] = []
         self.failures_in_a_row = 0
+        self.slowdowns: dict[str, float] = {}
+        self._slow_since: dict[str, float] = {}
+        self.ending: str | None = None
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: set[str] = set()
         self._known_nodes: set[str] = set()
@@ -47,7 +51,11 @@ class Desk:
         return self.state if isinstance(self.state, Ended) else None
 
     def _announce(self, seen: Observation) -> None:
-        """Write down each notice and each new node once."""
+        """Write down each notice and each new node once; forget what is gone."""
+        gone = (self._known_nodes | self._known_notices | self.slowdowns.keys()) - seen.nodes.keys()
+        for known in (self._known_nodes, self._known_notices, self._released):
+            known -= gone
+        self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
         for name, notice in seen.notices.items():
             if name not in self._known_notices:
                 self._known_notices.add(name)
@@ -72,12 +80,15 @@ class Desk:
             return None, f"only {num_workers} workers are left; the job needs {self.job.elastic.min_workers}"
         started = self.planning.clock()
         try:
-            proposal = self.planning.propose(policy.fleet_of(seen, usable, self.generation + 1), self.proposal)
+            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal)
         except ConfigError as error:
             return None, str(error)
         finally:
             change.replan_s += self.planning.clock() - started
         return proposal, ""
+
+    def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
+        return policy.fleet_of(seen, usable, self.generation + 1, self.slowdowns)
 
     def _say(self, proposal: Proposal, reason: str) -> None:
         self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
@@ -115,10 +126,9 @@ class Desk:
         self.workforce.request_stop(self._survivors(seen), checkpoint=True)
         return Closing(reason, ok, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s, then_wait=then_wait)
 
-    def _ended(self, state: Closing, reason: str, *, ok: bool | None = None) -> Ended:
-        good = state.ok if ok is None else ok
-        self.events.emit("finished", self.generation, reason=reason, ok=good, step=self.ledger.committed_steps)
-        return Ended(good, reason)
+    def _ended(self, reason: str, *, ok: bool) -> Ended:
+        self.events.emit("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
+        return Ended(ok, reason)
 
     def _fail(self, reason: str) -> Ended:
         self.events.emit("failed", self.generation, reason=reason)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from autohet.driver.change import Change
@@ -32,7 +33,11 @@ class Ledger:
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
         self.checkpoint_errors: dict[int, str] = {}
+        self.newest_vote: tuple[int, Any] | None = None
         self._generation = 0
+        self._first_step = 0
+        self._pace_is_new = False
+        self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
         self._committed: set[tuple[int, int]] = set()
 
@@ -45,15 +50,49 @@ class Ledger:
         """The generation stands at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
         self.records = {step: r for step, r in self.records.items() if step < change.restore_step}
-        self._generation = generation
+        self._first_step = change.restore_step
+        self._generation, self.newest_vote = generation, None
+        self.forget_pace()
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
-            self.changes.append(self.open_change)  # overtaken by the next change before its first step
+            self._record(self.open_change, generation)  # overtaken by the next change before its first step
         self.open_change = change
+
+    def forget_pace(self) -> None:
+        """The workers' compute times start anew: they are to be compared with another plan or other speeds."""
+        self._compute_s = {}
+
+    def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
+        """Each worker's compute seconds in its last steps; {} until every one has enough of them to judge it by, and
+        something new."""
+        elastic, found = self.job.elastic, {}
+        if not self._pace_is_new:
+            return {}
+        self._pace_is_new = False
+        for worker in workers:
+            recent = self._compute_s.get(worker, deque())
+            if len(recent) < elastic.slow_steps or recent[-1][0] - recent[0][0] < elastic.arrivals_debounce_s:
+                return {}
+            found[worker] = [seconds for _, seconds in recent]
+        return found
+
+    def _take_pace(self, worker: str, record: StepRecord, first_step: int) -> None:
+        """Keep the last `slow_steps` steps of a worker, and as many more as fill the time that arrivals settle in."""
+        warm = record.generation == self._generation and record.step >= first_step + WARM_STEPS
+        if not warm or "compute" not in record.parts_s:
+            return
+        self._pace_is_new = True
+        recent, elastic = self._compute_s.setdefault(worker, deque()), self.job.elastic
+        recent.append((record.ended_at, record.parts_s["compute"]))
+        while len(recent) > elastic.slow_steps and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s:
+            recent.popleft()
 
     def take(self, seen: Observation, controller: Controller) -> None:
         for report in seen.reports.values():
+            if report.vote is not None and report.live_generation == self._generation:
+                self.newest_vote = max(report.vote, self.newest_vote or report.vote, key=lambda vote: vote[0])
             for record in report.steps:
+                self._take_pace(report.worker, record, self._first_step)
                 self._take_step(record, controller)
             for receipt in report.receipts:
                 self._take_receipt(report.worker, receipt, controller)
@@ -84,9 +123,12 @@ class Ledger:
             return
         change.first_step_at = record.ended_at
         self.open_change = None
+        self._record(change, controller.generation)
+
+    def _record(self, change: Change, generation: int) -> None:
         self.changes.append(change)
         if change.cause != "start":
-            self.events.emit("reconfigure", controller.generation, **change.to_document())
+            self.events.emit("reconfigure", generation, **change.to_document())
 
     def _take_receipt(self, worker: str, receipt: Any, controller: Controller) -> None:
         """Collect one worker's part of a checkpoint; once all are in, have the manifest written."""

@@ -13,11 +13,14 @@ from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, WorkerReport
 from planner.plan import Plan
 from recovery.checkpoint import assign_writers
+from recovery.duties import Duty, Peer, replica_duties
 from recovery.errors import NotRestorable
 from recovery.holdings import Holding, Source, in_lineage, require_restorable_step, restorable_step
 from recovery.layout import Layout
 from recovery.links import Links
 from recovery.schedule import TransferSchedule, schedule
+
+MIN_REPLICATION_BYTES_PER_S = 8e6  # a shard server gives up peers that are slower than a quarter of this
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class OrderBook:
         leaving = tuple(sorted(w for w in sources if w in seen.reports))
         participants = (*plan.workers, *leaving)
         writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
+        duties = self._duties(layout, seen)
         paces = {} if self._pace is None else self._pace(proposal)
         agents = {name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None}
         assert self.job.training.steps is not None
@@ -106,10 +110,30 @@ class OrderBook:
                 generation=generation, plan=plan, layout=layout, start_step=step, end_step=self.job.training.steps, store_host=store[0],
                 store_port=store[1], participants=participants, transfers=transfers, agents=agents,
                 checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
+                duties=duties.get(worker, ()), replicates=bool(duties), replicate_bytes_per_s=self._bandwidth(seen, worker),
             )
             for worker in participants
         }  # fmt: skip
         return Book(orders, step, transfers)
+
+    def _duties(self, layout: Layout, seen: Observation) -> dict[str, tuple[Duty, ...]]:
+        """What each worker's agent copies to other nodes: whatever one node alone would hold. A plan that survives any
+        node has none.
+        """
+        if not self.job.checkpoint.replicate_every_steps:
+            return {}
+        peers = [
+            Peer(name, view.node.node_type.zone, name in seen.notices)
+            for name, view in seen.nodes.items()
+            if view.endpoint is not None
+        ]
+        return replica_duties(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers)
+
+    def _bandwidth(self, seen: Observation, worker: str) -> float:
+        """Bytes per second that copies of this worker's node may take of its network."""
+        view = seen.nodes.get(seen.node_of(worker))
+        network = 0.0 if view is None else view.node.node_type.inter_node_bytes_per_s
+        return max(MIN_REPLICATION_BYTES_PER_S, self.job.checkpoint.replicate_bandwidth_share * network)
 
     def _kept(self, seen: Observation) -> Iterable[Holding]:
         """Snapshots that agents hold, and the newest durable checkpoint."""

@@ -11,7 +11,7 @@ from autohet.runtime.pacing import Pace
 def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
     """Seconds of one microbatch's forward and backward on each worker of the plan."""
     return {
-        worker: Pace(*proposal.cost.stage_seconds(pipeline, index))
+        worker: Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
         for pipeline in proposal.plan.pipelines
         for index, stage in enumerate(pipeline.stages)
         for worker in stage.workers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,16 @@ class Proposal:
     @property
     def predicted_step_s(self) -> float:
         return self.prediction.step_time_s
+
+    def compute_s(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of its own compute that each worker needs for a step, its node as slow as it is known to be."""
+        found = {}
+        for pipeline in self.plan.pipelines:
+            for index, stage in enumerate(pipeline.stages):
+                seconds = pipeline.num_microbatches * sum(self.cost.stage_seconds(pipeline, index, rated=True))
+                slowdown = max(slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0) for worker in stage.workers)
+                found.update(dict.fromkeys(stage.workers, seconds * slowdown))
+        return found
 
     @property
     def headline(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
 
 from autohet.driver.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase
@@ -33,9 +34,17 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
     )
 
 
-def fleet_of(observation: Observation, names: Collection[str], generation: int) -> Fleet:
-    """The fleet that the planner is asked about."""
-    return Fleet(generation=generation, nodes=tuple(observation.nodes[name].node for name in sorted(names)))
+def fleet_of(
+    observation: Observation, names: Collection[str], generation: int, slowdowns: Mapping[str, float] | None = None
+) -> Fleet:
+    """The fleet that the planner is asked about; `slowdowns`: of nodes that compute more slowly than their type."""
+    nodes = [observation.nodes[name].node for name in sorted(names)]
+    factors = slowdowns or {}
+    slowed = [
+        replace(node, node_type=replace(node.node_type, slowdown=factors[node.name])) if node.name in factors else node
+        for node in nodes
+    ]
+    return Fleet(generation=generation, nodes=tuple(slowed))
 
 
 def workers_to_hire(observation: Observation) -> tuple[str, ...]:
@@ -105,3 +114,30 @@ def find_arrivals(
         return ()
     starting = [w for w in workers_to_hire(observation) if observation.node_of(w) not in planned]
     return () if starting else tuple(new)
+
+
+def find_slow(
+    measured_s: Mapping[str, Sequence[float]],
+    planned_s: Mapping[str, float],
+    slowdowns: Mapping[str, float],
+    ratio: float,
+) -> dict[str, float]:
+    """Nodes whose compute has left the plan for good -> their new slowdown (1.0: as fast as their type again).
+
+    measured_s: each worker's compute of the last steps; planned_s: what the plan says of it with the `slowdowns` known
+    so far. A worker is slow when every one of its steps takes `ratio` times what the fleet's typical worker takes of
+    its own plan, and recovered when the reverse holds: a profile that is wrong for the whole fleet makes nobody slow.
+    """
+    shares = {worker: [s / planned_s[worker] for s in steps] for worker, steps in measured_s.items() if steps}
+    if ratio == 0 or len(shares) < 2 or len(shares) < len(planned_s):
+        return {}
+    typical = median_low(median(steps) for steps in shares.values())
+    found: dict[str, float] = {}
+    for worker, steps in shares.items():
+        node = worker.rsplit("/", 1)[0]
+        known = slowdowns.get(node, 1.0)
+        if min(steps) >= ratio * typical:
+            found[node] = max(found.get(node, 1.0), round(known * median(steps) / typical, 2))
+        elif known > 1.0 and max(steps) * ratio <= typical:
+            found.setdefault(node, max(1.0, round(known * median(steps) / typical, 2)))
+    return found

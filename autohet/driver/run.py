@@ -26,6 +26,7 @@ from autohet.driver.pacing import paces_of
 from autohet.driver.planning import make_planning
 from autohet.driver.ray_workforce import RayWorkforce
 from autohet.driver.rehearsal import Rehearsal
+from autohet.driver.scaling import FleetRequest, bundles_of, launched_from, wanted_nodes
 from autohet.driver.states import Training
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
@@ -195,11 +196,22 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
     """
-    document = read_document(cluster_path) if cluster_path else None
+    document = read_document(cluster_path) if cluster_path else launched_from()
     cluster = cluster_from_document(document) if document is not None else None
+    request = FleetRequest([]) if cluster is None else fleet_request(job, cluster, document or {}, address)
     check_inputs(job, cluster)
     with ending_on_sigterm(), connection(job, document, address) as fleet:
-        return train_on(job, cluster, fleet, events_path, show)
+        request.ask()
+        try:
+            return train_on(job, cluster, fleet, events_path, show)
+        finally:
+            request.withdraw()
+
+
+def fleet_request(job: Job, cluster: Cluster, document: Mapping[str, Any], address: str | None) -> FleetRequest:
+    """What to ask Ray's autoscaler for; nothing of a fleet that is emulated here: its nodes are started at once."""
+    counts = wanted_nodes(cluster, job.elastic.request_nodes)
+    return FleetRequest([] if is_emulated(document) and address is None else bundles_of(cluster, document, counts))
 
 
 def train_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +10,17 @@ from pathlib import Path
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from tests.harness.local_fleet import largest_relative_difference, local_fleet, make_job, until, write_documents
+from tests.harness.local_fleet import (
+    free_port,
+    largest_relative_difference,
+    local_fleet,
+    make_job,
+    until,
+    write_documents,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
 STEPS = 40
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def losses_of(events: Path) -> dict[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,13 +82,19 @@ def job_document(directory: Path, **sections: Mapping[str, Any]) -> dict[str, An
             "storage": str(directory / "checkpoints"), "every_steps": 15, "memory_directory": str(memory_directory(directory)),
             "local_directory": str(directory / "disk"),
         },
-        "elastic": {"min_workers": 1, "step_timeout_s": 30, "heartbeat_timeout_s": 4, "debounce_s": 0.5, "wait_for_fleet_s": 90},
+        "elastic": {"min_workers": 1, "step_timeout_s": 30, "heartbeat_timeout_s": 4, "debounce_s": 0.5, "wait_for_fleet_s": 90, "slow_ratio": 0},
         "parallelism": {"microbatch_sequences": 1, "min_pipelines": 2, "max_tp_degree": 1, "memory_reserve_bytes": 0},
         "emulation": {"relative_speed_by_gpu_type": {"A100-40": 2.0, "L40S": 1.5, "A10G": 1.0}, "block_forward_s": 0.002},
     }  # fmt: skip
     for name, values in sections.items():
         document[name] = {**document[name], **values}
     return document
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def memory_directory(directory: Path) -> Path:
@@ -168,10 +175,22 @@ def run_job(
     job: Job, fleet: EmulatedFleet, directory: Path, interfere: Interference | None = None, timeout_s: float = 100
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Run a job to its end on a fleet; returns the outcome and the events."""
+    fleet.directories = lambda name: node_directories(job, name)
+    return run_on(job, cluster_of(fleet), fleet, directory, interfere, timeout_s)
+
+
+def run_on(
+    job: Job,
+    cluster: Cluster,
+    fleet: EmulatedFleet | None,
+    directory: Path,
+    interfere: Interference | None = None,
+    timeout_s: float = 100,
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Run a job to its end on the Ray cluster that this process is connected to."""
     path = directory / f"events-{time.monotonic_ns()}.jsonl"
     events = EventLog(path)
-    fleet.directories = lambda name: node_directories(job, name)
-    run = JobRun(job, cluster_of(fleet), fleet, events)
+    run = JobRun(job, cluster, fleet, events)
     deadline = time.monotonic() + timeout_s
     try:
         run.start()

@@ -87,10 +87,15 @@ class ElasticSection:
     """ray: node draining; aws: EC2 instance metadata; script: the events below."""
     metadata_poll_s: float = 5.0
     """Between two looks at the instance metadata (aws)."""
+    request_nodes: dict[str, int] | None = None
+    """Nodes to ask Ray's autoscaler for, by node type of the cluster file; null: every type up to its max_workers; {}: none."""
     slow_ratio: float = 1.5
-    """A worker whose compute takes this times its prediction, `slow_steps` steps in a row, is a slow one; 0: never."""
+    """A worker whose compute takes this times what the plan says, beside its peers, `slow_steps` steps in a row (and for as long as
+    arrivals settle), is planned on as the slow one that it is; 0: never."""
     slow_steps: int = 5
     """See `slow_ratio`."""
+    slow_forgiven_s: float = 1800.0
+    """A slow node that the plan leaves idle is planned on at its type's speed again after this time."""
     script: tuple[ScriptedEvent, ...] = ()
     """Events of a rehearsal, in any order."""
 
@@ -98,6 +103,7 @@ class ElasticSection:
         require_at_least("elastic.min_workers", self.min_workers, 1)
         require_at_least("elastic.max_failures_in_a_row", self.max_failures_in_a_row, 1)
         require_at_least("elastic.slow_steps", self.slow_steps, 1)
+        require_positive("elastic.slow_forgiven_s", self.slow_forgiven_s)
         require_at_least("elastic.debounce_s", self.debounce_s, 0)
         require_at_least("elastic.wait_for_fleet_s", self.wait_for_fleet_s, 0)
         require_positive("elastic.metadata_poll_s", self.metadata_poll_s)
@@ -107,6 +113,8 @@ class ElasticSection:
         )
         for name in ("step", "heartbeat", "quiesce", "rendezvous", "transfer", "worker_start", "checkpoint"):
             require_positive(f"elastic.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
+        for name, count in (self.request_nodes or {}).items():
+            require_at_least(f"elastic.request_nodes {name}", count, 0)
         for source in self.notice_sources:
             require(
                 source in NOTICE_SOURCES,

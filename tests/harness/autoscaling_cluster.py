@@ -1,0 +1,104 @@
+"""A Ray head with the real autoscaler (version 2), whose provider starts nodes as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
+
+from autohet.driver import ray_cluster
+from tests.harness.local_fleet import cluster_document, free_port
+
+PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+
+
+def autoscaled_document(gcs_address: str, most: Mapping[str, int]) -> dict[str, Any]:
+    """A cluster whose worker types all start at no node; `most`: max_workers by type.
+
+    The provider is named by its class (`external`): for its own name Ray would read an example file that the wheel lacks.
+    """
+    document = cluster_document()
+    kinds = document["available_node_types"]
+    kinds[FAKE_HEAD_NODE_TYPE] = kinds.pop("head")
+    for name in kinds.keys() - {FAKE_HEAD_NODE_TYPE, *most}:
+        del kinds[name]
+    for name, count in most.items():
+        kinds[name] |= {"max_workers": count, "min_workers": 0}
+    provider = {"type": "external", "module": PROVIDER, "head_node_id": FAKE_HEAD_NODE_ID, "launch_multiple": True}
+    lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
+    commands = ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
+    return {
+        **document, **{name: [] for name in (*lists, *commands)}, "provider": {**provider, "gcs_address": gcs_address}, "auth": {},
+        "head_node_type": FAKE_HEAD_NODE_TYPE,
+        "upscaling_speed": 100.0, "idle_timeout_minutes": 60, "file_mounts": {}, "file_mounts_sync_continuously": False,
+    }  # fmt: skip
+
+
+@contextmanager
+def autoscaling_cluster(directory: Path, most: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The running cluster's document, with this process connected; every process of it is ended afterwards, by its id."""
+    address = f"{ray._private.services.get_node_ip_address()}:{free_port()}"
+    document = autoscaled_document(address, most)
+    path = directory / "autoscaled.yaml"
+    path.write_text(json.dumps(document))
+    head = _start_head(path, address, directory / "head.log")
+    try:
+        _connect(address)
+        yield document
+    finally:
+        ray.shutdown()
+        _end(head)
+
+
+def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+    }  # fmt: skip
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}", "--num-cpus=2",
+        "--num-gpus=0", "--include-dashboard=false", f"--autoscaling-config={path}", "--object-store-memory=80000000",
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def _connect(address: str, timeout_s: float = 60.0) -> None:
+    ray_cluster.quieten()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            return
+        except ConnectionError:
+            assert time.monotonic() < deadline, f"no head at {address}"
+            time.sleep(0.5)
+
+
+def _end(head: subprocess.Popen[bytes]) -> None:
+    """End the head, and the nodes that its autoscaler started: all belong to the head's session."""
+    mine = [process for process in psutil.process_iter() if _session(process.pid) == head.pid]
+    for process in mine:
+        process.send_signal(signal.SIGKILL)
+    head.wait(10)
+    psutil.wait_procs(mine, timeout=10)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
