@@ -1,0 +1,142 @@
+"""Where a worker's process can be struck: real functions wrapped at start-up, so that the process stops there and says so.
+
+The product has no hook but the trainer's phases, which it has for its own sake.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
+FILES = ("snapshot", "upload")
+RECONFIGURING = ("rebuild", "restore")
+HOLD_S = 15.0
+
+
+@dataclass(frozen=True)
+class FaultPoint:
+    """A place in one worker's life. Phases and files are of a `step`; rebuild and restore of a `generation`.
+
+    forward, backward: the second microbatch. snapshot: state copied, not yet committed. upload: about to store a data file.
+    rebuild: all have met, the first group is being made. restore: about to exchange live state.
+    """
+
+    name: str
+    worker: str
+    step: int = -1
+    generation: int = -1
+
+
+class Gate:
+    """Holds whoever arrives, once, until `open`; `tell` says that somebody has arrived."""
+
+    def __init__(self, point: FaultPoint, tell: Callable[[Any], None]) -> None:
+        self._point, self._tell = point, tell
+        self._open = threading.Event()
+        self._lock = threading.Lock()
+        self._passed = False
+
+    def arrive(self) -> None:
+        with self._lock:
+            if self._passed:
+                return
+            self._passed = True
+        self._tell(self._point)
+        assert self._open.wait(HOLD_S), f"nobody opened the gate at {self._point}"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int], None] | None:
+    """Wrap what `point` names, in this process; for a phase of the trainer, returns the hook to give it."""
+    if point.name in PHASES:
+        return _phase_hook(point, arrive)
+    {"snapshot": _at_snapshot, "upload": _at_upload, "rebuild": _at_rebuild, "restore": _at_restore}[point.name](
+        point, arrive
+    )
+    return None
+
+
+def _phase_hook(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int], None]:
+    due = 2 if point.name in ("forward", "backward") else 1
+    count = 0
+
+    def hook(phase: str, step: int) -> None:
+        nonlocal count
+        if (phase, step) == (point.name, point.step):
+            count += 1
+            if count == due:
+                arrive()
+
+    return hook
+
+
+def _at_snapshot(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from recovery.snapshot_file import SnapshotFileWriter
+
+    commit = SnapshotFileWriter.commit
+
+    def late(self: Any, step: int, generation: int) -> None:
+        if step == point.step:
+            arrive()
+        commit(self, step, generation)
+
+    SnapshotFileWriter.commit = late  # type: ignore[method-assign]
+
+
+def _at_upload(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from recovery import checkpoint_upload
+
+    write = checkpoint_upload.write_views
+
+    def late(storage: Any, step: int, *arguments: Any, **named: Any) -> Any:
+        if step == point.step:
+            arrive()
+        return write(storage, step, *arguments, **named)
+
+    checkpoint_upload.write_views = late
+
+
+def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from autohet.runtime import groups
+
+    begin, create = groups.GenerationGroups.__init__, groups.Group._create
+    now = -1
+
+    def noting(self: Any, store: Any, generation: int, *arguments: Any) -> None:
+        nonlocal now
+        now = generation
+        begin(self, store, generation, *arguments)
+
+    def late(self: Any, store: Any) -> Any:
+        if now == point.generation:
+            arrive()
+        return create(self, store)
+
+    groups.GenerationGroups.__init__ = noting  # type: ignore[method-assign]
+    groups.Group._create = late  # type: ignore[method-assign]
+
+
+def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from autohet.runtime import state_source
+    from recovery import restore
+
+    fill, run = state_source.StateSource.fill, restore.Exchange.run
+    now = -1
+
+    def noting(self: Any, order: Any, *arguments: Any) -> Any:
+        nonlocal now
+        now = order.generation
+        return fill(self, order, *arguments)
+
+    def late(self: Any, messages: Any) -> None:
+        if now == point.generation:
+            arrive()
+        run(self, messages)
+
+    state_source.StateSource.fill = noting  # type: ignore[method-assign]
+    restore.Exchange.run = late  # type: ignore[method-assign]

@@ -1,0 +1,393 @@
+"""A fleet of plain processes on this machine: the real worker and the real node agent, directed without Ray.
+
+A node is an agent and its workers; it dies when they are all killed, and takes its directories along. Whatever the fleet
+started it can kill, freeze and thaw, and knows by id.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.durable import Durable
+from autohet.driver.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.rendezvous import Rendezvous
+from autohet.runtime.job import Job
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
+from planner.cluster import Node, NodeType
+from tests.harness.fault_points import FaultPoint, Gate, install
+from tests.harness.remote_process import NEWS, RemoteProcess
+
+NODE_POLL_S = 0.25
+CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
+SILENT_NODE_S = 4.0  # after which a node that does not answer is taken for dead, as Ray's health check does
+
+
+class ServedWorker:
+    """A worker's process: the product's worker, and at most one place where it stops and says so."""
+
+    def __init__(
+        self, tell: Callable[[Any], None], place: WorkerPlace, job: Job, points: tuple[FaultPoint, ...]
+    ) -> None:
+        from tests.harness import toy_model  # noqa: F401  registers the exact model
+
+        mine = [point for point in points if point.worker == place.worker]
+        self._gates = {point: Gate(point, tell) for point in mine}
+        hooks = [install(point, gate.arrive) for point, gate in self._gates.items()]
+        from autohet.runtime.worker import Worker
+
+        self._worker = Worker(place, job, phase_hook=next((hook for hook in hooks if hook), None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def request_stop(self, checkpoint: bool) -> None:
+        self._worker.request_stop(checkpoint=checkpoint)
+
+    def open_gate(self, point: FaultPoint) -> None:
+        self._gates[point].open()
+
+    def resources(self) -> tuple[int, int]:
+        """Open files, and threads."""
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def served_agent(tell: Callable[[Any], None], *arguments: Any) -> Any:
+    """The product's agent, without the Ray around it."""
+    from autohet.driver.agent_actor import AgentActor
+
+    return AgentActor.__ray_metadata__.modified_class(*arguments)  # type: ignore[attr-defined]
+
+
+@dataclass
+class Seat:
+    """A node in use. `dead`: it is gone, whether that is known yet or not; `silent_since`: frozen or cut off."""
+
+    view: NodeView
+    agent: RemoteProcess
+    directories: tuple[Path, Path]
+    inventory_call: int | None = None
+    dead: bool = False
+    silent_since: float | None = None
+
+
+@dataclass
+class Member:
+    """A worker's process, and the newest that it said."""
+
+    process: RemoteProcess
+    asked_at: float
+    call: int
+    heard_at: float | None = None
+    report: Any = None
+    error: str | None = None
+
+
+@dataclass
+class ProcessFleet:
+    """Implements `Workforce`. `act(point)` is called, in the driver's thread, when a worker has come to a fault point."""
+
+    job: Job
+    run_id: str
+    durable: Durable
+    logs: Path
+    points: tuple[FaultPoint, ...] = ()
+    act: Callable[[FaultPoint], None] | None = None
+    clock: Callable[[], float] = time.time
+    stop_reason: str | None = None
+    complaints: list[str] = field(default_factory=list)
+    process_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.timeouts = self.job.elastic.timeouts()
+        self.notices: dict[str, Notice] = {}
+        self._token = secrets.token_hex(8)
+        self._seats: dict[str, Seat] = {}
+        self._workers: dict[str, Member] = {}
+        self._losses: dict[str, Loss] = {}
+        self._inventories: dict[str, Any] | None = None
+        self._ended: list[RemoteProcess] = []
+        self._rendezvous = Rendezvous("127.0.0.1")
+        self._polled_at = self._observed_at = 0.0
+        self._numbers = itertools.count()
+
+    # nodes -----------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, kind: NodeType) -> None:
+        """A node joins: its agent starts; its workers are hired by the controller."""
+        roots = (self.job.checkpoint.memory_directory, self.job.checkpoint.local_directory)
+        memory, disk = (Path(root, self.run_id, name) for root in roots)
+        agent = self._spawn(f"agent-{name}", served_agent, name, "127.0.0.1", self._token, str(memory), str(disk), None)
+        agent.ask("report")
+        self._seats[name] = Seat(NodeView(Node(name, kind), self.clock()), agent, (memory, disk))
+
+    def _spawn(self, name: str, build: Callable[..., Any], *arguments: Any) -> RemoteProcess:
+        log = self.logs / f"{name.replace('/', '-')}-{next(self._numbers)}.log"
+        process = RemoteProcess(name, log, build, *arguments)
+        self.process_ids.append(process.pid)
+        return process
+
+    def processes_of(self, name: str) -> list[RemoteProcess]:
+        """A node's agent and its workers."""
+        workers = [member.process for worker, member in self._workers.items() if worker.rsplit("/", 1)[0] == name]
+        return [self._seats[name].agent, *workers]
+
+    def kill_node(self, name: str) -> None:
+        """Sudden death: every process of the node at once; its memory and its disk are gone."""
+        seat = self._seats.get(name)
+        if seat is None:
+            return
+        for process in self.processes_of(name):
+            process.kill()
+        for directory in seat.directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        seat.dead = True
+
+    def freeze_node(self, name: str) -> None:
+        """Every process of the node stands still; nothing that is sent to it arrives until `thaw_node`."""
+        for process in self.processes_of(name):
+            process.send_signal(signal.SIGSTOP)
+        self._seats[name].silent_since = self.clock()
+
+    def thaw_node(self, name: str, processes: Sequence[RemoteProcess]) -> None:
+        """The node comes back, with those of its processes that were not ended meanwhile."""
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+        if name in self._seats:
+            self._seats[name].silent_since = None
+
+    def kill_worker(self, worker: str) -> None:
+        self._workers[worker].process.kill()
+
+    def freeze_worker(self, worker: str) -> None:
+        self._workers[worker].process.send_signal(signal.SIGSTOP)
+
+    def warn(self, name: str, deadline_s: float) -> None:
+        """A notice: the node is killed at its deadline, unless it was released before."""
+        if name in self._seats:
+            self.notices[name] = Notice(name, "the test", self.clock(), self.clock() + deadline_s)
+
+    def _see_nodes(self, now: float) -> None:
+        for name, notice in self.notices.items():
+            if notice.deadline is not None and now >= notice.deadline:
+                self.kill_node(name)
+        for name, seat in list(self._seats.items()):
+            if not seat.dead and seat.silent_since is not None and now - seat.silent_since > SILENT_NODE_S:
+                self.kill_node(name)
+            if seat.dead:
+                self._forget(name, now)
+
+    def _forget(self, name: str, now: float) -> None:
+        seat = self._seats.pop(name)
+        self._ended.append(seat.agent)
+        self.notices.pop(name, None)
+        for worker in seat.view.workers:
+            if worker in self._workers:
+                self._lose(worker, "its node died", now)
+
+    # observing -------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> Observation:
+        self._pause()
+        now = self.clock()
+        if now - self._polled_at >= NODE_POLL_S:
+            self._polled_at = now
+            self._see_nodes(now)
+        fresh = self._listen()
+        now = self.clock()
+        for name, seat in self._seats.items():
+            self._listen_to_agent(name, seat)
+        self._find_losses(now)
+        reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
+        reports = {w: r if w in fresh else replace(r, steps=(), receipts=()) for w, r in reports.items()}
+        return Observation(
+            now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
+            losses=dict(self._losses), inventories=self._ready_inventories(), checkpoint=self.durable.state(),
+            stop_reason=self.stop_reason,
+        )  # fmt: skip
+
+    def _pause(self) -> None:
+        reports = [member.report for member in self._workers.values()]
+        calm = all(r is not None and r.phase is Phase.TRAINING for r in reports) and not self._losses
+        left = self._observed_at + (CALM_TICK_S if calm else BUSY_TICK_S) - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        self._observed_at = time.monotonic()
+
+    def _listen(self) -> set[str]:
+        """Take what workers have said, waiting shortly for a first one; returns whose report is new."""
+        there = {m.process.connection: w for w, m in self._workers.items() if not m.process.gone}
+        fresh = set()
+        for connection in wait(list(there), 0.05) if there else ():
+            worker = there[connection]  # type: ignore[index]
+            member = self._workers.get(worker)
+            if member is not None and self._take(worker, member):
+                fresh.add(worker)
+        return fresh
+
+    def _take(self, worker: str, member: Member) -> bool:
+        new = False
+        for answer in member.process.take():
+            if answer.number == NEWS:
+                assert self.act is not None
+                self.act(answer.value)
+            elif not answer.good:
+                self.complaints.append(f"{worker}: {answer.value}")
+                if answer.number == member.call:
+                    member.error = "its report failed"
+            elif answer.number == member.call:
+                member.report, member.heard_at, new = answer.value, self.clock(), True
+                member.call, member.asked_at = member.process.ask("report"), self.clock()
+        if member.process.gone:
+            member.error = "its process ended"
+        return new
+
+    def _listen_to_agent(self, name: str, seat: Seat) -> None:
+        for answer in seat.agent.take():
+            if not answer.good:
+                self.complaints.append(f"agent of {name}: {answer.value}")
+            elif answer.number == seat.inventory_call:
+                seat.inventory_call = None
+                if self._inventories is not None:
+                    self._inventories[name] = answer.value
+            elif hasattr(answer.value, "endpoint"):
+                seat.view = replace(seat.view, endpoint=_checked(answer.value.endpoint))
+        if seat.agent.gone:
+            seat.dead = True
+
+    def _find_losses(self, now: float) -> None:
+        for worker, member in self._workers.items():
+            if worker in self._losses:
+                continue
+            silent = member.heard_at is not None and now - member.heard_at > self.timeouts.heartbeat_s
+            late = member.heard_at is None and now - member.asked_at > self.timeouts.worker_start_s
+            if member.error is not None:
+                self._lose(worker, member.error, now)
+            elif silent or late:
+                self._lose(worker, f"said nothing for {now - (member.heard_at or member.asked_at):.1f} s", now)
+
+    def _lose(self, worker: str, reason: str, now: float) -> None:
+        member = self._workers.get(worker)
+        heard = now if member is None or member.heard_at is None else member.heard_at
+        self._losses.setdefault(worker, Loss(worker, reason, now, heard))
+
+    def request_inventories(self) -> None:
+        self._inventories = {}
+        for seat in self._seats.values():
+            seat.inventory_call = seat.agent.ask("inventory")
+        self.durable.refresh()
+
+    def _ready_inventories(self) -> Mapping[str, Any] | None:
+        asked = any(seat.inventory_call is not None for seat in self._seats.values())
+        return self._inventories if self._inventories is not None and not asked and self.durable.fresh() else None
+
+    # acting ----------------------------------------------------------------------------------------------------------
+
+    def hire(self, workers: Sequence[str]) -> None:
+        now = self.clock()
+        for worker in workers:
+            name = worker.rsplit("/", 1)[0]
+            if name not in self._seats or self._seats[name].dead or self._seats[name].silent_since is not None:
+                continue
+            if worker in self._workers:
+                if worker not in self._losses or now - self._losses[worker].seen_at < self.timeouts.heartbeat_s:
+                    continue
+                self.dismiss([worker])
+            self._start(worker, self._seats[name])
+
+    def _start(self, worker: str, seat: Seat) -> None:
+        self._losses.pop(worker, None)
+        node, (memory, disk) = seat.view.node, seat.directories
+        place = WorkerPlace(worker, node.name, node.node_type.gpu_type, str(memory), str(disk))
+        process = self._spawn(f"worker-{worker}", ServedWorker, place, self.job, self.points)
+        self._workers[worker] = Member(process, self.clock(), process.ask("report"))
+
+    def dismiss(self, workers: Sequence[str]) -> None:
+        """On a node that is cut off the order does not arrive; its process is remembered, to be ended at the close."""
+        for worker in workers:
+            member = self._workers.pop(worker, None)
+            if member is not None:
+                seat = self._seats.get(worker.rsplit("/", 1)[0])
+                if seat is None or seat.silent_since is None:
+                    member.process.kill()
+                self._ended.append(member.process)
+
+    def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        self._inventories = None
+        for worker, order in orders.items():
+            self._workers[worker].process.ask("begin", order)
+
+    def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
+        self._tell(workers, "request_stop", checkpoint)
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        self._tell(workers, "interrupt")
+
+    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
+        self._tell(workers, "roll_forward", vote)
+
+    def open_gate(self, point: FaultPoint) -> None:
+        self._tell([point.worker], "open_gate", point)
+
+    def _tell(self, workers: Sequence[str], method: str, *arguments: Any) -> None:
+        for worker in workers:
+            if worker in self._workers:
+                self._workers[worker].process.ask(method, *arguments)
+
+    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+        self.durable.commit(step, generation, layout, receipts)
+
+    def release_node(self, node: str) -> None:
+        """The node goes, in good order."""
+        self.kill_node(node)
+
+    def next_generation_store(self, generation: int) -> tuple[str, int]:
+        return self._rendezvous.address
+
+    def publish(self, status: Mapping[str, Any]) -> None:
+        """Nobody asks for the status here."""
+
+    def call(self, worker: str, method: str, timeout_s: float = 10.0) -> Any:
+        """A worker's answer to one more question, once the run has ended."""
+        process = self._workers[worker].process
+        number = process.ask(method)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and process.connection.poll(0.5):
+            for answer in process.take():
+                if answer.number == number:
+                    return answer.value
+        raise AssertionError(f"{worker} did not answer {method}")
+
+    def close(self, *, forget_snapshots: bool) -> None:
+        """End all that was started, workers first, in good order where they answer."""
+        workers = [member.process for member in self._workers.values()]
+        agents = [seat.agent for seat in self._seats.values()]
+        calls = {p.connection: (p, p.ask("close")) for p in workers}
+        calls |= {p.connection: (p, p.ask("close", forget_snapshots)) for p in agents}
+        deadline = time.monotonic() + 3.0
+        while calls and time.monotonic() < deadline:
+            for connection in wait(list(calls), 0.1):
+                process, number = calls[connection]  # type: ignore[index]
+                if any(answer.number == number for answer in process.take()) or process.gone:
+                    del calls[connection]  # type: ignore[arg-type]
+        for process in (*workers, *agents, *self._ended):
+            process.close()
+        self._workers.clear()
+        self._seats.clear()
+        self._ended.clear()
+        self._rendezvous.close()
+
+
+def _checked(endpoint: AgentEndpoint) -> AgentEndpoint:
+    assert endpoint.port > 0
+    return endpoint

@@ -1,0 +1,205 @@
+"""One run of the exact job on a fleet of processes, struck where a test says, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.controller import Controller
+from autohet.driver.durable import Durable
+from autohet.driver.events import EventLog
+from autohet.driver.observation import Observation
+from autohet.driver.orders import OrderBook
+from autohet.driver.planning import make_planning
+from autohet.driver.states import Training
+from autohet.runtime.job import Job
+from autohet.runtime.models import load_config
+from recovery.manifest import MANIFEST_NAME
+from recovery.storage import open_storage
+from tests.harness import toy_model  # noqa: F401  registers the exact model
+from tests.harness.exact_job import NODES, node_type
+from tests.harness.fault_points import FaultPoint
+from tests.harness.process_fleet import ProcessFleet
+
+NOTICE_S = 6.0
+WORKER_POINTS = ("forward", "backward", "gradient_sync", "apply", "snapshot", "upload", "rebuild", "restore")
+DRIVER_POINTS = ("manifest", "replan")
+VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
+"""Of each scope: one worker's process, a node with two workers, the two nodes of a pipeline, this process."""
+ARRIVES = {"worker": "b/0", "node": "a/0", "pipeline": "b/0", "driver": "b/0"}
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What befalls the run: at `point` (of `step`, or of the second generation), `mode` happens to `scope`.
+
+    `before`: what happens first, at step 5, where the point is a part of a reconfiguration.
+    """
+
+    point: str
+    scope: str
+    mode: str
+    step: int = 6
+    before: str | None = None
+
+    @property
+    def fault_point(self) -> FaultPoint | None:
+        if self.point in DRIVER_POINTS:
+            return None
+        if self.point in ("rebuild", "restore"):
+            return FaultPoint(self.point, ARRIVES[self.scope], generation=2)
+        return FaultPoint(self.point, ARRIVES[self.scope], self.step)
+
+
+@dataclass
+class Result:
+    """How a run ended. `struck_at_step`: steps committed when the strike came; `resources`: each survivor's files and threads."""
+
+    ok: bool
+    reason: str
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+    seconds: float
+    struck_at_step: int | None
+    complaints: list[str]
+    resources: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class StruckRun:
+    """The product's controller, orders, planner, events and durable storage over a fleet of processes."""
+
+    def __init__(
+        self, job: Job, directory: Path, strike: Strike | None = None, nodes: dict[str, int] | None = None
+    ) -> None:
+        config = load_config(job.model)
+        self.job, self.strike = job, strike
+        self.durable = Durable(
+            open_storage(job.checkpoint_storage),
+            job.name,
+            config.to_dict(),
+            {"seed": job.training.seed},
+            job.checkpoint.keep,
+        )
+        point = None if strike is None else strike.fault_point
+        self.fleet = ProcessFleet(
+            job, "run", self.durable, directory / "logs", () if point is None else (point,), self.at_point
+        )
+        self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
+        self.planning = make_planning(job)
+        self.orders = OrderBook(job, config)
+        self.controller = Controller(job, self.fleet, self.planning, self.orders, self.events)
+        self.struck_at_step: int | None = None
+        self._before_done = strike is None or strike.before is None
+        self._wrap_driver()
+        for name, num_gpus in (nodes or dict(NODES)).items():
+            self.fleet.add(name, node_type(num_gpus))
+
+    # the strike ------------------------------------------------------------------------------------------------------
+
+    def _wrap_driver(self) -> None:
+        """Points in this process: before a plan is drawn anew; between a checkpoint's metadata and its manifest."""
+        strike = self.strike
+        if strike is not None and strike.point == "replan":
+            self.planning.propose = self._before(self.planning.propose, lambda *_: self.controller.generation >= 1)  # type: ignore[method-assign]
+        if strike is not None and strike.point == "manifest":
+            storage: Any = self.durable._storage
+            manifest = f"step-{strike.step:08d}/{MANIFEST_NAME}"
+            storage.put = self._before(storage.put, lambda name, *_: name == manifest)
+
+    def _before(self, call: Callable[..., Any], due: Callable[..., bool]) -> Callable[..., Any]:
+        def late(*arguments: Any, **named: Any) -> Any:
+            if self.struck_at_step is None and due(*arguments):
+                self.strike_now()
+            return call(*arguments, **named)
+
+        return late
+
+    def at_point(self, point: FaultPoint) -> None:
+        """A worker stands at the fault point: strike, then let it go on if it still can."""
+        if self.strike is not None and self.strike.scope == "driver":
+            self.fleet.open_gate(point)
+            self.strike_now()
+            return
+        self.strike_now()
+        self.fleet.open_gate(point)
+
+    def strike_now(self) -> None:
+        assert self.strike is not None
+        self.struck_at_step = self.controller.ledger.committed_steps
+        scope, mode = self.strike.scope, self.strike.mode
+        if scope == "driver":
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}[mode])
+        for victim in VICTIMS[scope]:
+            self.harm(mode, victim)
+
+    def harm(self, mode: str, victim: str) -> None:
+        """Let `mode` happen to a node, or to a worker (named node/gpu); a notice is always a node's."""
+        fleet, node = self.fleet, victim.split("/")[0]
+        if mode == "notice":
+            fleet.warn(node, NOTICE_S)
+        elif "/" in victim:
+            {"kill": fleet.kill_worker, "freeze": fleet.freeze_worker}[mode](victim)
+        else:
+            {"kill": fleet.kill_node, "freeze": fleet.freeze_node}[mode](victim)
+
+    # running ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        found = self.durable.load_newest()
+        if found.manifest is not None:
+            self.controller.generation = found.manifest.generation
+        self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0)
+
+    def tick(self) -> Observation:
+        seen = self.controller.tick()
+        training = isinstance(self.controller.state, Training)
+        if not self._before_done and training and self.controller.ledger.committed_steps >= 5:
+            assert self.strike is not None
+            assert self.strike.before is not None
+            self._before_done = True
+            self.harm(*self.strike.before.split())  # type: ignore[arg-type]
+        return seen
+
+    def run(self, timeout_s: float, interfere: Callable[[StruckRun, Observation], None] | None = None) -> Result:
+        """To the end, which must come within `timeout_s`; everything that was started is ended afterwards."""
+        began = time.monotonic()
+        resources: dict[str, tuple[int, int]] = {}
+        try:
+            self.start()
+            while self.controller.ended is None:
+                seen = self.tick()
+                if interfere is not None:
+                    interfere(self, seen)
+                assert time.monotonic() - began < timeout_s, f"no end after {timeout_s} s: {self.state()}"
+            for worker in self.controller.members:
+                if worker in seen.reports and worker not in seen.losses:
+                    resources[worker] = self.fleet.call(worker, "resources")
+        finally:
+            ended = self.controller.ended
+            self.close(forget=ended is not None and ended.ok)
+        assert ended is not None
+        assert self.events.path is not None
+        return Result(
+            ended.ok, ended.reason, self.controller.summary(), read_events(self.events.path), time.monotonic() - began,
+            self.struck_at_step, self.fleet.complaints, resources,
+        )  # fmt: skip
+
+    def state(self) -> str:
+        assert self.events.path is not None
+        last = [event for event in read_events(self.events.path) if event["kind"] != "step"][-6:]
+        return f"{self.controller.state}; last events: {json.dumps(last)}; complaints: {self.fleet.complaints}"
+
+    def close(self, *, forget: bool) -> None:
+        self.fleet.close(forget_snapshots=forget)
+        self.durable.close()
+        self.events.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
