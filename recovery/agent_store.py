@@ -22,6 +22,8 @@ from recovery.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWr
 
 logger = logging.getLogger(__name__)
 
+PUSHED = ".pushed"  # in the names of copies from peers
+
 
 class AgentStore:
     """One node's snapshots. Any thread may call it; files are kept mapped while they exist."""
@@ -137,12 +139,25 @@ class AgentStore:
         """
         with self._lock:
             self._pushes += 1
-            name = f"{_stem(file_map.worker, step, generation)}.pushed{os.getpid()}-{self._pushes}{SUFFIX}"
+            name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"
         try:
             return SnapshotFileWriter(self._directories["memory"] / name, file_map)
         except SnapshotError as error:
             logger.warning("a pushed copy goes to the disk: %s", error)
             return SnapshotFileWriter(self._directories["disk"] / name, file_map)
+
+    def drop_copies(self, worker: str, before: tuple[int, int]) -> int:
+        """Remove copies of `worker`'s state that peers have pushed here and that are older than this (generation, step);
+        returns how many.
+        """
+        removed = 0
+        for _, file in list(self._scan([])):
+            age = (file.commit.generation, file.commit.step)
+            if file.map.worker == worker and PUSHED in file.path.name and age < before:
+                file.path.unlink(missing_ok=True)
+                removed += 1
+        self._scan_once()
+        return removed
 
     def prune(self, before_step: int, living: frozenset[str] = frozenset()) -> int:
         """Remove every copy of a step before `before_step` but the files that `living` workers write in turn; returns
@@ -184,7 +199,7 @@ def _stem(worker: str, step: int, generation: int) -> str:
 
 
 def _is_copy(path: Path) -> bool:
-    return ".spill." in path.name or ".pushed" in path.name
+    return ".spill." in path.name or PUSHED in path.name
 
 
 def _copy_durably(file: SnapshotFile, target: Path) -> None:

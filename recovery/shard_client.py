@@ -28,6 +28,9 @@ from recovery.shard_protocol import (
     receive_into,
     send_request,
 )
+from recovery.storage import BandwidthLimit
+
+SEND_BYTES = 1 << 20
 
 ShardReply = memoryview | ShardUnavailable | ShardCorrupt
 
@@ -79,8 +82,14 @@ class ShardClient:
             if not finished:  # left half-way, the connection's next bytes belong to this request
                 self.close()
 
-    def push(self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview]) -> None:
+    def push(
+        self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview], *,
+        checksums: Sequence[int] | None = None, limit: BandwidthLimit | None = None, superseded: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are.
+
+        `checksums` are the recorded ones, in the order of `pieces` (computed here if None); `limit` bounds the bytes per
+        second; `superseded`: copies of this worker that are older than this (generation, step) are removed afterwards.
 
         Raises:
             SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing is kept.
@@ -94,13 +103,14 @@ class ShardClient:
             "generation": source.generation,
             "tensors": [spec.to_document() for spec in used.values()],
             "shards": list(pieces),
-            "crcs": [zlib.crc32(piece) for piece in pieces.values()],
+            "crcs": list(checksums) if checksums is not None else [zlib.crc32(piece) for piece in pieces.values()],
+            "superseded": superseded,
         }
         try:
             connection = self._ask(request)
             self._check_push(connection, source)
             for piece in pieces.values():
-                connection.sendall(piece)
+                _send_bounded(connection, piece, limit)
             self._check_push(connection, source)
         except PeerRefused:
             raise
@@ -161,6 +171,14 @@ class ShardClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _send_bounded(connection: socket.socket, piece: memoryview, limit: BandwidthLimit | None) -> None:
+    for start in range(0, len(piece), SEND_BYTES):
+        part = piece[start : start + SEND_BYTES]
+        if limit is not None:
+            limit.take(len(part))
+        connection.sendall(part)
 
 
 def _place(source: Source) -> tuple[str, str, str, int, int]:

@@ -155,12 +155,18 @@ class _Handler(socketserver.BaseRequestHandler):
             if self._fill(writer, crcs):
                 writer.commit_with(int(request["step"]), int(request["generation"]), crcs)
                 status = OK
+                self._drop_superseded(request)
         finally:
             writer.close()
             if status != OK:
                 writer.path.unlink(missing_ok=True)
         self.request.sendall(REPLY.pack(status, 0, 0))
         return status == OK
+
+    def _drop_superseded(self, request: dict[str, Any]) -> None:
+        if request.get("superseded") is not None:
+            generation, step = request["superseded"]
+            self.store.drop_copies(str(request["worker"]), (int(generation), int(step)))
 
     def _fill(self, writer: SnapshotFileWriter, crcs: list[int]) -> bool:
         whole = memoryview(writer.buffer)

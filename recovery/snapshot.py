@@ -2,15 +2,17 @@
 
 The writer lives in the worker's process and owns one thread. Two files in a memory file system (`/dev/shm`, or any
 directory) take the steps in turn, so that the newest step and the one before are both there, and they stay when the
-worker's process dies. Between `start(step)` and the optimizer's next update the tensors do not change: the thread
-copies straight from them, no clone is made.
+worker's process dies. Steps that are held meanwhile (see `recovery.rounds`) keep their file, and another one is made.
+Between `start(step)` and the optimizer's next update the tensors do not change: the thread copies straight from them,
+no clone is made.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,9 +20,12 @@ import torch
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.layout import Layout, TensorSpec, units_by_tensor
 from recovery.slices import TORCH_DTYPES, check_local, unit_views
-from recovery.snapshot_file import SUFFIX, FileMap, SnapshotFileWriter
+from recovery.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
+
+logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
+MAX_BUFFERS = 4  # two steps may be held beside those two
 
 
 class SnapshotWriter:
@@ -28,16 +33,19 @@ class SnapshotWriter:
 
     Call order in the training loop: `wait_copied()` before the update of step s, the update, `start(s, state)`,
     forward and backward of step s + 1 while the copy runs, `wait_copied()`, ... `start` itself waits until the
-    snapshot before is committed, so snapshots are never skipped and all workers keep the same steps. An error of
-    the thread is raised once, by the next call.
+    snapshot before is committed, so snapshots are not skipped and all workers keep the same steps (but where held
+    steps leave no room for another file). An error of the thread is raised once, by the next call.
     """
 
     def __init__(
-        self, directory: Path | str, worker: str, layout: Layout, generation: int, *, force_to_device: bool = False
-    ) -> None:
+        self, directory: Path | str, worker: str, layout: Layout, generation: int, *, force_to_device: bool = False,
+        keep_older: bool = False,
+    ) -> None:  # fmt: skip
         """Make the files for the worker's part of `layout` in `directory` (created if absent).
 
-        With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on the device.
+        With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on the device. What
+        this worker wrote under older layouts is removed once two snapshots stand or, with `keep_older`, once
+        `release_older` is called.
 
         Raises:
             SnapshotError: no room for the files.
@@ -47,16 +55,12 @@ class SnapshotWriter:
         self.generation = generation
         self._force_to_device = force_to_device
         shards = sorted(layout.shards_by_worker[worker])
-        file_map = FileMap.of(worker, layout.tensors, shards)
-        self._buffers = [
-            _Buffer(
-                SnapshotFileWriter(self.directory / file_name(worker, generation, slot), file_map),
-                units_by_tensor(shards),
-            )
-            for slot in range(NUM_BUFFERS)
-        ]
-        self._next = 0
-        self._commits = 0
+        self._map, self._units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(shards)
+        self._buffers: list[_Buffer] = []
+        for _ in range(NUM_BUFFERS):
+            self._buffers.append(self._new_buffer())
+        self._held: frozenset[int] = frozenset()
+        self._keep_older, self._commits = keep_older, 0
         self._changed = threading.Condition()
         self._job: tuple[int, Mapping[str, torch.Tensor], torch.cuda.Event | None] | None = None
         self._copied = True
@@ -64,6 +68,35 @@ class SnapshotWriter:
         self._error: RecoveryError | None = None
         self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
         self._thread.start()
+
+    def _new_buffer(self) -> _Buffer:
+        path = self.directory / file_name(self.worker, self.generation, len(self._buffers))
+        return _Buffer(SnapshotFileWriter(path, self._map), self._units)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is under way."""
+        return self._job is not None
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is committed and there."""
+        with self._changed:
+            return max((buffer.step for buffer in self._buffers if buffer.step is not None), default=None)
+
+    def has(self, step: int) -> bool:
+        """Whether the snapshot of `step` is committed and there."""
+        with self._changed:
+            return any(buffer.step == step for buffer in self._buffers)
+
+    def hold(self, steps: Collection[int]) -> None:
+        """From now on the snapshots of these steps (two at the most), and of no others, stay whatever comes after."""
+        with self._changed:
+            self._held = frozenset(steps)
+
+    def release_older(self) -> None:
+        """What was written under older layouts is not needed any more: it goes with the next commit."""
+        self._keep_older = False
 
     def start(self, step: int, state: Mapping[str, torch.Tensor], timeout_s: float = 60.0) -> None:
         """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied` returns.
@@ -115,21 +148,46 @@ class SnapshotWriter:
                     return
                 step, state, event = self._job
             error: RecoveryError | None = None
+            buffer: _Buffer | None = None
             try:
-                self._take(step, state, event)
+                buffer = self._free_buffer(step)
+                if buffer is not None:
+                    self._take(buffer, step, state, event)
             except (RecoveryError, ValueError, RuntimeError, OSError) as failure:
                 why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
-                reason = f"step {step} was not taken: {why}"
-                error = SnapshotError(str(self._buffers[self._next].file.path), reason)
+                path = self.directory if buffer is None else buffer.file.path
+                error = SnapshotError(str(path), f"step {step} was not taken: {why}")
             del state
             with self._changed:
                 self._job, self._copied = None, True
                 self._error = error or self._error
                 self._changed.notify_all()
 
-    def _take(self, step: int, state: Mapping[str, torch.Tensor], event: torch.cuda.Event | None) -> None:
-        buffer = self._buffers[self._next]
+    def _free_buffer(self, step: int) -> _Buffer | None:
+        """The file for the next step: never the newest, nor one whose step is held. Where all are, one more is made, and
+        where there is no room for that the step is skipped (None): what is held is worth more.
+        """
+        with self._changed:
+            held = self._held
+        newest = max(self._buffers, key=lambda buffer: buffer.sequence)
+        free = [buffer for buffer in self._buffers if buffer.step is None or buffer.step not in held]
+        free = [buffer for buffer in free if buffer is not newest or newest.step is None]
+        if free:
+            return min(free, key=lambda buffer: buffer.sequence)
+        if len(self._buffers) < MAX_BUFFERS:
+            try:
+                self._buffers.append(self._new_buffer())
+                return self._buffers[-1]
+            except SnapshotError as error:
+                logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
+        return None
+
+    def _take(
+        self, buffer: _Buffer, step: int, state: Mapping[str, torch.Tensor], event: torch.cuda.Event | None
+    ) -> None:
         buffer.file.begin()
+        with self._changed:
+            buffer.step = None
         versions = _versions(state)
         buffer.copy_from(state, event)
         if _versions(state) != versions:
@@ -142,19 +200,29 @@ class SnapshotWriter:
         buffer.file.commit(step, self.generation)
         if self._force_to_device:
             buffer.file.sync()
-        self._next = (self._next + 1) % NUM_BUFFERS
         self._commits += 1
-        if self._commits == NUM_BUFFERS:
-            self._remove_older_generations()
+        with self._changed:
+            buffer.step, buffer.sequence = step, self._commits
+        if self._commits >= NUM_BUFFERS and not self._keep_older:
+            self._keep_older = True
+            remove_older(self.directory, self.worker, self.generation)
 
-    def _remove_older_generations(self) -> None:
-        """What this worker wrote under older layouts; two commits of this one stand, so every worker has gone on
-        from it.
-        """
-        for path in self.directory.glob(f"{_escaped(self.worker)}.g*{SUFFIX}"):
-            generation = path.name.removesuffix(SUFFIX).rsplit(".g", 1)[1].split(".")[0]
-            if generation.isdigit() and int(generation) < self.generation:
-                path.unlink(missing_ok=True)
+
+def remove_older(directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()) -> None:
+    """Remove what `worker` wrote itself in `directory` in generations before `generation`, but snapshots of these steps."""
+    for path in Path(directory).glob(f"{_escaped(worker)}.g*{SUFFIX}"):
+        written_in = path.name.removesuffix(SUFFIX).rsplit(".g", 1)[1].split(".")[0]
+        if written_in.isdigit() and int(written_in) < generation and _step_of(path) not in but_steps:
+            path.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int | None:
+    """The step that a file holds; None for one that nobody could use."""
+    try:
+        with SnapshotFile(path) as file:
+            return file.commit.step
+    except SnapshotError:
+        return None
 
 
 class _Buffer:
@@ -162,6 +230,8 @@ class _Buffer:
 
     def __init__(self, file: SnapshotFileWriter, units: Mapping[str, tuple[int, ...]]) -> None:
         self.file = file
+        self.step: int | None = None  # what is committed in it
+        self.sequence = 0
         self._units = units
         self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
         self._registered = False

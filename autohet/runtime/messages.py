@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from planner.plan import Plan
+from recovery.duties import Duty
 from recovery.layout import Layout, ShardId
 
 
@@ -55,6 +56,8 @@ class GenerationOrder:
 
     `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read
     from the pretrained weights): every participant finds its own part in it, as receiver and as live source.
+    `duties` is what this worker's agent copies to other nodes in every round; `replicates` whether anybody has any,
+    and so whether there are rounds.
     """
 
     generation: int
@@ -69,6 +72,9 @@ class GenerationOrder:
     agents: Mapping[str, AgentEndpoint]
     checkpoint_shards: frozenset[ShardId]
     pace: Any | None = None
+    duties: tuple[Duty, ...] = ()
+    replicates: bool = False
+    replicate_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,9 @@ class WorkerReport:
 
     `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None:
     no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
-    `vote` is the result of the newest vote that this worker saw and the step it was of.
+    `vote` is the result of the newest vote that this worker saw and the step it was of. `snapshot_step` is the newest
+    snapshot that this generation has committed at this worker; `replicated_step` the last one that every node has, with copies
+    of what one node alone holds.
     """
 
     worker: str
@@ -115,5 +123,6 @@ class WorkerReport:
     restore: RestoreRecord | None = None
     receipts: tuple[Any, ...] = ()
     snapshot_step: int | None = None
+    replicated_step: int | None = None
     error: str | None = None
     first_step_at: float | None = None

@@ -1,5 +1,5 @@
-"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, and its part of durable
-checkpoints.
+"""Copies of a worker's state beyond its own memory: a snapshot to the node after each step, what its agent is to copy to
+other nodes, and its part of durable checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from recovery.checkpoint_upload import Uploader, UploaderBusy
 from recovery.errors import RecoveryError
-from recovery.snapshot import SnapshotWriter
+from recovery.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
+from recovery.rounds import Rounds, Standing
+from recovery.snapshot import SnapshotWriter, remove_older
 from recovery.storage import open_storage
 
 logger = logging.getLogger("autohet.worker")
@@ -22,30 +24,76 @@ RECEIPT_POLL_S = 0.0
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `keep` and `before_update` are called by the generation's thread,
-    `take_receipts` by reports.
+    """Owned by the worker; `begin`, `settle`, `keep`, `standing` and `before_update` are called by the generation's thread,
+    the rest by reports.
     """
 
     def __init__(self, place: WorkerPlace, job: Job) -> None:
         self._place = place
         self._every = job.checkpoint.snapshot_every_steps
+        self._replicate_every = job.checkpoint.replicate_every_steps
         self._uploader = Uploader(open_storage(job.checkpoint_storage))
+        self._push_timeout_s = job.elastic.timeouts().step_s
         self._timeout_s = job.elastic.timeouts().checkpoint_s
         self._snapshots: SnapshotWriter | None = None
         self._disk: SnapshotWriter | None = None
         self._order: GenerationOrder | None = None
         self._awaited: tuple[int, int] | None = None
-        self.snapshot_step: int | None = None
+        self._rounds = Rounds(0)
+        self._complete: tuple[int, int] | None = None  # (generation, step) of the last round that every node has ended
+
+    @property
+    def snapshot_step(self) -> int | None:
+        """The newest snapshot of the present generation that is committed."""
+        writer = self._snapshots
+        return None if writer is None else writer.newest
+
+    @property
+    def replicated_step(self) -> int | None:
+        """The step of the last complete round of the present generation."""
+        return self._rounds.complete
 
     def begin(self, order: GenerationOrder) -> None:
         """A new generation: its layout decides what this worker keeps and writes."""
         self._close_snapshots()
         self._order = order
+        self._begin_rounds(order)
         if self._every:
             self._snapshots = SnapshotWriter(
-                self._place.memory_directory, self._place.worker, order.layout, order.generation
-            )
+                self._place.memory_directory, self._place.worker, order.layout, order.generation,
+                keep_older=order.replicates,
+            )  # fmt: skip
         self._disk = self._on_disk(order)
+
+    def _begin_rounds(self, order: GenerationOrder) -> None:
+        """All have the state of the first step. Of what was written before, what still serves are the two newest steps and
+        the last one that other nodes have copies for.
+        """
+        place, directory = self._place, self._place.memory_directory
+        if self._complete is not None and self._complete[1] > order.start_step:
+            self._complete = None  # the run has gone back behind it
+        if self._every:
+            newest = order.start_step - order.start_step % self._every
+            kept = {
+                order.start_step,
+                newest,
+                newest - self._every,
+            }  # a worker that rolled forward has only the one before
+            kept |= set() if self._complete is None else {self._complete[1]}
+            remove_older(directory, place.worker, order.generation, but_steps=kept)
+        self._rounds = Rounds(self._replicate_every if order.replicates and self._every else 0)
+        withdraw(directory, place.worker)
+        if order.duties and self._rounds.every:
+            endpoints = tuple(Endpoint(e.node, e.host, e.port) for e in order.agents.values())
+            duties = Duties(
+                place.worker,
+                order.generation,
+                order.duties,
+                endpoints,
+                order.replicate_bytes_per_s,
+                self._push_timeout_s,
+            )
+            write_duties(directory, duties)
 
     def _on_disk(self, order: GenerationOrder) -> SnapshotWriter | None:
         """The writer of this node's disk copies; None, with a warning, where the disk has no room: no reason to stop."""
@@ -64,15 +112,46 @@ class Preservation:
             if writer is not None:
                 writer.wait_copied(self._timeout_s)
 
+    def standing(self) -> Standing:
+        """This worker's part of the open round, for the vote: its snapshot is there, and what its agent has to copy is."""
+        step, order = self._rounds.open, self._order
+        if step is None or self._snapshots is None or order is None:
+            return Standing()
+        if not self._snapshots.has(step):
+            return Standing(pending=self._snapshots.busy, failed=not self._snapshots.busy)
+        if not order.duties:
+            return Standing()
+        pushed = read_pushed(self._place.memory_directory, self._place.worker)
+        if pushed is None or (pushed.generation, pushed.step) != (order.generation, step):
+            return Standing(pending=True)
+        return Standing(failed=pushed.error is not None)
+
+    def settle(self, *, pending: bool, failed: bool) -> None:
+        """What the step's vote says of the open round."""
+        assert self._order is not None
+        before = self._rounds.complete
+        self._rounds.settle(pending=pending, failed=failed)
+        if self._rounds.complete != before and self._rounds.complete is not None:
+            self._complete = (self._order.generation, self._rounds.complete)
+            if self._snapshots is not None:
+                self._snapshots.release_older()
+
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
         """After the step's update: start its snapshot; with `durable`, start to upload this worker's shards."""
         assert self._order is not None
         if self._snapshots is not None and (step % self._every == 0 or durable):
-            self._snapshots.start(step, state, self._timeout_s)
-            self.snapshot_step = step
+            self._snapshot(self._snapshots, self._order, step, state)
         if durable:
             self._spill(step, state)
             self._upload(self._order, step, state)
+
+    def _snapshot(self, writer: SnapshotWriter, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
+        """Begin the snapshot; where it opens a round, hold it, and tell the agent."""
+        opened = self._rounds.snapshot(step)
+        writer.hold(self._rounds.held)
+        if opened and order.duties:
+            write_round(self._place.memory_directory, Round(self._place.worker, order.generation, step, self._complete))
+        writer.start(step, state, self._timeout_s)
 
     def _spill(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A
@@ -114,4 +193,5 @@ class Preservation:
 
     def close(self) -> None:
         self._close_snapshots()
+        withdraw(self._place.memory_directory, self._place.worker)
         self._uploader.close()

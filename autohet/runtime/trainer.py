@@ -28,6 +28,7 @@ from autohet.runtime.optimizer import clip_factor, update
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.place import Place, place_of
 from planner.plan import Plan
+from recovery.rounds import Standing
 
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,7 +37,8 @@ PhaseHook = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets.
+    """What all workers' contributions to a step add up to. `tokens` counts targets; the last two count workers whose part
+    of the open replication round is still under way, or has failed.
 
     `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
     infinite where a gradient is.
@@ -48,6 +50,8 @@ class Vote:
     stops: int
     checkpoints: int
     members: int
+    replicating: int = 0
+    replication_failures: int = 0
 
     @property
     def loss(self) -> float:
@@ -77,6 +81,8 @@ class StepResult:
     stop: bool
     checkpoint: bool
     applied: bool
+    replicating: bool = False
+    replication_failed: bool = False
     parts_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -91,6 +97,7 @@ class StageTrainer:
         self, config: PreTrainedConfig, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection, device: torch.device,
         state: dict[str, Tensor], step: int, pace: Pace | None = None, phase_hook: PhaseHook | None = None,
         before_update: Callable[[], None] | None = None, overlap: bool | None = None,
+        standing: Callable[[], Standing] | None = None,
     ) -> None:  # fmt: skip
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
@@ -99,7 +106,7 @@ class StageTrainer:
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
-        self._hook, self._before_update = phase_hook, before_update
+        self._hook, self._before_update, self._standing = phase_hook, before_update, standing
         self._device, self._groups = device, groups
         self._updated: set[str] = set()
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
@@ -177,6 +184,8 @@ class StageTrainer:
             vote.stops > 0,
             vote.checkpoints > 0,
             vote.is_finite,
+            vote.replicating > 0,
+            vote.replication_failures > 0,
             parts,
         )
 
@@ -207,10 +216,13 @@ class StageTrainer:
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """One all-reduce over all workers: it decides the step. Loss and tokens come from one rank of each last stage."""
         counts = self.place.is_last and self.place.tp_rank == 0
-        mine = torch.zeros(6, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(8, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if counts else (0.0, 0.0)
         mine[3], mine[4], mine[5] = float(self._stop.is_set()), float(self._checkpoint.is_set()), 1.0
+        if self._standing is not None:
+            standing = self._standing()
+            mine[6], mine[7] = float(standing.pending), float(standing.failed)
         self._updated.clear()
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")

@@ -83,7 +83,7 @@ class Worker:
                 self._report, steps=steps, receipts=receipts, step=live.step if live else 0,
                 live_generation=live.generation if live else None,
                 prepared_step=trainer.prepared if own and trainer else None, vote=trainer.last_vote if own and trainer else None,
-                snapshot_step=self._preservation.snapshot_step,
+                snapshot_step=self._preservation.snapshot_step, replicated_step=self._preservation.replicated_step,
             )  # fmt: skip
 
     def begin(self, order: GenerationOrder) -> None:
@@ -183,7 +183,7 @@ class Worker:
         self._preservation.begin(order)
         trainer = StageTrainer(
             self.config, order.plan, self.place.worker, groups, self.job.training, self.device, state, order.start_step, order.pace,
-            self._hook, self._preservation.before_update,
+            self._hook, self._preservation.before_update, standing=self._preservation.standing,
         )  # fmt: skip
         with self._lock:
             self._trainer = trainer
@@ -217,6 +217,7 @@ class Worker:
             result.checkpoint or trainer.step == order.end_step or trainer.step % self.job.checkpoint.every_steps == 0
         )
         try:
+            self._preservation.settle(pending=result.replicating, failed=result.replication_failed)
             self._preservation.keep(trainer.step, trainer.state, durable=durable)
         except RecoveryError as error:
             logger.warning("step %d is not preserved: %s", trainer.step, error)

@@ -105,7 +105,7 @@ def test_deaths_in_a_row_and_a_fleet_below_its_minimum(fleet: EmulatedFleet, tmp
 
 
 def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    """One pipeline: the middle stage's node dies. Back to the committed step; from storage only what nobody has."""
+    """One pipeline, no copies: the middle stage's node dies. Back to the committed step; from storage only what nobody has."""
     adjust(fleet, big=1, small=2)
     workers = [f"{name}/0" for name in sorted(fleet.nodes)]
     stages = [
@@ -120,7 +120,7 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
     job = make_job(
         tmp_path,
         training={"steps": 2000},
-        checkpoint={"every_steps": 10},
+        checkpoint={"every_steps": 10, "replicate_every_steps": 0},
         parallelism={"plan": str(tmp_path / "plan.json"), "min_pipelines": 1},
     )
     events = Interference()
@@ -147,3 +147,17 @@ def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
     copies = sum(len(p["stages"]) > 0 for p in change["plan_after"]["pipelines"])
     assert tiers["s3"] in (lost_bytes, lost_bytes * copies), (tiers, lost_bytes)
     assert tiers["disk"] > 0, tiers
+
+
+def test_a_stop_while_waiting_makes_the_newest_step_durable(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """Too few are left to train on, but they hold the whole state: what they have done since the last checkpoint is kept."""
+    adjust(fleet, small=2)
+    job = make_job(tmp_path, training={"steps": 2000}, elastic={"min_workers": 2}, checkpoint={"every_steps": 500})
+    events = Interference()
+    events.when(trains_at(7, workers=2), lambda run, seen: fleet.kill(node_of(max(run.controller.members))))
+    events.when(is_waiting, stop)
+    outcome, _ = run_job(job, fleet, tmp_path, events)
+    assert outcome.reason.startswith("stopped while waiting (the test)"), outcome.reason
+    assert outcome.summary["steps"] >= 7
+    assert outcome.summary["checkpoint"].endswith(f"step-{outcome.summary['steps']:08d}")
+    assert outcome.summary["steps_lost"] == 0

@@ -15,7 +15,7 @@ import torch
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.holdings import Source
 from recovery.layout import ShardId
-from recovery.snapshot import SnapshotWriter, file_name
+from recovery.snapshot import SnapshotWriter, file_name, remove_older
 from recovery.snapshot_file import SnapshotFile
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
@@ -222,3 +222,56 @@ def flip(path: Path, offset: int) -> Path:
         file.seek(offset)
         file.write(bytes([byte ^ 0x10]))
     return path
+
+
+def test_held_steps_stay_and_the_two_newest_too(writer: SnapshotWriter, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        writer.hold({1})
+        take(writer, step)
+    assert set(committed(tmp_path)) == {1, 2, 3}
+    for step in (4, 5, 6, 7):
+        writer.hold({1, 4})
+        take(writer, step)
+    assert set(committed(tmp_path)) == {1, 4, 6, 7}
+    assert all(same_as(file, step) for step, file in committed(tmp_path).items())
+    assert (writer.newest, writer.has(4), writer.has(5)) == (7, True, False)
+    writer.hold({7})
+    for step in (8, 9, 10):
+        take(writer, step)
+    assert {7, 9, 10} <= set(committed(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 4, "no more files than two held steps need"
+
+
+def test_without_room_for_another_file_held_steps_are_kept_and_new_ones_skipped(
+    writer: SnapshotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.hold({1, 2})
+    take(writer, 1)
+    take(writer, 2)
+
+    def full(*_: object) -> None:
+        raise SnapshotError("x", "no space left")
+
+    monkeypatch.setattr(writer, "_new_buffer", full)
+    take(writer, 3)
+    assert set(committed(tmp_path)) == {1, 2}
+    writer.hold({2})
+    take(writer, 4)
+    assert set(committed(tmp_path)) == {2, 4}
+
+
+def test_older_layouts_stay_until_they_are_released(tmp_path: Path) -> None:
+    old = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3)
+    for step in (1, 2):
+        take(old, step)
+    old.close(20)
+    new = SnapshotWriter(tmp_path, WORKER, CASE.layout, 4, keep_older=True)
+    for step in (3, 4, 5):
+        take(new, step)
+    assert set(committed(tmp_path)) == {1, 2, 4, 5}
+    remove_older(tmp_path, WORKER, 4, but_steps={2})
+    assert set(committed(tmp_path)) == {2, 4, 5}
+    new.release_older()
+    take(new, 6)
+    assert set(committed(tmp_path)) == {5, 6}
+    new.close(20)

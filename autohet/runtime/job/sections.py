@@ -148,6 +148,11 @@ class CheckpointSection:
     """Newest committed checkpoints that retention leaves."""
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
+    replicate_every_steps: int = 1
+    """Steps between copies of what one node alone holds to another node's host memory, at the least (a round under way is
+    never overtaken); 0: none."""
+    replicate_bandwidth_share: float = 0.25
+    """The part of a node's network bandwidth that these copies may take."""
     memory_directory: str = "/dev/shm/autohet"
     """Where a node keeps its snapshots in host memory (tmpfs)."""
     local_directory: str = "/tmp/autohet"
@@ -158,6 +163,9 @@ class CheckpointSection:
         require_at_least("checkpoint.every_steps", self.every_steps, 1)
         require_at_least("checkpoint.keep", self.keep, 1)
         require_at_least("checkpoint.snapshot_every_steps", self.snapshot_every_steps, 0)
+        require_at_least("checkpoint.replicate_every_steps", self.replicate_every_steps, 0)
+        share = self.replicate_bandwidth_share
+        require(0 < share <= 1, f"checkpoint.replicate_bandwidth_share is {share}, but must be in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)

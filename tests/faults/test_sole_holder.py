@@ -1,0 +1,88 @@
+"""One pipeline, every layer on one node alone: what its copies on other nodes are worth when a node is killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.emulation import EmulatedFleet
+from autohet.driver.observation import Observation
+from autohet.driver.run import JobRun
+from autohet.runtime.job import Job
+from tests.harness.local_fleet import (
+    Interference,
+    in_generation,
+    largest_relative_difference,
+    local_fleet,
+    make_job,
+    run_job,
+    stop,
+    trains_a_while,
+)
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def fleet() -> Iterator[EmulatedFleet]:
+    with local_fleet(big=1, small=2) as running:
+        yield running
+
+
+def one_pipeline(fleet: EmulatedFleet, directory: Path) -> tuple[Job, list[str]]:
+    """A job whose first plan is three stages on three nodes, with one durable checkpoint at its end; and its nodes."""
+    nodes = sorted(fleet.nodes)
+    stages = [
+        {"first_layer": first, "num_layers": count, "workers": [f"{node}/0"]}
+        for (first, count), node in zip([(0, 1), (1, 2), (3, 1)], nodes, strict=True)
+    ]
+    plan = {
+        "version": 1, "model": "tiny", "global_batch_sequences": 8, "microbatch_sequences": 1, "sequence_length": 16,
+        "pipelines": [{"num_microbatches": 8, "stages": stages}],
+    }  # fmt: skip
+    (directory / "plan.json").write_text(json.dumps(plan))
+    wishes = {"plan": str(directory / "plan.json"), "min_pipelines": 1}
+    job = make_job(directory, training={"steps": 5000}, checkpoint={"every_steps": 4000}, parallelism=wishes)
+    return job, nodes
+
+
+def replicated(step: int, generation: int = 1):
+    """True once every worker of the generation has ended a round at this step or later."""
+
+    def condition(run: JobRun, seen: Observation) -> bool:
+        reports = [seen.reports.get(worker) for worker in run.controller.members]
+        return (
+            run.controller.generation == generation
+            and bool(reports)
+            and all(report is not None and (report.replicated_step or -1) >= step for report in reports)
+        )
+
+    return condition
+
+
+def test_the_middle_node_is_killed_and_nothing_comes_from_storage(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """No checkpoint is there at all: its layers come from the copy, at a step at most a round or two ago."""
+    job, nodes = one_pipeline(fleet, tmp_path)
+    copies: list[int] = []
+
+    def kill(run: JobRun, seen: Observation) -> None:
+        copies.append(min(seen.reports[worker].replicated_step or 0 for worker in run.controller.members))
+        fleet.kill(nodes[1])
+
+    events = Interference()
+    events.when(replicated(10), kill)
+    events.when(in_generation(2), lambda run, seen: None)
+    events.when(trains_a_while(workers=2), stop)
+    outcome, log = run_job(job, fleet, tmp_path, events)
+    (change,) = outcome.summary["reconfigurations"]
+    assert change["cause"] == "death", log
+    tiers = change["bytes_by_tier"]
+    assert tiers["s3"] == 0, tiers
+    assert tiers["memory"] > 0, tiers
+    assert change["step"] >= copies[0], "never behind the last complete round"
+    print(f"killed at step {change['step'] + change['steps_lost']}: {change['steps_lost']} steps lost, {tiers}")
+    assert outcome.summary["steps_lost"] == change["steps_lost"] <= 20
+    assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3

@@ -1,0 +1,65 @@
+"""Who copies what to whom: everything that one node alone holds, once, to another node, spread by bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recovery.duties import Peer, replica_duties
+from tests.harness.state_cases import Placed, placed, placements, tensors_of
+
+NUM_LAYERS = 4
+NODES = ("n0", "n1", "n2", "n3", "n4")
+
+
+def alone(case: Placed) -> dict[object, str]:
+    """Shards whose holders are all on one node, found the slow way."""
+    nodes: dict[object, set[str]] = {}
+    for worker, shards in case.layout.shards_by_worker.items():
+        for shard in shards:
+            nodes.setdefault(shard, set()).add(case.node_by_worker[worker])
+    return {shard: next(iter(held)) for shard, held in nodes.items() if len(held) == 1}
+
+
+@given(placements(NUM_LAYERS), st.sets(st.sampled_from(NODES)), st.lists(st.sampled_from("ab"), min_size=5, max_size=5))
+def test_every_sole_shard_once_on_another_node_and_the_best_one(
+    case: Placed, leaving: set[str], zones: list[str]
+) -> None:
+    peers = {node: Peer(node, zone, node in leaving) for node, zone in zip(NODES, zones, strict=True)}
+    duties = replica_duties(case.layout, case.node_by_worker, peers.values())
+    seen: set[object] = set()
+    for worker, of_worker in duties.items():
+        home = peers[case.node_by_worker[worker]]
+        for duty in of_worker:
+            assert duty.worker == worker
+            assert set(duty.shards) <= case.layout.shards_by_worker[worker]
+            assert not seen & set(duty.shards)
+            seen |= set(duty.shards)
+            assert set(duty.peers) == set(NODES) - {home.node}
+            rank = [(peers[node].leaving, peers[node].zone == home.zone) for node in duty.peers]
+            assert rank == sorted(rank), "a node that leaves, then one of the same zone, is the last choice"
+    assert seen == set(alone(case))
+
+
+def test_bytes_are_spread_over_peers_and_over_the_workers_that_could_push() -> None:
+    case = placed(tensors_of(8), 8, [[(8, ["n0/0"])], [(8, ["n0/1"])]])
+    peers = [Peer(node) for node in NODES]
+    duties = replica_duties(case.layout, case.node_by_worker, peers)
+    taken = dict.fromkeys(NODES[1:], 0)
+    pushed = dict.fromkeys(duties, 0)
+    for worker, of_worker in duties.items():
+        for duty in of_worker:
+            num_bytes = sum(case.layout.shard_bytes(shard) for shard in duty.shards)
+            taken[duty.peers[0]] += num_bytes
+            pushed[worker] += num_bytes
+    largest = max(case.layout.shard_bytes(shard) for shard in case.layout.shards)
+    assert max(taken.values()) - min(taken.values()) <= largest
+    assert max(pushed.values()) - min(pushed.values()) <= largest
+
+
+def test_nothing_to_do_where_every_shard_is_on_two_nodes_or_where_there_is_no_other_node() -> None:
+    twice = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n1/0"])]])
+    assert replica_duties(twice.layout, twice.node_by_worker, [Peer("n0"), Peer("n1")]) == {}
+    same_node = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n0/1"])]])
+    assert replica_duties(same_node.layout, same_node.node_by_worker, [Peer("n0")]) == {}
+    assert set(replica_duties(same_node.layout, same_node.node_by_worker, [Peer("n0"), Peer("n1")])) == {"n0/0", "n0/1"}

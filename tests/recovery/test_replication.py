@@ -1,0 +1,148 @@
+"""An agent's copies to other nodes: what a round asks for, and what is there when a peer is gone, full or slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from recovery.agent_store import AgentStore
+from recovery.duties import Duty
+from recovery.holdings import Source
+from recovery.layout import ShardId
+from recovery.replication import (
+    Duties,
+    Endpoint,
+    Pushed,
+    Replicator,
+    Round,
+    read_pushed,
+    withdraw,
+    write_duties,
+    write_round,
+)
+from recovery.shard_server import ShardServer
+from recovery.snapshot import SnapshotWriter
+from tests.harness.state_cases import placed, state_of, tensors_of, unit
+
+WORKER, TOKEN = "n0/0", "token"
+CASE = placed(tensors_of(2), 2, [[(2, [WORKER])]])
+SHARDS = tuple(sorted(CASE.layout.shards_by_worker[WORKER]))
+
+
+class Node:
+    """A node's store, and its server."""
+
+    def __init__(self, stack: ExitStack, directory: Path, name: str) -> None:
+        self.name, self.memory = name, directory / name / "memory"
+        self.store = AgentStore(self.memory, directory / name / "disk", name)
+        stack.callback(self.store.close)
+        self.server = ShardServer(self.store, TOKEN, host="127.0.0.1")
+        stack.callback(self.server.close)
+        self.endpoint = Endpoint(name, "127.0.0.1", self.server.port)
+
+    def has(self, step: int, generation: int = 1) -> frozenset[ShardId]:
+        source = Source("memory", self.name, WORKER, step, generation)
+        return frozenset().union(*(h.shards for h in self.store.inventory() if h.source == source))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    with ExitStack() as stack:
+        found = [Node(stack, tmp_path, f"n{number}") for number in range(3)]
+        stack.callback(Replicator(found[0].store, found[0].memory, TOKEN).close)
+        yield found
+
+
+@pytest.fixture
+def writer(nodes: list[Node]) -> Iterator[SnapshotWriter]:
+    writer = SnapshotWriter(nodes[0].memory, WORKER, CASE.layout, 1)
+    yield writer
+    writer.close(20)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ask(nodes: list[Node], *duties: Duty, max_bytes_per_s: float | None = None, timeout_s: float = 10) -> None:
+    endpoints = tuple(node.endpoint for node in nodes)
+    write_duties(nodes[0].memory, Duties(WORKER, 1, duties, endpoints, max_bytes_per_s, timeout_s))
+
+
+def replicate(nodes: list[Node], writer: SnapshotWriter, step: int, complete: tuple[int, int] | None = None) -> Pushed:
+    """One round: opened before its snapshot is there, as training does it."""
+    write_round(nodes[0].memory, Round(WORKER, 1, step, complete))
+    writer.start(step, state_of(CASE.layout, WORKER, step))
+    until(lambda: (done := read_pushed(nodes[0].memory, WORKER)) is not None and done.step == step)
+    done = read_pushed(nodes[0].memory, WORKER)
+    assert done is not None
+    return done
+
+
+def test_duties_go_where_they_say_and_read_back_right(nodes: list[Node], writer: SnapshotWriter) -> None:
+    half = len(SHARDS) // 2
+    ask(nodes, Duty(WORKER, SHARDS[:half], ("n1", "n2")), Duty(WORKER, SHARDS[half:], ("n2", "n1")))
+    assert replicate(nodes, writer, 4) == Pushed(1, 4)
+    assert (nodes[1].has(4), nodes[2].has(4)) == (frozenset(SHARDS[:half]), frozenset(SHARDS[half:]))
+    for shard in SHARDS[:half]:
+        expected = unit(CASE.layout.tensors[shard.tensor], shard, 4).contiguous().numpy().tobytes()
+        assert bytes(nodes[1].store.read(Source("memory", "n1", WORKER, 4, 1), shard)) == expected
+
+
+def test_a_peer_keeps_the_complete_round_and_the_open_one(nodes: list[Node], writer: SnapshotWriter) -> None:
+    ask(nodes, Duty(WORKER, SHARDS, ("n1",)))
+    for step in range(1, 6):
+        complete = (1, step - 1) if step > 1 else None
+        assert replicate(nodes, writer, step, complete).error is None
+        assert {s for s in range(7) if nodes[1].has(s)} == {step, step - 1} - {0}
+
+
+def test_the_next_peer_takes_it_where_the_first_is_gone(nodes: list[Node], writer: SnapshotWriter) -> None:
+    nodes[1].server.close()
+    ask(nodes, Duty(WORKER, SHARDS, ("n1", "n2")))
+    assert replicate(nodes, writer, 4).error is None
+    assert nodes[2].has(4) == frozenset(SHARDS)
+
+
+def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(nodes: list[Node], writer: SnapshotWriter) -> None:
+    (nodes[1].memory.parent).mkdir(parents=True)
+    for directory in (nodes[1].memory, nodes[1].memory.parent / "disk"):
+        directory.write_text("no directory: nothing fits in it")
+    ask(nodes, Duty(WORKER, SHARDS, ("n1",)))
+    failed = replicate(nodes, writer, 4)
+    assert "no room" in (failed.error or "")
+    nodes[1].memory.unlink()
+    assert replicate(nodes, writer, 5).error is None
+    assert nodes[1].has(5) == frozenset(SHARDS)
+
+
+def test_a_round_whose_snapshot_never_comes_ends(nodes: list[Node]) -> None:
+    ask(nodes, Duty(WORKER, SHARDS, ("n1",)), timeout_s=0.2)
+    write_round(nodes[0].memory, Round(WORKER, 1, 9))
+    until(lambda: read_pushed(nodes[0].memory, WORKER) is not None)
+    done = read_pushed(nodes[0].memory, WORKER)
+    assert done is not None
+    assert "no such snapshot" in (done.error or "")
+
+
+def test_bandwidth_is_bounded(nodes: list[Node], writer: SnapshotWriter) -> None:
+    num_bytes = CASE.layout.bytes_of(WORKER)
+    ask(nodes, Duty(WORKER, SHARDS, ("n1",)), max_bytes_per_s=num_bytes / 0.5)
+    began = time.monotonic()
+    replicate(nodes, writer, 1)
+    replicate(nodes, writer, 2)
+    assert time.monotonic() - began > 0.5, "a second round's worth cannot pass sooner"
+
+
+def test_what_is_withdrawn_is_not_pushed(nodes: list[Node], writer: SnapshotWriter) -> None:
+    ask(nodes, Duty(WORKER, SHARDS, ("n1",)))
+    assert replicate(nodes, writer, 1).error is None
+    withdraw(nodes[0].memory, WORKER)
+    assert {path.suffix for path in nodes[0].memory.iterdir()} == {".snapshot"}

@@ -1,0 +1,46 @@
+"""Rounds: at every moment all workers hold one step that each of them has, whatever the others' copies are doing."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recovery.rounds import Rounds
+
+
+def test_a_round_holds_its_step_and_the_complete_one_until_it_is_complete_itself() -> None:
+    rounds = Rounds(every=1)
+    assert rounds.snapshot(1)
+    assert not rounds.snapshot(2), "one is open"
+    rounds.settle(pending=True, failed=False)
+    assert rounds.held == {1}
+    rounds.settle(pending=False, failed=False)
+    assert rounds.complete == 1
+    assert rounds.snapshot(3)
+    assert rounds.held == {1, 3}
+    rounds.settle(pending=False, failed=True)
+    assert (rounds.complete, rounds.held) == (1, {1}), "given up: the complete one stays"
+
+
+def test_rounds_keep_their_distance_and_none_means_none() -> None:
+    rounds = Rounds(every=10)
+    opened = []
+    for step in range(1, 40):
+        rounds.settle(pending=False, failed=False)
+        if rounds.snapshot(step):
+            opened.append(step)
+    assert opened == [1, 11, 21, 31]
+    assert not any(Rounds(every=0).snapshot(step) for step in range(20))
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60))
+def test_the_complete_step_never_leaves_the_held_ones(every: int, votes: list[tuple[bool, bool]]) -> None:
+    rounds = Rounds(every)
+    newest = -1
+    for step, (pending, failed) in enumerate(votes):
+        rounds.settle(pending=pending, failed=failed)
+        rounds.snapshot(step)
+        assert len(rounds.held) <= 2
+        assert rounds.complete is None or rounds.complete in rounds.held
+        assert rounds.complete is None or rounds.complete >= newest, "it only rises"
+        newest = newest if rounds.complete is None else rounds.complete
