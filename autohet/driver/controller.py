@@ -77,14 +77,16 @@ class Controller(Rebuild):
             return None
         self.ending = reason
         saving = Waiting(state.reason, state.since, state.change)
-        found = self._plan_from_rest(saving, seen, policy.usable_nodes(seen))
+        found = self._plan_from_rest(saving, seen, policy.usable_nodes(seen), redundant=False)
         return None if found is saving else found
 
-    def _plan_from_rest(self, state: Waiting, seen: Observation, usable: tuple[str, ...]) -> State:
+    def _plan_from_rest(
+        self, state: Waiting, seen: Observation, usable: tuple[str, ...], *, redundant: bool = True
+    ) -> State:
         state.tried = frozenset(usable)
         change = state.change or Change("start", (), seen.now, seen.now, self.ledger.committed_steps, None)
         try:
-            proposal = self.planning.propose(self._fleet(seen, usable), None)
+            proposal = self.planning.propose(self._fleet(seen, usable), None, redundant=redundant)
         except ConfigError as error:
             state.reason, state.announced = str(error), False
             return state

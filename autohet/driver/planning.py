@@ -67,10 +67,11 @@ class Planning:
         parameters = replace(self.inputs.parameters, transfers="receiver")
         return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
 
-    def propose(self, fleet: Fleet, current: Proposal | None) -> Proposal:
+    def propose(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Proposal:
         """The plan for `fleet` that will have done the most work by the time the fleet is expected to change again.
 
-        With a present plan that still can run, the answer may be to stay with it.
+        With a present plan that still can run, the answer may be to stay with it. `redundant` False: any plan that fits
+        will do, one without the wished-for copies of each shard too.
 
         Raises:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are wrong.
@@ -80,6 +81,8 @@ class Planning:
         if fixed is not None:
             return fixed
         request = self.request(fleet, cost)
+        if not redundant:
+            request = replace(request, min_node_disjoint_holders=1)
         if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
             return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
         return self._replan(current, request, cost)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.local_fleet import cluster_document, memory_directory, until, write_documents
+from tests.harness.host_memory import memory_directory
+from tests.harness.local_fleet import cluster_document, until, write_documents
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from autohet.driver.run import JobRun, Outcome, node_directories
 from autohet.driver.states import Training
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
+from tests.harness.host_memory import memory_directory
 
 TEXT = "".join(
     f"line {i}: the quick brown fox jumps over {i * i % 97} lazy dogs, {i * 7919 % 1009} times\n" for i in range(900)
@@ -82,7 +82,9 @@ def job_document(directory: Path, **sections: Mapping[str, Any]) -> dict[str, An
             "storage": str(directory / "checkpoints"), "every_steps": 15, "memory_directory": str(memory_directory(directory)),
             "local_directory": str(directory / "disk"),
         },
-        "elastic": {"min_workers": 1, "step_timeout_s": 30, "heartbeat_timeout_s": 4, "debounce_s": 0.5, "wait_for_fleet_s": 90, "slow_ratio": 0},
+        "elastic": {
+            "min_workers": 1, "step_timeout_s": 30, "heartbeat_timeout_s": 4, "debounce_s": 0.5, "wait_for_fleet_s": 90, "slow_ratio": 0,
+        },
         "parallelism": {"microbatch_sequences": 1, "min_pipelines": 2, "max_tp_degree": 1, "memory_reserve_bytes": 0},
         "emulation": {"relative_speed_by_gpu_type": {"A100-40": 2.0, "L40S": 1.5, "A10G": 1.0}, "block_forward_s": 0.002},
     }  # fmt: skip
@@ -95,11 +97,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def memory_directory(directory: Path) -> Path:
-    """Host memory for this test's snapshots: a directory of its own, so that a left-over is seen."""
-    return Path("/dev/shm") / f"autohet-test-{os.getpid()}-{directory.name}"
 
 
 def make_job(directory: Path, **sections: Mapping[str, Any]) -> Job:
