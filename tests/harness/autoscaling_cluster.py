@@ -63,7 +63,8 @@ def autoscaling_cluster(directory: Path, most: Mapping[str, int]) -> Iterator[di
 
 def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
     environment = {
-        "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
     }  # fmt: skip
     command = [
