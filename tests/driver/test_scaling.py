@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from ray.autoscaler._private.util import prepare_config
 
 from autohet.driver.run import fleet_request
 from autohet.driver.scaling import bundles_of, launched_from, wanted_nodes
@@ -52,7 +53,8 @@ def test_an_emulated_fleet_is_not_asked_for():
 def test_the_file_that_the_head_was_started_from(tmp_path, caplog):
     assert launched_from(tmp_path / "none.yaml") is None
     with open(AWS) as file:
-        (tmp_path / "head.yaml").write_text(file.read())
+        left_by_ray_up = prepare_config(yaml.safe_load(file))
+    (tmp_path / "head.yaml").write_text(yaml.safe_dump(left_by_ray_up))
     assert launched_from(tmp_path / "head.yaml")["cluster_name"]
     (tmp_path / "bad.yaml").write_text("{cluster_name: x}")
     assert launched_from(tmp_path / "bad.yaml") is None
