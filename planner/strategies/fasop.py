@@ -18,17 +18,23 @@ from collections.abc import Iterator, Sequence
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
 from planner.errors import InfeasibleError
-from planner.strategies.autohet import choose, idle_workers, why_infeasible
+from planner.plan import Pipeline, Plan
+from planner.strategies.autohet import Costed, choose, idle_workers, why_infeasible
 from planner.strategies.cost_tables import check_request, tables_of
 from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.refine import fits
 from planner.strategies.request import Answer, Request, SearchReport
-from planner.strategies.shortlist import Candidate, candidate, plans_of
-from planner.strategies.staged import Staged, Stager
+from planner.strategies.shortlist import Groups, Shortlist
+from planner.strategies.staged import Group, Staged, Stager
 from planner.strategies.symmetric import equal_split
 from planner.strategies.tables import Tables
 
 _CANDIDATES = 8
+_FEW = 32
+_POLISH_ROUNDS = 6
+_OTHER_KIND = 0.2
+# Sender's and receiver's node type, whether they are one node, transfers that leave it together.
+Transfer = tuple[NodeType, NodeType, bool, int]
 
 
 def search_fasop(request: Request) -> Answer:
@@ -37,17 +43,29 @@ def search_fasop(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    found: list[Candidate] = []
+    shortlist, sums = Shortlist(request, stager, estimator), tables.time_sums.tolist()
     tried = 0
     for nodes in node_orders(request.fleet):
+        groups = Groups(stager, [worker for node in nodes for worker in node.workers])
+        transfers = Transfers(request)
         for sizes, width, microbatch in _grids(request, tables, nodes):
             tried += 1
-            found += _candidates(request, tables, stager, estimator, nodes, sizes, width, microbatch, tried)
+            staged = groups.stages(sizes, width, microbatch)
+            if staged is not None and shortlist.promising(staged, microbatch):
+                for ends in cuts(
+                    sums, stager.slowest(staged), transfers.seconds(staged, microbatch), kinds_change(sums[0])
+                ):
+                    shapes = {Shape(rows, ends) for rows in zip(*staged.rows, strict=True)}
+                    if all(fits(estimator, shape, request.global_batch_sequences) for shape in shapes):
+                        shortlist.add(staged, ends, microbatch)
         if request.clock() - begin > request.time_limit_s:
             break
-    best, rejected = choose(request, plans_of(request, stager, estimator, found, _CANDIDATES))
+    few = len(request.fleet.workers) <= _FEW
+    best, rejected = choose(request, shortlist.plans(2 * _CANDIDATES if few else _CANDIDATES))
     if best is None:
         raise InfeasibleError(f"fasop finds no plan that fits: {why_infeasible(request, tables)}")
+    if few:
+        best = polish(request, best)
     report = SearchReport(request.clock() - begin, tried, None, None)
     return Answer(
         "fasop", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
@@ -81,73 +99,86 @@ def _grids(request: Request, tables: Tables, nodes: tuple[Node, ...]) -> Iterato
                     yield [tp * width] * depth, width, microbatch
 
 
-def _candidates(
-    request: Request,
-    tables: Tables,
-    stager: Stager,
-    estimator: Estimator,
-    nodes: tuple[Node, ...],
-    sizes: list[int],
-    width: int,
-    microbatch: int,
-    number: int,
-) -> list[Candidate]:
-    gpus = [worker for node in nodes for worker in node.workers]
-    staged = stager.stages(gpus, sizes, width, microbatch)
-    if staged is None:
-        return []
-    ends = min_max(tables, stager, staged, boundary_seconds(request, staged, microbatch))
-    shapes = {Shape(tuple(rows[d] for rows in staged.rows), ends) for d in range(staged.width)}
-    if not all(fits(estimator, shape, request.global_batch_sequences) for shape in shapes):
-        return []
-    found = candidate(estimator, staged, ends, microbatch, request.global_batch_sequences, number)
-    return [] if found is None else [found]
+class Transfers:
+    """Seconds of the transfers over each boundary of a grid; which transfers there are does not depend on the microbatch."""
 
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._kinds: dict[tuple[int, int], list[set[Transfer]]] = {}
+        self._seconds: dict[tuple[Transfer, int], float] = {}
 
-def boundary_seconds(request: Request, staged: Staged, microbatch: int) -> list[float]:
-    """Seconds of the slowest transfer over each boundary, one direction, its NIC shared by all that leave the node."""
-    found = []
-    for senders, receivers in itertools.pairwise(staged.stages):
-        pairs = [
-            (request.fleet.node_of(a[0]), request.fleet.node_of(b[0]), len(b))
-            for a, b in zip(senders, receivers, strict=True)
-        ]
+    def seconds(self, staged: Staged, microbatch: int) -> list[float]:
+        """The slowest transfer of each boundary, one direction, the NIC shared by all that leave the node with it."""
+        key = (len(staged.stages), staged.width)
+        if key not in self._kinds:
+            self._kinds[key] = [self._between(*pair) for pair in itertools.pairwise(staged.stages)]
+        return [max(self._time(transfer, microbatch) for transfer in kinds) for kinds in self._kinds[key]]
+
+    def _between(self, senders: Sequence[Group], receivers: Sequence[Group]) -> set[Transfer]:
+        node_of = self._request.fleet.node_of
+        pairs = [(node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)]
         leaving = Counter[str]()
         for a, b, flows in pairs:
             leaving[a.name] += flows if a is not b else 0
-        found.append(
-            max(
-                request.cost.boundary_s(
-                    a.node_type, b.node_type, microbatch, same_node=a is b, flows=1 if a is b else leaving[a.name]
-                )
-                for a, b, _ in pairs
-            )
-        )
-    return found
+        return {(a.node_type, b.node_type, a is b, 1 if a is b else leaving[a.name]) for a, b, _ in pairs}
+
+    def _time(self, transfer: Transfer, microbatch: int) -> float:
+        if (transfer, microbatch) not in self._seconds:
+            a, b, same, flows = transfer
+            found = self._request.cost.boundary_s(a, b, microbatch, same_node=same, flows=flows)
+            self._seconds[transfer, microbatch] = found
+        return self._seconds[transfer, microbatch]
 
 
-def min_max(tables: Tables, stager: Stager, staged: Staged, boundary_s: Sequence[float] = ()) -> tuple[int, ...]:
-    """Ends of the stages: from an equal split, one block at a time from the slowest stage to the fastest, until the
-    slowest grows or a split comes back. A stage takes its layers' time and, between two others, one transfer."""
-    rows = stager.slowest(staged)
-    tolls = [0.0, *boundary_s[1:], 0.0] if boundary_s else [0.0] * len(rows)
-    split = list(equal_split(tables.num_blocks, len(rows)))
-    best, best_s = tuple(split), max(_stage_seconds(tables, rows, split, tolls))
-    seen = {best}
-    while True:
-        seconds = _stage_seconds(tables, rows, split, tolls)
-        slow = max((s for s in range(len(rows)) if split[s] > 1), key=lambda s: (seconds[s], -s), default=None)
-        fast = min((s for s in range(len(rows)) if s != slow), key=lambda s: (seconds[s], s), default=None)
-        if slow is None or fast is None:
-            break
+def kinds_change(sums: Sequence[float]) -> int | None:
+    """The block at which an encoder's blocks end and a decoder's begin: where the seconds of neighbours differ by a fifth;
+    None where they do so nowhere or more than once."""
+    seconds = [b - a for a, b in itertools.pairwise(sums[1:-1])]
+    changes = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(seconds)) if abs(b / a - 1) > _OTHER_KIND]
+    return changes[0] if len(changes) == 1 else None
+
+
+def cuts(
+    sums: Sequence[Sequence[float]], rows: Sequence[int], boundary_s: Sequence[float], change: int | None
+) -> Iterator[tuple[int, ...]]:
+    """Ends of the stages: min-max over all; with two kinds of blocks also over each kind's own stages, for every number
+    of stages that the first kind can have.
+
+    sums[row][i]: seconds of the first i layers; rows: of each stage.
+    """
+    blocks, depth = len(sums[0]) - 3, len(rows)
+    tolls = [0.0, *boundary_s[1:], 0.0][:depth]
+    yield ends_of(tuple(min_max(sums, rows, tolls, equal_split(blocks, depth), range(depth))))
+    for first in range(1, depth) if change is not None else ():
+        assert change is not None
+        if first <= change and depth - first <= blocks - change:
+            split: Sequence[int] = (*equal_split(change, first), *equal_split(blocks - change, depth - first))
+            for stages in (range(first), range(first, depth)):
+                split = min_max(sums, rows, tolls, split, stages)
+            yield ends_of(tuple(split))
+
+
+def min_max(
+    sums: Sequence[Sequence[float]], rows: Sequence[int], tolls: Sequence[float], start: Sequence[int], stages: range
+) -> Sequence[int]:
+    """Blocks of each stage: one at a time from the slowest of `stages` to the fastest of them, until the slowest grows or
+    a split comes back. A stage takes its layers' time and its toll, one transfer where it lies between two others."""
+    split = list(start)
+    best, seen = tuple(split), {tuple(split)}
+    seconds = _stage_seconds(sums, rows, split, tolls)
+    best_s = max(seconds[s] for s in stages)
+    while len(stages) > 1 and max(split[s] for s in stages) > 1:
+        slow = max((s for s in stages if split[s] > 1), key=lambda s: (seconds[s], -s))
+        fast = min((s for s in stages if s != slow), key=lambda s: (seconds[s], s))
         split[slow] -= 1
         split[fast] += 1
-        now = max(_stage_seconds(tables, rows, split, tolls))
+        seconds = _stage_seconds(sums, rows, split, tolls)
+        now = max(seconds[s] for s in stages)
         if tuple(split) in seen or now > best_s * (1 + 1e-12):
             break
         seen.add(tuple(split))
         best, best_s = tuple(split), now
-    return ends_of(best)
+    return best
 
 
 def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,11 +187,42 @@ def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
     return (*ends[:-1], ends[-1] + 1)
 
 
-def _stage_seconds(tables: Tables, rows: list[int], split: list[int], tolls: list[float]) -> list[float]:
-    ends = ends_of(tuple(split))
-    starts = (0, *ends[:-1])
-    work = [float(tables.time_sums[r, b] - tables.time_sums[r, a]) for r, a, b in zip(rows, starts, ends, strict=True)]
-    return [seconds + toll for seconds, toll in zip(work, tolls, strict=True)]
+def _stage_seconds(
+    sums: Sequence[Sequence[float]], rows: Sequence[int], split: Sequence[int], tolls: Sequence[float]
+) -> list[float]:
+    at, out = 0, []
+    for stage, (row, blocks) in enumerate(zip(rows, split, strict=True)):
+        end = at + blocks + (stage == 0) + (stage == len(rows) - 1)
+        out.append(sums[row][end] - sums[row][at] + tolls[stage])
+        at = end
+    return out
+
+
+def polish(request: Request, best: Costed) -> Costed:
+    """Single blocks moved between neighbouring stages of all pipelines alike while the full prediction falls."""
+    for _ in range(_POLISH_ROUNDS):
+        moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
+        if moved is None or moved.plan == best.plan:
+            break
+        best = moved
+    return best
+
+
+def _block_moves(plan: Plan) -> Iterator[Plan]:
+    for boundary in range(len(plan.pipelines[0].stages) - 1):
+        for step in (-1, 1):
+            pipelines = tuple(_moved(pipeline, boundary, step) for pipeline in plan.pipelines)
+            if all(stage.num_layers >= 1 for pipeline in pipelines for stage in pipeline.stages):
+                yield dataclasses.replace(plan, pipelines=pipelines)
+
+
+def _moved(pipeline: Pipeline, boundary: int, step: int) -> Pipeline:
+    left, right = pipeline.stages[boundary : boundary + 2]
+    left = dataclasses.replace(left, num_layers=left.num_layers + step)
+    right = dataclasses.replace(right, first_layer=right.first_layer + step, num_layers=right.num_layers - step)
+    return dataclasses.replace(
+        pipeline, stages=(*pipeline.stages[:boundary], left, right, *pipeline.stages[boundary + 2 :])
+    )
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:

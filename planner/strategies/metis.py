@@ -21,7 +21,7 @@ from planner.strategies.autohet import choose, idle_workers, why_infeasible
 from planner.strategies.cost_tables import check_request, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.request import Answer, Request, SearchReport
-from planner.strategies.shortlist import Candidate, candidate, plans_of
+from planner.strategies.shortlist import Groups, Shortlist
 from planner.strategies.staged import Staged, Stager
 from planner.strategies.tables import Floats, Tables
 
@@ -37,16 +37,16 @@ def search_metis(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    found: list[Candidate] = []
+    shortlist = Shortlist(request, stager, estimator)
     tried = 0
     for gpus in gpu_orders(tables):
-        arranger = Arranger(request, tables, stager, gpus)
+        arranger = Arranger(request, stager, shortlist, gpus)
         for sizes in arrangements(len(gpus), tables.num_blocks):
             tried += 1
-            found += _candidates(request, tables, estimator, arranger, sizes, tried)
+            arranger.try_sizes(sizes)
             if request.clock() - begin > request.time_limit_s:
                 break
-    best, rejected = choose(request, plans_of(request, stager, estimator, found, _CANDIDATES))
+    best, rejected = choose(request, shortlist.plans(_CANDIDATES))
     if best is None:
         raise InfeasibleError(f"metis finds no plan that fits: {why_infeasible(request, tables)}")
     report = SearchReport(request.clock() - begin, tried, None, None)
@@ -110,61 +110,28 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(itertools.chain(*order))
 
 
-def _candidates(
-    request: Request, tables: Tables, estimator: Estimator, arranger: "Arranger", sizes: tuple[int, ...], number: int
-) -> list[Candidate]:
-    """The plans of one arrangement: one for every microbatch size."""
-    out = []
-    for microbatch in sorted({row.microbatch for row in tables.rows}):
-        chosen = arranger.best(sizes, microbatch) if request.global_batch_sequences % microbatch == 0 else None
-        if chosen is not None:
-            found = candidate(estimator, *chosen, microbatch, request.global_batch_sequences, number)
-            out += [] if found is None else [found]
-    return out
-
-
 class Arranger:
-    """Stages along one order of the GPUs, and their layers; what arrangements share is computed once."""
+    """Tries arrangements along one order of the GPUs; what they share is computed once."""
 
-    def __init__(self, request: Request, tables: Tables, stager: Stager, gpus: Sequence[str]) -> None:
-        self._batch, self._tables, self._stager, self._gpus = request.global_batch_sequences, tables, stager, gpus
-        self._groups: dict[tuple[int, int, int], tuple[tuple[str, ...], int | None]] = {}
-        self._state = [_running(row.state_bytes) for row in tables.rows]
-        self._kept = [_running(row.activation_bytes) for row in tables.rows]
+    def __init__(self, request: Request, stager: Stager, shortlist: Shortlist, gpus: Sequence[str]) -> None:
+        self._batch, self._tables, self._stager = request.global_batch_sequences, stager.tables, stager
+        self._shortlist, self._groups = shortlist, Groups(stager, gpus)
+        self._microbatches = [b for b in sorted({row.microbatch for row in self._tables.rows}) if self._batch % b == 0]
+        self._state = [_running(row.state_bytes) for row in self._tables.rows]
+        self._kept = [_running(row.activation_bytes) for row in self._tables.rows]
 
-    def best(self, sizes: tuple[int, ...], microbatch: int) -> tuple[Staged, tuple[int, ...]] | None:
-        """The most data-parallel degree whose layers fit, with the ends of the stages."""
-        width = min(sizes)
-        while width >= 1:
-            staged = self._stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
-            ends = None if staged is None else self.balance(staged)
-            if staged is not None and ends is not None:
-                return staged, ends
-            width //= 2
-        return None
-
-    def _stages(self, sizes: tuple[int, ...], width: int, microbatch: int) -> Staged | None:
-        stages, rows, at = [], [], 0
-        for size in sizes:
-            tp = size // width
-            groups, found = [], []
-            for start in range(at, at + width * tp, tp):
-                group, row = self._group(start, tp, microbatch)
-                if row is None:
-                    return None
-                groups.append(group)
-                found.append(row)
-            stages.append(tuple(groups))
-            rows.append(tuple(found))
-            at += size
-        return Staged(tuple(stages), tuple(rows))
-
-    def _group(self, at: int, tp: int, microbatch: int) -> tuple[tuple[str, ...], int | None]:
-        key = (at, tp, microbatch)
-        if key not in self._groups:
-            group = tuple(self._gpus[at : at + tp])
-            self._groups[key] = (group, self._stager.row(group, microbatch))
-        return self._groups[key]
+    def try_sizes(self, sizes: tuple[int, ...]) -> None:
+        """The plans of one arrangement: for every microbatch size the most data-parallel degree whose layers fit."""
+        for microbatch in self._microbatches:
+            width = min(sizes)
+            while width >= 1:
+                staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
+                if staged is not None and self._shortlist.promising(staged, microbatch):
+                    ends = self.balance(staged)
+                    if ends is not None:
+                        self._shortlist.add(staged, ends, microbatch)
+                        break
+                width //= 2
 
     def balance(self, staged: Staged) -> tuple[int, ...] | None:
         """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give

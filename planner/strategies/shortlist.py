@@ -1,112 +1,186 @@
-"""Which of many staged plans to look at closely: ranked by a closed form, simulated only if they are among the best.
+"""Which of many staged plans to look at closely: ranked by closed forms, simulated only if they are among the best.
 
-What `metis` and `fasop` enumerate differs in cut and grid; sharing microbatches under the simulation costs a thousand
-times the closed form.
+What `metis` and `fasop` enumerate differs in order, cut and grid. Simulating one plan costs a thousand times its closed form.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from planner.cluster import Node
 from planner.plan import Plan
 from planner.strategies.drafts import Draft, Estimator, Shape
 from planner.strategies.request import Request
 from planner.strategies.staged import Staged, Stager
-from planner.strategies.tables import Tables
 
-SYNCED = 256
 LOOKED_AT = 24
+SHARED = 4
+_SLACK = 1.2
+
+
+class Groups:
+    """Stages along one order of the GPUs; groups and their table rows are remembered, since arrangements share them."""
+
+    def __init__(self, stager: Stager, gpus: Sequence[str]) -> None:
+        self._stager, self._gpus = stager, gpus
+        self._found: dict[tuple[int, int, int], tuple[tuple[str, ...], int | None]] = {}
+
+    def stages(self, sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
+        """As `Stager.stages`: None where a group would leave its node or was not measured."""
+        stages, rows, at = [], [], 0
+        for size in sizes:
+            tp = size // width
+            groups, found = [], []
+            for start in range(at, at + width * tp, tp):
+                group, row = self._group(start, tp, microbatch)
+                if row is None:
+                    return None
+                groups.append(group)
+                found.append(row)
+            stages.append(tuple(groups))
+            rows.append(tuple(found))
+            at += size
+        return Staged(tuple(stages), tuple(rows))
+
+    def _group(self, at: int, tp: int, microbatch: int) -> tuple[tuple[str, ...], int | None]:
+        key = (at, tp, microbatch)
+        if key not in self._found:
+            group = tuple(self._gpus[at : at + tp])
+            self._found[key] = (group, self._stager.row(group, microbatch))
+        return self._found[key]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cut of a staged plan with its rough seconds a step; `number` breaks equal times."""
+    """A cut of a staged plan with its rough seconds a step, gradient sync included."""
 
     seconds: float
-    number: int
     staged: Staged
     ends: tuple[int, ...]
     microbatch: int
+
+
+class Shortlist:
+    """The plans worth a closer look, out of all that a search adds."""
+
+    def __init__(self, request: Request, stager: Stager, estimator: Estimator) -> None:
+        self._request, self._stager, self._estimator = request, stager, estimator
+        self._speed = [1.0 / float(seconds) for seconds in stager.tables.time_sums[:, -1]]
+        self._candidates: list[Candidate] = []
+        self._best_s = float("inf")
+
+    def promising(self, staged: Staged, microbatch: int) -> bool:
+        """Whether layers in exact proportion to speed would come near the best so far: pipeline d then needs
+        m_d = 1 / sum of its stages' speeds for each microbatch, after a first one that no stage could do faster whole."""
+        counts, rate = self._request.global_batch_sequences / microbatch, 0.0
+        for rows in zip(*staged.rows, strict=True):
+            speed = sum(self._speed[row] for row in rows)
+            counts += speed / max(self._speed[row] for row in rows) - 1
+            rate += speed
+        return counts / rate < _SLACK * self._best_s
+
+    def add(self, staged: Staged, ends: tuple[int, ...], microbatch: int) -> None:
+        """Keeps the cut unless it is far from the best. Memory is for the caller to see to."""
+        shapes = [Shape(rows, ends) for rows in zip(*staged.rows, strict=True)]
+        rough = rough_s(self._estimator, shapes, self._request.global_batch_sequences)
+        if rough is None or rough >= _SLACK * self._best_s:
+            return
+        seconds = rough + self._sync_s(staged, ends)
+        self._best_s = min(self._best_s, seconds)
+        if seconds < _SLACK * self._best_s:
+            self._candidates.append(Candidate(seconds, staged, ends, microbatch))
+
+    def plans(self, most: int) -> list[Plan]:
+        """The best plans by simulation, at most `most`: equal counts for every pipeline, of the first few also counts by
+        speed."""
+        found: dict[Plan, float] = {}
+        ranked = sorted(self._candidates, key=lambda c: c.seconds)[:LOOKED_AT]
+        equal = [(self._equal(one), one) for one in ranked]
+        timed = [
+            (self._draft_s(one, draft), i, one, draft) for i, (draft, one) in enumerate(equal) if draft is not None
+        ]
+        for seconds, _, one, draft in timed:
+            found.setdefault(self._plan(one, draft), seconds)
+        order = [one for _, _, one, _ in sorted(timed, key=lambda entry: entry[:2])] or ranked
+        for one in order[:SHARED]:
+            shared = self._stager.draft(one.staged, one.ends, self._request.global_batch_sequences, self._estimator)
+            if shared is not None:
+                found.setdefault(self._plan(one, shared), self._draft_s(one, shared))
+        return sorted(found, key=lambda plan: found[plan])[:most]
+
+    def _equal(self, one: Candidate) -> Draft | None:
+        count, rest = divmod(self._request.global_batch_sequences, one.microbatch * one.staged.width)
+        shapes = [Shape(rows, one.ends) for rows in zip(*one.staged.rows, strict=True)]
+        return Draft(tuple((shape, count) for shape in shapes)) if count and not rest else None
+
+    def _draft_s(self, one: Candidate, draft: Draft) -> float:
+        slowest = max(self._estimator.pipeline_s(shape, k) for shape, k in set(draft.pipelines))
+        return slowest + self._sync_s(one.staged, one.ends)
+
+    def _plan(self, one: Candidate, draft: Draft) -> Plan:
+        batch, length = self._request.global_batch_sequences, self._request.sequence_length
+        return self._stager.plan(one.staged, draft, one.microbatch, self._request.spec.name, batch, length)
+
+    def _sync_s(self, staged: Staged, ends: tuple[int, ...]) -> float:
+        """Gradient sync of the slowest stage: equal cuts, so a ring over the pipelines for each stage and slice of it.
+
+        A node's NIC is shared by the rings that cross it, as the cost model's simulation has it.
+        """
+        nodes = [[self._request.fleet.node_of(group[0]) for group in groups] for groups in staged.stages]
+        sync = 0.0
+        if staged.width > 1:
+            crossing = _crossing(nodes, staged)
+            sums, starts = self._stager.tables.sync_sums, (0, *ends[:-1])
+            once = self._tied_bytes(staged) if len(nodes) == 1 else 0.0
+            for stage, rows, start, end in zip(nodes, staged.rows, starts, ends, strict=True):
+                num_bytes = float(sums[rows[0], end] - sums[rows[0], start]) - once
+                sync = max(sync, self._ring_s(stage, crossing, num_bytes))
+        return sync + self._tied_s(staged, nodes)
+
+    def _ring_s(self, stage: Sequence[Node], crossing: Counter[str], num_bytes: float) -> float:
+        own = Counter(node.name for node in stage)
+        members = sorted(((node.name, node.node_type) for node in stage), key=lambda member: member[0])
+        flows = max(crossing[name] / count for name, count in own.items()) if len(own) > 1 else 1.0
+        return self._request.cost.sync_s(members, num_bytes, flows=flows)
+
+    def _tied_s(self, staged: Staged, nodes: Sequence[Sequence[Node]]) -> float:
+        """The tied embedding's sum over first and last stages, as if by pairs."""
+        if len(nodes) == 1 or not self._request.spec.tied_embeddings:
+            return 0.0
+        pairs = [(a, b, len(group)) for a, b, group in zip(nodes[0], nodes[-1], staged.stages[0], strict=True)]
+        leaving = Counter[str]()
+        for a, b, tp in pairs:
+            leaving[a.name] += tp if a is not b else 0
+        slowest, num_bytes = 0.0, self._tied_bytes(staged)
+        for a, b, _ in dict.fromkeys(pairs):
+            members = [(a.name, a.node_type), (b.name, b.node_type)]
+            slowest = max(slowest, self._request.cost.sync_s(members, num_bytes, flows=max(1.0, leaving[a.name])))
+        return slowest
+
+    def _tied_bytes(self, staged: Staged) -> float:
+        """Gradient bytes of the tied embedding on one worker; a single stage counts them in embedding and head."""
+        tied = self._request.spec.tied_parameters / len(staged.stages[0][0])
+        return tied * self._request.cost.parameters.sync_bytes_per_parameter
+
+
+def _crossing(nodes: Sequence[Sequence[Node]], staged: Staged) -> Counter[str]:
+    """Workers of each node that take part in sums over several nodes."""
+    found = Counter[str]()
+    for stage, groups in zip(nodes, staged.stages, strict=True):
+        if any(node is not stage[0] for node in stage):
+            for node, group in zip(stage, groups, strict=True):
+                found[node.name] += len(group)
+    return found
 
 
 def rough_s(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> float | None:
     """Seconds of the pipelines if all end together, pipeline i taking fill_i + (K_i - 1) period_i; gradient sync is not
     in it. None where some pipeline would get no microbatch.
     """
-    number_by_line = Counter(estimator.affine(shape) for shape in shapes)
+    alike = [(shape, len(list(group))) for shape, group in groupby(shapes)]
+    lines = [(*estimator.affine(shape), number) for shape, number in alike]
     counts = batch / estimator.microbatch(shapes[0])
-    lines = [(fill, period, number) for (fill, period), number in number_by_line.items()]
     ahead = sum(number * (fill / period - 1) for fill, period, number in lines)
     seconds = (counts + ahead) / sum(number / period for _, period, number in lines)
     return None if seconds < max(fill for fill, _, _ in lines) else seconds
-
-
-def candidate(
-    estimator: Estimator, staged: Staged, ends: tuple[int, ...], microbatch: int, batch: int, number: int
-) -> Candidate | None:
-    """None where there are more pipelines than the batch can keep busy. Memory is for the caller to see to."""
-    shapes = [Shape(tuple(rows[d] for rows in staged.rows), ends) for d in range(staged.width)]
-    rough = rough_s(estimator, shapes, batch)
-    return None if rough is None else Candidate(rough, number, staged, ends, microbatch)
-
-
-def sync_s(request: Request, tables: Tables, one: Candidate) -> float:
-    """Gradient sync of the slowest stage: equal cuts, so a ring over the pipelines for each stage and slice of it.
-
-    A node's NIC is shared by the rings that cross it, as the cost model's simulation has it.
-    """
-    staged, starts, slowest = one.staged, (0, *one.ends[:-1]), 0.0
-    nodes = [[request.fleet.node_of(group[0]) for group in groups] for groups in staged.stages]
-    crossing = Counter[str]()
-    for stage, groups in zip(nodes, staged.stages, strict=True):
-        if len({node.name for node in stage}) > 1:
-            for node, group in zip(stage, groups, strict=True):
-                crossing[node.name] += len(group)
-    for stage, rows, start, end in zip(nodes, staged.rows, starts, one.ends, strict=True):
-        members = sorted(((node.name, node.node_type) for node in stage), key=lambda member: member[0])
-        own = Counter(name for name, _ in members)
-        flows = max(crossing[name] / count for name, count in own.items()) if len(own) > 1 else 1.0
-        num_bytes = float(tables.sync_sums[rows[0], end] - tables.sync_sums[rows[0], start])
-        slowest = max(slowest, request.cost.sync_s(members, num_bytes, flows=flows))
-    return slowest + _tied_s(request, one, nodes)
-
-
-def _tied_s(request: Request, one: Candidate, nodes: Sequence[Sequence[Node]]) -> float:
-    """The tied embedding's sum over first and last stages, as if by pairs."""
-    if len(nodes) == 1 or not request.spec.tied_embeddings:
-        return 0.0
-    pairs = [(a, b, len(group)) for a, b, group in zip(nodes[0], nodes[-1], one.staged.stages[0], strict=True)]
-    leaving = Counter[str]()
-    for a, b, flows in pairs:
-        leaving[a.name] += flows if a is not b else 0
-    width = request.cost.parameters.sync_bytes_per_parameter
-    return max(
-        request.cost.sync_s(
-            [(a.name, a.node_type), (b.name, b.node_type)],
-            request.spec.tied_parameters / tp * width,
-            flows=max(1.0, leaving[a.name]),
-        )
-        for a, b, tp in pairs
-    )
-
-
-def plans_of(
-    request: Request, stager: Stager, estimator: Estimator, candidates: Sequence[Candidate], most: int
-) -> list[Plan]:
-    """The plans of the roughly fastest, best first by the simulation, at most `most`."""
-    found: dict[Plan, float] = {}
-    ranked = sorted(candidates, key=lambda c: (c.seconds, c.number))[:SYNCED]
-    timed = [(c.seconds + sync_s(request, stager.tables, c), c.number, c) for c in ranked]
-    for _, _, one in sorted(timed, key=lambda entry: entry[:2])[:LOOKED_AT]:
-        draft = stager.draft(one.staged, one.ends, request.global_batch_sequences, estimator)
-        if draft is not None:
-            slowest = max(estimator.pipeline_s(shape, k) for shape, k in set(draft.pipelines))
-            plan = _plan(request, stager, one, draft)
-            found.setdefault(plan, slowest + sync_s(request, stager.tables, one))
-    return sorted(found, key=lambda plan: found[plan])[:most]
-
-
-def _plan(request: Request, stager: Stager, one: Candidate, draft: Draft) -> Plan:
-    batch, length = request.global_batch_sequences, request.sequence_length
-    return stager.plan(one.staged, draft, one.microbatch, request.spec.name, batch, length)
