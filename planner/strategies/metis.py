@@ -121,17 +121,26 @@ class Arranger:
         self._kept = [_running(row.activation_bytes) for row in self._tables.rows]
 
     def try_sizes(self, sizes: tuple[int, ...]) -> None:
-        """The plans of one arrangement: for every microbatch size the most data-parallel degree whose layers fit."""
+        """The plans of one arrangement: for every microbatch size the most data-parallel degree whose layers fit. What
+        does not fit at one size does not at a larger one."""
         for microbatch in self._microbatches:
-            width = min(sizes)
-            while width >= 1:
-                staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
-                if staged is not None and self._shortlist.promising(staged, microbatch):
-                    ends = self.balance(staged)
-                    if ends is not None:
-                        self._shortlist.add(staged, ends, microbatch)
-                        break
-                width //= 2
+            if not self._try(sizes, microbatch):
+                return
+
+    def _try(self, sizes: tuple[int, ...], microbatch: int) -> bool:
+        """Whether any degree fits, or was slower by its bound than what is known."""
+        width, fits = min(sizes), False
+        while width >= 1:
+            staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
+            if staged is not None and not self._shortlist.promising(staged, microbatch):
+                fits = True
+            elif staged is not None:
+                ends = self.balance(staged)
+                if ends is not None:
+                    self._shortlist.add(staged, ends, microbatch)
+                    return True
+            width //= 2
+        return fits
 
     def balance(self, staged: Staged) -> tuple[int, ...] | None:
         """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
