@@ -38,10 +38,13 @@ FETCH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class LiveState:
-    """What a worker has in its own memory: local tensors by state name, as `layout` says."""
+    """What a worker has in its own memory: local tensors by state name, as `layout` says, and single shards that an earlier
+    restore of the same step brought before it was broken off.
+    """
 
     layout: Layout
     state: Mapping[str, Tensor]
+    arrived: Mapping[ShardId, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,24 +70,27 @@ class Access:
 @dataclass
 class Restored:
     """The new local state, where its bytes came from (what was kept in place counts nowhere), and what failed on the
-    way and was replaced.
+    way and was replaced; `bad` are the (source, shard) pairs that the next schedule should avoid.
     """
 
     state: dict[str, Tensor]
     bytes_by_tier: dict[str, int] = field(default_factory=lambda: {"memory": 0, "disk": 0, "peer": 0, "s3": 0})
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
+    bad: tuple[tuple[Source, ShardId], ...] = ()
 
 
 def restore(
     schedule: TransferSchedule, worker: str, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access,
     device: torch.device | str = "cpu", progress: Callable[[int, int], None] | None = None,
+    arrived: dict[ShardId, Tensor] | None = None,
 ) -> Restored:  # fmt: skip
     """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
     this one has done its part.
 
     A local tensor whose units are all kept is taken over as it is, not copied; `live` must stay untouched until
-    everybody is done. `progress(bytes so far, bytes in all)` is called from any thread.
+    everybody is done. `progress(bytes so far, bytes in all)` is called from any thread. `arrived` is filled with each shard
+    that is here and checked: if a peer's loss ends the restore, they need not come again.
 
     Raises:
         RestoreError: every source of some shard failed; raised only after this worker has served all others. Its
@@ -94,7 +100,7 @@ def restore(
     part = schedule.parts.get(worker)
     if part is None:
         part = WorkerPart(worker, "", schedule.step)
-    return _Restore(part, layout, live, group, access, torch.device(device), schedule, progress).run()
+    return _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived).run()
 
 
 class _Restore:
@@ -102,13 +108,17 @@ class _Restore:
 
     def __init__(
         self, part: WorkerPart, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access, device: torch.device,
-        schedule: TransferSchedule, progress: Callable[[int, int], None] | None,
+        schedule: TransferSchedule, progress: Callable[[int, int], None] | None, arrived: dict[ShardId, Tensor] | None,
     ) -> None:  # fmt: skip
         self._part, self._layout, self._group, self._access = part, layout, group, access
         self._device, self._schedule, self._progress = device, schedule, progress
-        self._live: Mapping[ShardId, Tensor] = {}
+        self._arrived = {} if arrived is None else arrived
+        self._live: dict[ShardId, Tensor] = {}
         if live is not None:
-            self._live = shard_views(live.layout.tensors, live.layout.shards_by_worker[part.worker], live.state)
+            if live.state:
+                own = live.layout.shards_by_worker[part.worker]
+                self._live.update(shard_views(live.layout.tensors, own, live.state))
+            self._live.update(live.arrived)
         self._state, self._in_place = self._allocate(live)
         wanted = layout.shards_by_worker.get(part.worker, frozenset())
         self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
@@ -130,9 +140,11 @@ class _Restore:
         in_place: set[str] = set()
         if self._part.worker not in self._layout.shards_by_worker:
             return state, in_place
-        before = {} if live is None else live.layout.units_of(self._part.worker)
+        before = live.layout.units_of(self._part.worker) if live is not None and live.state else {}
         for name, units in self._layout.units_of(self._part.worker).items():
-            if live is not None and before.get(name) == units and all(ShardId(name, unit) in keep for unit in units):
+            here = [ShardId(name, unit) for unit in units]
+            as_it_is = before.get(name) == units and all(shard in keep for shard in here)
+            if live is not None and as_it_is and not any(shard in live.arrived for shard in here):
                 state[name] = live.state[name]
                 in_place.add(name)
             else:
@@ -157,7 +169,7 @@ class _Restore:
         if self._missing:
             raise RestoreError(self._part.worker, tuple(self._failures), tuple(self._bad))
         by_tier = {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")}
-        return Restored(self._state, by_tier, time.monotonic() - began, tuple(self._failures))
+        return Restored(self._state, by_tier, time.monotonic() - began, tuple(self._failures), tuple(self._bad))
 
     def _pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
         """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
@@ -242,6 +254,7 @@ class _Restore:
             data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
         target.copy_(data.view(target.shape))
         with self._lock:
+            self._arrived[shard] = target
             self._bytes[tier] += target.nbytes
             done = self._bytes.total()
         if self._progress is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autohet.driver.observation import Observation
@@ -16,11 +17,13 @@ from recovery.checkpoint import assign_writers
 from recovery.duties import Duty, Peer, replica_duties
 from recovery.errors import NotRestorable
 from recovery.holdings import Holding, Source, in_lineage, require_restorable_step, restorable_step
-from recovery.layout import Layout
+from recovery.layout import Layout, ShardId
 from recovery.links import Links
 from recovery.schedule import TransferSchedule, schedule
 
 MIN_REPLICATION_BYTES_PER_S = 8e6  # a shard server gives up peers that are slower than a quarter of this
+
+URGENT = 0.25  # of the time until a node leaves: a restore that would take more asks it only for what nobody else has
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class OrderBook:
         self._links = links
         self._layouts: dict[int, Layout] = {}
         self._first_steps: dict[int, int] = {}
+        self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
         self._begun = False
 
     def confirm(self) -> None:
@@ -65,16 +69,25 @@ class OrderBook:
             if report is None or report.live_generation not in self._layouts or worker in seen.losses:
                 continue
             found.append(self._live(report, seen.node_of(worker)))
-        return found
+        arrived = (report for worker, report in seen.reports.items() if worker not in seen.losses)
+        return [*found, *(self._arrived(r, seen.node_of(r.worker)) for r in arrived if r.broken and r.broken.arrived)]
 
     def _live(self, report: WorkerReport, node: str) -> Holding:
         assert report.live_generation is not None
         source = Source("worker", node, report.worker, report.step, report.live_generation)
         return Holding(source, self._layouts[report.live_generation].shards_by_worker[report.worker])
 
+    def _arrived(self, report: WorkerReport, node: str) -> Holding:
+        """What a restore that was broken off had brought: as good as live, and often of a node that is gone now."""
+        assert report.broken is not None
+        same = report.live_generation in self._layouts and report.step == report.broken.step
+        generation = report.live_generation if same and report.live_generation is not None else report.generation
+        return Holding(Source("worker", node, report.worker, report.broken.step, generation), report.broken.arrived)
+
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
         """Whether live memory alone does not hold the newest state whole."""
-        live = self.live_holdings(seen, members)
+        self._note_bad(seen)
+        live = without(self.live_holdings(seen, members), self._bad)
         newest = max((holding.step for holding in live), default=None)
         layout = layout_of_plan(plan, self.model_config)
         return newest is None or restorable_step(layout.shards, live) != newest
@@ -89,6 +102,7 @@ class OrderBook:
         """
         plan = proposal.plan
         layout = layout_of_plan(plan, self.model_config)
+        self._note_bad(seen)
         live = self.live_holdings(seen, members)
         holdings = [h for h in (*live, *self._kept(seen)) if in_lineage(h.source.generation, h.step, self._first_steps)]
         step, transfers = self._schedule(layout, holdings, seen, self._begun)
@@ -159,5 +173,58 @@ class OrderBook:
             holdings = [holding for holding in holdings if holding.step == manifest.step]
         if not holdings:
             raise NotRestorable(None, tuple(sorted(layout.shards))[:3])
+        good = without(holdings, self._bad)
+        if restorable_step(layout.shards, good) is not None:
+            holdings = good  # else a source that failed may do better this time
         step = require_restorable_step(layout.shards, holdings)
-        return step, schedule(layout, node_by_worker, holdings, step, self._links)
+        transfers = schedule(layout, node_by_worker, holdings, step, self._links)
+        if transfers.makespan_s > URGENT * self._time_left(seen):
+            spared = spare_leavers(holdings, step, seen.notices)
+            transfers = schedule(layout, node_by_worker, spared, step, self._links)
+        return step, transfers
+
+    def _note_bad(self, seen: Observation) -> None:
+        """Copies that failed or lied in a restore are not asked again. Those of steps that are behind the newest durable one
+        are never wanted again, and forgotten.
+        """
+        told: set[tuple[Source, ShardId]] = set(self._bad)
+        for report in seen.reports.values():
+            for record in (report.broken, report.restore):
+                told.update(() if record is None else record.bad)
+        oldest = seen.checkpoint.step or 0
+        self._bad = frozenset((s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3")
+
+    def _time_left(self, seen: Observation) -> float:
+        deadlines = [notice.deadline for notice in seen.notices.values() if notice.deadline is not None]
+        return max(0.0, min(deadlines, default=math.inf) - seen.now)
+
+
+def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]) -> list[Holding]:
+    """Holdings less the copies that proved bad."""
+    shards_by_source: dict[Source, set[ShardId]] = {}
+    for source, shard in bad:
+        shards_by_source.setdefault(source, set()).add(shard)
+    return [
+        replace(holding, shards=holding.shards - shards_by_source[holding.source])
+        if holding.source in shards_by_source
+        else holding
+        for holding in holdings
+    ]
+
+
+def spare_leavers(holdings: Iterable[Holding], step: int, leaving: Collection[str]) -> list[Holding]:
+    """Holdings in which workers of leaving nodes are left with what nobody else's memory has at `step`: the precious part,
+    which then has their network for itself.
+    """
+    holdings = list(holdings)
+    elsewhere: set[ShardId] = set()
+    for holding in holdings:
+        source = holding.source
+        if holding.step == step and source.node not in leaving and source.kind in ("worker", "memory"):
+            elsewhere |= holding.shards
+    return [
+        replace(holding, shards=holding.shards - elsewhere)
+        if holding.source.kind == "worker" and holding.source.node in leaving
+        else holding
+        for holding in holdings
+    ]

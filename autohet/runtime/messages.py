@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.plan import Plan
 from recovery.duties import Duty
+from recovery.holdings import Source
 from recovery.layout import Layout, ShardId
 
 
@@ -98,6 +99,16 @@ class RestoreRecord:
     bytes_by_tier: Mapping[str, int]
     groups_s: float
     restore_s: float
+    bad: tuple[tuple[Source, ShardId], ...] = ()
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What is left of a restore that was broken off: shards of `step` that are here and whole, and copies that proved bad."""
+
+    step: int
+    arrived: frozenset[ShardId] = frozenset()
+    bad: tuple[tuple[Source, ShardId], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ class WorkerReport:
     no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
     `vote` is the result of the newest vote that this worker saw and the step it was of. `snapshot_step` is the newest
     snapshot that this generation has committed at this worker; `replicated_step` the last one that every node has, with copies
-    of what one node alone holds.
+    of what one node alone holds; `broken` is there after a restore that did not come to its end.
     """
 
     worker: str
@@ -124,5 +135,6 @@ class WorkerReport:
     receipts: tuple[Any, ...] = ()
     snapshot_step: int | None = None
     replicated_step: int | None = None
+    broken: Broken | None = None
     error: str | None = None
     first_step_at: float | None = None

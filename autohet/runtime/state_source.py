@@ -14,7 +14,8 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.restoration import restore_state
-from recovery.layout import Layout
+from recovery.layout import Layout, ShardId
+from recovery.restore import LiveState, Restored
 
 
 class StateSource:
@@ -24,16 +25,16 @@ class StateSource:
         self.place, self.job, self.config, self.device = place, job, config, device
 
     def fill(
-        self, order: GenerationOrder, live: tuple[Layout, dict[str, Tensor]] | None, world: Group
-    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        self, order: GenerationOrder, live: LiveState | None, world: Group, arrived: dict[ShardId, Tensor]
+    ) -> Restored:
         """The local slices of the order's layout, and the bytes that came from each tier.
 
-        `live` is this worker's present layout and state. Every participant of the generation calls it; it blocks
-        until this worker has received, and sent, all that the schedule says.
+        `live` is what this worker has of the order's step. Every participant of the generation calls it; it blocks
+        until this worker has received, and sent, all that the schedule says. `arrived` holds what has come so far.
         """
         if order.transfers is None:
-            return self._first(order.layout), {"memory": 0, "disk": 0, "peer": 0, "s3": 0}
-        return restore_state(self.place, self.job, order, live, world, self.device)
+            return Restored(self._first(order.layout))
+        return restore_state(self.place, self.job, order, live, world, self.device, arrived)
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
         """State before the first step: drawn or pretrained masters, moments of zero."""

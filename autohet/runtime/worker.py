@@ -22,13 +22,22 @@ from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerPlace, WorkerReport
+from autohet.runtime.messages import (
+    Broken,
+    GenerationOrder,
+    Phase,
+    RestoreRecord,
+    StepRecord,
+    WorkerPlace,
+    WorkerReport,
+)
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.state_source import StateSource
 from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
-from recovery.errors import RecoveryError
-from recovery.layout import Layout
+from recovery.errors import RecoveryError, RestoreError
+from recovery.layout import Layout, ShardId
+from recovery.restore import LiveState
 
 logger = logging.getLogger("autohet.worker")
 
@@ -65,6 +74,7 @@ class Worker:
         self._trainer: StageTrainer | None = None
         self._groups: GenerationGroups | None = None
         self._thread: threading.Thread | None = None
+        self._arrived: tuple[int, dict[ShardId, Tensor]] | None = None
         self._steps: list[StepRecord] = []
         self._receipts: list[Any] = []
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
@@ -101,7 +111,12 @@ class Worker:
         with self._lock:
             self._groups = groups
             self._report = replace(
-                self._report, generation=order.generation, phase=Phase.BUILDING, error=None, restore=None
+                self._report,
+                generation=order.generation,
+                phase=Phase.BUILDING,
+                error=None,
+                restore=None,
+                broken=None,
             )
         self._thread = threading.Thread(
             target=self._run, args=(order, groups), name=f"generation-{order.generation}", daemon=True
@@ -162,22 +177,44 @@ class Worker:
         self._set(order.generation, Phase.RESTORING)
         grouped = time.perf_counter()
         source = StateSource(self.place, self.job, self.config, self.device)
-        state, bytes_by_tier = source.fill(
-            order, None if self._live is None else (self._live.layout, self._live.state), world
-        )
-        world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
+        arrived: dict[ShardId, Tensor] = {}
+        try:
+            filled = source.fill(order, self._known(order.start_step), world, arrived)
+            world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
+        except BaseException as error:
+            self._broken_off(order.start_step, arrived, error)
+            raise
+        state = filled.state
         restored = time.perf_counter()
         with self._lock:
             self._trainer = None
+            self._arrived = None
             part = order.plan.workers
             self._live = (
                 Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
             )
-            record = RestoreRecord(bytes_by_tier, grouped - started, restored - grouped)
+            record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad)
             self._report = replace(self._report, restore=record)
         if self.place.worker not in order.plan.workers:
             return Phase.RELEASED
         return self._train(order, groups, state)
+
+    def _known(self, step: int) -> LiveState | None:
+        """What this worker's memory has of a step: its live state, and what an earlier restore brought before it broke off."""
+        live = self._live
+        arrived = self._arrived[1] if self._arrived is not None and self._arrived[0] == step else {}
+        if live is None:
+            return LiveState(Layout({}, {}), {}, arrived) if arrived else None
+        return LiveState(live.layout, live.state if live.step == step else {}, arrived)
+
+    def _broken_off(self, step: int, arrived: dict[ShardId, Tensor], error: BaseException) -> None:
+        """The restore did not come to its end: what has come is kept, and reported with what proved bad."""
+        if self._arrived is not None and self._arrived[0] == step:
+            arrived = self._arrived[1] | arrived
+        bad = error.bad if isinstance(error, RestoreError) else ()
+        with self._lock:
+            self._arrived = (step, arrived) if arrived else None
+            self._report = replace(self._report, broken=Broken(step, frozenset(arrived), bad))
 
     def _train(self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]) -> Phase:
         self._preservation.begin(order)

@@ -27,7 +27,7 @@ from recovery.shard_server import ShardServer
 from recovery.snapshot import SnapshotWriter
 from recovery.tiers import Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
-from tests.harness.state_cases import Placed, PostOffice, placed, placements, state_of, tensors_of, unit
+from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, state_of, tensors_of, unit
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 LAYERS, STEP, TOKEN = 3, 7, "token"
@@ -318,3 +318,52 @@ def test_progress_reaches_the_total(fleet: Fleet) -> None:
     restore(plan, "n0/0", after.layout, None, member, access, progress=lambda done, total: seen.append((done, total)))
     assert max(seen) == (after.layout.num_bytes, after.layout.num_bytes)
     assert len(seen) == len(WHOLE)
+
+
+def test_what_came_before_a_peer_was_lost_does_not_come_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """n1 leaves in the middle of its messages: the next schedule fetches the rest alone, and it is right."""
+    monkeypatch.setattr("recovery.messages.make_messages.__defaults__", (64,))
+    monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 200)
+    before = placed(TENSORS, LAYERS, [[(1, ["n0/0"]), (2, ["n1/0"])]])
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    holdings, states = live(before, ("n0/0", "n1/0"))
+    plan = schedule(after.layout, before.node_by_worker | after.node_by_worker, holdings, STEP, LINKS)
+    office, left = PostOffice(deadline_s=1), [4]
+    arrived: dict[ShardId, Tensor] = {}
+
+    class Leaving(Member):
+        def send(self, tensor: Tensor, to: str, tag: int) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise ConnectionError("n1 is gone")
+            return super().send(tensor, to, tag)
+
+    def part(worker: str) -> None:
+        member = Leaving(office, worker) if worker == "n1/0" else Member(office, worker)
+        got = arrived if worker == "n0/0" else None
+        node = plan.parts[worker].node
+        restore(plan, worker, after.layout, states[worker], member, fleet.access(node), arrived=got)
+
+    with ThreadPoolExecutor(2) as pool:
+        for ending in [pool.submit(part, worker) for worker in ("n0/0", "n1/0")]:
+            assert ending.exception(20) is not None
+    assert 0 < len(arrived) < len(before.layout.shards_by_worker["n1/0"])
+    kept = [*holdings[:1], Holding(holdings[0].source, frozenset(arrived)), S3]
+    again = schedule(after.layout, after.node_by_worker, kept, STEP, LINKS)
+    state = states["n0/0"]
+    results = run(again, after, {"n0/0": LiveState(state.layout, state.state, arrived)}, fleet)
+    check(results, after)
+    assert not set(fleet.read_from_s3) & set(arrived)
+    assert set(fleet.read_from_s3) == before.layout.shards_by_worker["n1/0"] - set(arrived)
+
+
+def test_what_arrived_of_a_step_is_used_without_the_live_state_of_another(fleet: Fleet) -> None:
+    case = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    (newer,), states = live(case, ("n0/0",), STEP + 1)
+    arrived = {s: unit(TENSORS[s.tensor], s, STEP) for s in sorted(WHOLE)[::2]}
+    here = Holding(Source("worker", "n0", "n0/0", STEP, 2), frozenset(arrived))
+    plan = schedule(case.layout, case.node_by_worker, [newer, here, S3], STEP, LINKS)
+    known = LiveState(states["n0/0"].layout, {}, arrived)
+    results = run(plan, case, {"n0/0": known}, fleet)
+    check(results, case)
+    assert set(fleet.read_from_s3) == WHOLE - set(arrived)

@@ -1,0 +1,161 @@
+"""From a plan and what is known of the fleet to orders: who copies what, from where each shard comes, what is avoided."""
+
+from dataclasses import replace
+
+import pytest
+
+from autohet.driver.observation import CheckpointState, NodeView, Notice, Observation
+from autohet.driver.orders import OrderBook
+from autohet.driver.planning import Proposal
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.messages import AgentEndpoint, Broken, Phase, WorkerReport
+from autohet.runtime.models import load_config
+from planner.cluster import Node, NodeType
+from planner.plan import Pipeline, Plan, Stage
+from recovery.errors import NotRestorable
+from recovery.holdings import Holding, Source
+
+KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 4e8)
+A, B, C = "a/0", "b/0", "c/0"
+STEP = 7
+
+
+def make_book(**checkpoint):
+    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    model |= {"num_attention_heads": 2, "vocab_size": 256}
+    job = Job.from_document(
+        {
+            "name": "fake",
+            "model": {"config": model},
+            "training": {"global_batch_sequences": 8, "sequence_length": 16, "steps": 40, "precision": "fp32"},
+            "data": {"source": "unused"},
+            "checkpoint": checkpoint,
+        }
+    )
+    return OrderBook(job, load_config(job.model))
+
+
+def plan_of(*pipelines):
+    """Each pipeline as its stages' (layers, worker)."""
+    made = []
+    for stages in pipelines:
+        first, cut = 0, []
+        for count, worker in stages:
+            cut.append(Stage(first, count, (worker,)))
+            first += count
+        made.append(Pipeline(tuple(cut), 8 // len(pipelines), 1))
+    return Proposal(Plan("tiny", 8, 1, 16, tuple(made)), None, None)
+
+
+ONE = plan_of([(2, A), (2, B)])
+TWO = plan_of([(4, A)], [(4, B)])
+
+
+def observe(*names, reports=(), notices=(), inventories=None, now=100.0, checkpoint=None):
+    nodes = {name: NodeView(Node(name, KIND), 0.0, AgentEndpoint(name, name, 1, "token")) for name in names}
+    return Observation(
+        now, nodes, {n.node: n for n in notices}, {r.worker: r for r in reports}, {}, inventories,
+        checkpoint or CheckpointState(),
+    )  # fmt: skip
+
+
+def standing(worker, generation=1, step=STEP, **more):
+    return WorkerReport(worker, 1, generation, Phase.HALTED, step, generation, **more)
+
+
+def begin(book, proposal, *names, **seen):
+    """Generation 1 of a plan, begun and confirmed."""
+    orders = book.write(1, proposal, observe(*names, **seen), (), ("here", 1)).orders
+    book.confirm()
+    return orders
+
+
+def sources(book, worker):
+    """Where a worker gets what it lacks: (kind, node, name) -> number of shards."""
+    part = book.schedule.parts[worker]
+    found = {}
+    for fetch in (*part.fetches, *part.message_fallbacks):
+        first = fetch.sources[0]
+        key = (first.kind, first.node, first.name)
+        found[key] = found.get(key, 0) + len(fetch.shards)
+    return found
+
+
+def test_what_one_node_alone_holds_is_copied_to_another_that_stays():
+    orders = begin(make_book(), ONE, "a", "b", "c", notices=[Notice("c", "test", 0.0, 60.0)])
+    layout = orders[A].layout
+    shared = layout.shards_by_worker[A] & layout.shards_by_worker[B]
+    assert not shared
+    for worker, peer in ((A, "b"), (B, "a")):
+        assert {duty.peers for duty in orders[worker].duties} == {(peer, "c")}
+        assert {s for duty in orders[worker].duties for s in duty.shards} == layout.shards_by_worker[worker]
+        assert orders[worker].replicates
+        assert orders[worker].replicate_bytes_per_s == pytest.approx(1e8), "a quarter of the node's network"
+
+
+def test_nobody_copies_what_lies_on_two_nodes_or_where_the_job_does_not_want_it():
+    assert not any(order.duties or order.replicates for order in begin(make_book(), TWO, "a", "b").values())
+    off = begin(make_book(replicate_every_steps=0), ONE, "a", "b")
+    assert not any(order.duties or order.replicates for order in off.values())
+
+
+def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
+    book = make_book()
+    begin(book, TWO, "a", "b")
+    layout = layout_of_plan(TWO.plan, book.model_config)
+    held = {name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)] for name in ("a", "b")}
+    new = plan_of([(4, C)])
+    first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
+    assert {node for _, node, _ in sources(first, C)} == {"a", "b"}
+    bad = tuple((held["b"][0].source, shard) for shard in layout.shards)
+    failed = WorkerReport(C, 1, 2, Phase.FAILED, 0, None, broken=Broken(STEP, bad=bad))
+    again = book.write(3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,), ("here", 1))
+    assert {node for _, node, _ in sources(again, C)} == {"a"}
+    later = book.write(4, new, observe("a", "b", "c", inventories=held), (C,), ("here", 1))
+    assert {node for _, node, _ in sources(later, C)} == {"a"}, "remembered without being told again"
+    alone = book.write(5, new, observe("a", "b", "c", inventories={"b": held["b"]}), (C,), ("here", 1))
+    assert {node for _, node, _ in sources(alone, C)} == {"b"}, "better than nothing"
+
+
+def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_before():
+    book = make_book()
+    begin(book, TWO, "a", "b")
+    layout = layout_of_plan(TWO.plan, book.model_config)
+    new, old = (Holding(Source("memory", "a", "x/0", step, 1), layout.shards) for step in (STEP, STEP - 1))
+    shard = min(layout.shards)
+    failed = WorkerReport(C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, bad=((new.source, shard),)))
+    seen = observe("a", "c", reports=[failed], inventories={"a": [new, old]})
+    assert book.write(2, plan_of([(4, C)]), seen, (C,), ("here", 1)).start_step == STEP - 1
+
+
+def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
+    """B left too early: it had sent all that it alone held to A, which was waiting for the others."""
+    book = make_book(replicate_every_steps=0)
+    orders = begin(book, ONE, "a", "b")
+    layout = orders[A].layout
+    leaving = observe("a", "b", reports=[standing(A), standing(B)], notices=[Notice("b", "test", 99.0, 101.0)])
+    book.write(2, plan_of([(4, A)]), leaving, (A, B), ("here", 1))
+    broken = replace(standing(A), generation=2, broken=Broken(STEP, arrived=layout.shards_by_worker[B]))
+    gone = observe("a", reports=[broken])
+    assert not book.needs_inventories(plan_of([(4, A)]).plan, gone, (A,))
+    again = book.write(3, plan_of([(4, A)]), gone, (A,), ("here", 1))
+    assert again.start_step == STEP
+    assert set(again.schedule.parts[A].keep) == layout.shards, "nothing moves again"
+    half = replace(broken, broken=Broken(STEP, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:])))
+    with pytest.raises(NotRestorable):
+        book.write(4, plan_of([(4, A)]), observe("a", reports=[half]), (A,), ("here", 1))
+
+
+def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
+    book = make_book(replicate_every_steps=0)
+    begin(book, TWO, "a", "b")
+    layout = layout_of_plan(TWO.plan, book.model_config)
+    reports, new = [standing(A), standing(B)], plan_of([(4, A)], [(4, C)])
+    plenty = observe("a", "b", "c", reports=reports, notices=[Notice("b", "test", 99.0, 10_000.0)])
+    shares = sources(book.write(2, new, plenty, (A, B), ("here", 1)), C)
+    assert set(shares) == {("worker", "a", A), ("worker", "b", B)}, "both links are used"
+    short = observe("a", "b", "c", reports=reports, notices=[Notice("b", "test", 99.0, 100.0)])
+    assert set(sources(book.write(3, new, short, (A, B), ("here", 1)), C)) == {("worker", "a", A)}
+    alone = book.write(4, plan_of([(4, C)]), replace(short, reports={B: standing(B)}), (B,), ("here", 1))
+    assert sources(alone, C) == {("worker", "b", B): len(layout.shards)}
