@@ -20,7 +20,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     for name, summary in BENCHMARKS.items():
         of_kind = kinds.add_parser(name, help=summary, description=summary)
         of_kind.add_argument("--json", action="store_true", help="print one JSON document")
-        if name == "recovery":
+        if name == "planner":
+            of_kind.add_argument("--full", action="store_true", help="all rows: some minutes instead of one")
+        elif name == "recovery":
             _recovery_options(of_kind)
         elif name == "step":
             _step_options(of_kind)

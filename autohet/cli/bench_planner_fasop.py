@@ -73,12 +73,12 @@ PUBLISHED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
 }
 
 
-def fasop_rows(folder: Path) -> list[Row]:
-    """Partitions, search times of the six cases, the Pareto front."""
+def fasop_rows(folder: Path, *, pareto: bool = True) -> list[Row]:
+    """Partitions, search times of the six cases, and the Pareto front where asked; each row says whether it `reached`."""
     profiles = json.loads((folder / "data" / "fasop" / "profiles.json").read_text())
     rows = [partition_row(profiles, case) for case in CASES if case.model in PUBLISHED]
     rows += [row for case in CASES for row in search_rows(profiles, case)]
-    return [*rows, pareto_row(profiles)]
+    return [*rows, pareto_row(profiles)] if pareto else rows
 
 
 # ---- its measurements, models and clusters ----
@@ -136,7 +136,8 @@ def spec(case: Case) -> ModelSpec:
     """GPT-2 blocks of its sizes: FASOP counts 12 h^2 parameters a layer whatever the model."""
     layers, width, heads, vocab = SIZES_OF[case.model]
     sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocab, "n_positions": case.length}
-    return model_spec_from_config(case.model, {"model_type": "gpt2"} | sizes, precision="fp16")
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return model_spec_from_config(case.model, {"model_type": "gpt2"} | sizes | tokens, precision="fp16")
 
 
 def fleet(
