@@ -12,7 +12,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """One row of data/ec2_gpu_instances.csv; bandwidths in bytes per second, one direction."""
+    """One row of data/ec2_gpu_instances.csv; bandwidths in bytes per second, one direction.
+
+    inter_node_bytes_per_s is what the size keeps up; inter_node_burst_bytes_per_s what it reaches for some minutes, None
+    where the rate is constant. Plans count on the former: a step sends gradients all day.
+    """
 
     name: str
     gpu_type: str
@@ -20,6 +24,7 @@ class InstanceType:
     gpu_memory_bytes: int
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
+    inter_node_burst_bytes_per_s: float | None
     usd_per_hour: float
 
 
@@ -58,6 +63,9 @@ def instance_types() -> dict[str, InstanceType]:
             gpu_memory_bytes=int(row["gpu_memory_mib"]) * MIB,
             intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
             inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
+            inter_node_burst_bytes_per_s=(
+                float(row["inter_node_burst_gbps"]) * 1e9 / 8 if row["inter_node_burst_gbps"] else None
+            ),
             usd_per_hour=float(row["usd_per_hour"]),
         )
         for row in _rows("ec2_gpu_instances.csv")

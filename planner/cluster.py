@@ -19,7 +19,7 @@ LABELS = frozenset(
 RAY_ACCELERATOR_LABEL = "ray.io/accelerator-type"
 _NODE_TYPE_KEYS = frozenset({
     "resources", "labels", "node_config", "min_workers", "max_workers", "docker", "worker_setup_commands",
-    "worker_image", "pod_config", "object_store_memory", "idle_timeout_s",
+    "worker_image", "pod_config", "object_store_memory", "idle_timeout_s", "priority", "initialization_commands",
 })  # fmt: skip
 
 
@@ -238,6 +238,7 @@ _TOP_KEYS = frozenset({
     "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands", "head_setup_commands",
     "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands", "no_restart", "min_workers",
     "initial_workers", "autoscaling_mode", "target_utilization_fraction", "head_node", "worker_nodes",
+    "metadata",
 })  # fmt: skip
 
 

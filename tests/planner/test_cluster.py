@@ -1,5 +1,7 @@
 """Clusters and fleets: catalogue, labels that override it, strict errors that name the remedy."""
 
+import json
+
 import pytest
 
 from planner.catalogue import canonical_gpu_type, find_gpu_type, instance_types
@@ -119,3 +121,42 @@ def test_every_instance_type_of_the_catalogue_has_a_known_device_and_price():
 def test_gpu_names_have_one_spelling():
     assert canonical_gpu_type("a100-40g") == "A100-40"
     assert canonical_gpu_type("unheard-of") == "unheard-of"
+
+
+# ---- Ray's own schema ----
+
+
+def _schema_value(schema: dict) -> object:
+    """Something of the type that a key of the schema has."""
+    plain = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
+    return plain[schema.get("type", "array")]
+
+
+def test_every_key_that_rays_schema_allows_is_accepted():
+    from importlib.resources import files
+
+    schema = json.loads((files("ray.autoscaler") / "ray-schema.json").read_text())["properties"]
+    node_type = schema["available_node_types"]["patternProperties"][".*"]["properties"]
+    document = _cluster(
+        **{
+            key: _schema_value(value)
+            for key, value in node_type.items()
+            if key not in ("node_config", "resources", "max_workers")
+        }
+    )
+    ours = {"cluster_name", "max_workers", "provider", "head_node_type", "available_node_types"}
+    document |= {key: _schema_value(value) for key, value in schema.items() if key not in ours}
+    assert {"priority", "initialization_commands"} <= set(document["available_node_types"]["gpu"])
+    assert "metadata" in document
+    (kind,) = cluster_from_document(document).node_types
+    assert (kind.name, kind.num_gpus, kind.max_nodes) == ("gpu", 4, 2)
+
+
+def test_sizes_that_burst_count_with_what_they_keep_up():
+    rows = instance_types()
+    bursting = {name: row for name, row in rows.items() if row.inter_node_burst_bytes_per_s is not None}
+    assert len(bursting) == 12
+    assert all(row.inter_node_bytes_per_s < row.inter_node_burst_bytes_per_s for row in bursting.values())
+    assert rows["g5.xlarge"].inter_node_bytes_per_s == 2.5e9 / 8
+    assert rows["g5.xlarge"].inter_node_burst_bytes_per_s == 10e9 / 8
+    assert node_type_from_labels("n", {}, None, "g4dn.xlarge").inter_node_bytes_per_s == 5e9 / 8
