@@ -35,6 +35,8 @@ class AgentStore:
         self._resolved: dict[Source, list[SnapshotFile]] = {}
         self._lock = threading.Lock()
         self._pushes = 0
+        self._newest_taken: tuple[int, int] | None = None
+        self._refusing = False
         self.problems: tuple[str, ...] = ()
 
     # reading
@@ -135,9 +137,12 @@ class AgentStore:
         In host memory where there is room, else on the disk.
 
         Raises:
-            SnapshotError: room in neither.
+            SnapshotError: room in neither, or the node is about to leave.
         """
         with self._lock:
+            if self._refusing:
+                raise SnapshotError(self.node, "is about to leave and takes no more copies")
+            self._newest_taken = max(self._newest_taken or (0, 0), (generation, step))
             self._pushes += 1
             name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"
         try:
@@ -152,24 +157,46 @@ class AgentStore:
         """
         removed = 0
         for _, file in list(self._scan([])):
-            age = (file.commit.generation, file.commit.step)
-            if file.map.worker == worker and PUSHED in file.path.name and age < before:
+            if file.map.worker == worker and PUSHED in file.path.name and _age(file) < before:
                 file.path.unlink(missing_ok=True)
                 removed += 1
         self._scan_once()
         return removed
 
-    def prune(self, before_step: int, living: frozenset[str] = frozenset()) -> int:
-        """Remove every copy of a step before `before_step` but the files that `living` workers write in turn; returns
-        how many. The caller knows a newer step that is whole.
+    def refuse_copies(self) -> tuple[int, int] | None:
+        """Take no more copies from now on; the (generation, step) of the newest one taken (or still coming in)."""
+        with self._lock:
+            self._refusing = True
+            taken = self._newest_taken
+        there = [_age(file) for _, file in self._scan([]) if PUSHED in file.path.name]
+        return max([*there, *([] if taken is None else [taken])], default=None)
+
+    def prune(self, memory_before: tuple[int, int], disk_before: int, living: frozenset[str] = frozenset()) -> int:
+        """Remove copies in host memory that are older than a (generation, step), and on the disk those of steps before
+        `disk_before`; but not the files that `living` workers write in turn. Returns how many.
+
+        The caller knows newer state that is whole: of every shard in memory, and in durable storage for the disk.
         """
         removed = 0
-        for _, file in list(self._scan([])):
+        for kind, file in list(self._scan([])):
             owned = file.map.worker in living and not _is_copy(file.path)
-            if file.commit.step < before_step and not owned:
+            old = _age(file) < memory_before if kind == "memory" else file.commit.step < disk_before
+            if old and not owned:
                 file.path.unlink(missing_ok=True)
                 removed += 1
         self._scan_once()
+        return removed
+
+    def remove_unfinished(self) -> int:
+        """Remove pushed copies that were never committed, and temporary files: what an agent that died has left. Called
+        before anybody pushes; returns how many.
+        """
+        removed = 0
+        for directory in self._directories.values():
+            for path in [*directory.glob(f"*{PUSHED}*{SUFFIX}"), *directory.glob(f".*{PUSHED}*.tmp")]:
+                if path.suffix == ".tmp" or not _is_committed(path):
+                    path.unlink(missing_ok=True)
+                    removed += 1
         return removed
 
     def _scan_once(self) -> None:
@@ -196,6 +223,18 @@ def _is_there(file: SnapshotFile) -> bool:
 
 def _stem(worker: str, step: int, generation: int) -> str:
     return f"{urllib.parse.quote(worker, safe='')}.s{step}.g{generation}"
+
+
+def _age(file: SnapshotFile) -> tuple[int, int]:
+    return file.commit.generation, file.commit.step
+
+
+def _is_committed(path: Path) -> bool:
+    try:
+        SnapshotFile(path).close()
+    except SnapshotError:
+        return False
+    return True
 
 
 def _is_copy(path: Path) -> bool:

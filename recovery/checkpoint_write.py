@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ def write_views(
         file, payload = _data_file(worker, [(shard, specs[shard.tensor], views[shard]) for shard in group])
         name = step_prefix(step) + file.name
         if storage.size(name) == file.num_bytes:
+            # What lies here may be old: something young beside it keeps clean-ups away until the commit.
+            if not present:
+                storage.put(f"{step_prefix(step)}resumed-{uuid.uuid4().hex[:12]}.lease", b"")
             present += file.num_bytes
             meter.add(file.num_bytes)
         else:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,6 +91,14 @@ def withdraw(directory: Path | str, worker: str) -> None:
     """No more rounds of this worker: its agent lets it be."""
     for kind in ("round", "duties", "pushed"):
         _path(Path(directory), worker, kind).unlink(missing_ok=True)
+
+
+def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
+    """No more rounds of workers that are not among the `living`: their snapshots are not needed any more."""
+    for path in Path(directory).glob("*.round"):
+        opened = _read(path, Round)
+        if opened is not None and opened.worker not in living:
+            withdraw(directory, opened.worker)
 
 
 class Replicator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from recovery.storage_errors import StorageError
 logger = logging.getLogger(__name__)
 
 LEASE_S = 3600.0
+RENEWALS = 4  # within the time of a lease: three of them may fail
 ORPHAN_AGE_S = 6 * 3600.0
 _STEP = re.compile(r"^step-(\d{8,})/")
 _LEASE = re.compile(r"^step-\d{8,}/reader-[0-9a-f]+-(\d+)\.lease$")
@@ -37,8 +39,9 @@ class Removal:
 def reading_checkpoint(storage: Storage, step: int | None = None, lease_s: float = LEASE_S) -> Iterator[Manifest]:
     """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from removing it.
 
-    The lease is an object in the checkpoint; it ends with the block or, if this process dies, after `lease_s`. On a
-    storage that may only be read there is no lease, which is logged.
+    The lease is an object in the checkpoint, renewed by a thread while the block runs, however long; it ends with the block
+    or, if this process dies, `lease_s` after the last renewal. On a storage that may only be read there is no lease,
+    which is logged.
 
     Raises:
         CheckpointMissing: there is none (any more).
@@ -50,12 +53,27 @@ def reading_checkpoint(storage: Storage, step: int | None = None, lease_s: float
     except StorageError as error:
         logger.warning("Reading step %d without a lease (%s): retention may remove it meanwhile", step, error)
         lease = ""
+    done = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(storage, lease, lease_s, done), name="lease", daemon=True)
+    if lease:
+        renewal.start()
     try:
         yield open_checkpoint(storage, step)  # again: it may have gone before the lease was seen
     finally:
+        done.set()
         if lease:
+            renewal.join(storage.options.request_timeout_s)
             with suppress(StorageError):  # it expires by itself
                 storage.delete([lease])
+
+
+def _renew(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
+    """Write the lease anew while it is in use: it then ends later, by the storage's own clock."""
+    while not done.wait(lease_s / RENEWALS):
+        try:
+            storage.put(lease, b"")
+        except StorageError as error:
+            logger.warning("The lease %s is not renewed this time: %s", lease, error)
 
 
 def apply_retention(storage: Storage, keep: int, reading: Collection[int] = ()) -> Removal:

@@ -15,10 +15,11 @@ from typing import Any
 
 import ray
 
+from autohet.driver.upkeep import Prune
 from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
 from autohet.runtime.messages import AgentEndpoint
 from recovery.agent_store import AgentStore
-from recovery.replication import Replicator
+from recovery.replication import Replicator, withdraw_others
 from recovery.shard_server import ShardServer
 
 logger = logging.getLogger("autohet.agent")
@@ -53,6 +54,7 @@ class AgentActor:
         self._node = node
         self._directories = (memory_directory, disk_directory)
         self._store = AgentStore(memory_directory, disk_directory, node)
+        self._store.remove_unfinished()
         self._server = ShardServer(self._store, token, host=host)
         self._replicator = Replicator(self._store, memory_directory, token)
         self._endpoint = AgentEndpoint(node, host, self._server.port, token)
@@ -72,6 +74,15 @@ class AgentActor:
 
     def inventory(self) -> list[Any]:
         return list(self._store.inventory())
+
+    def refuse_copies(self) -> tuple[int, int] | None:
+        """The node is to leave: take no more copies of others' state; the age of the newest one that is here."""
+        return self._store.refuse_copies()
+
+    def prune(self, what: Prune) -> int:
+        """Remove what newer state has made useless; returns how many files."""
+        withdraw_others(self._directories[0], what.living)
+        return self._store.prune(what.memory_before, what.disk_before, what.living)
 
     def close(self, forget_snapshots: bool) -> None:
         """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""

@@ -14,7 +14,7 @@ from recovery.checkpoint import checkpoint_uri, commit_checkpoint, newest_checkp
 from recovery.errors import RecoveryError
 from recovery.layout import Layout
 from recovery.manifest import Manifest
-from recovery.retention import apply_retention
+from recovery.retention import apply_retention, remove_orphans
 from recovery.storage import Storage
 
 logger = logging.getLogger("autohet")
@@ -35,6 +35,7 @@ class Durable:
         self._lock = threading.Lock()
         self._state = CheckpointState()
         self._reads_under_way = 0
+        self._tidied = False
 
     def state(self) -> CheckpointState:
         with self._lock:
@@ -46,11 +47,25 @@ class Durable:
             return self._reads_under_way == 0
 
     def load_newest(self) -> CheckpointState:
-        """Read the newest manifest now, in the calling thread; storage errors come through (at a job's start they are the user's)."""
+        """Read the newest manifest now, in the calling thread; storage errors come through (at a job's start they are the user's).
+        The first time, what earlier runs have left unfinished is removed afterwards, in the owned thread.
+        """
         newest = newest_checkpoint(self._storage)
         if newest is not None:
             self._adopt(open_checkpoint(self._storage, newest.step))
+        if not self._tidied:
+            self._tidied = True
+            self._pool.submit(self._tidy)
         return self.state()
+
+    def _tidy(self) -> None:
+        """Remove what belongs to no checkpoint and was last touched hours ago: what another job writes now is younger, or leased."""
+        try:
+            removal = remove_orphans(self._storage)
+            if removal.num_objects:
+                logger.info("Removed %d left-over objects from %s", removal.num_objects, self._storage.uri)
+        except (RecoveryError, OSError) as error:
+            logger.warning("Left-overs of earlier runs stay in the checkpoint storage: %s", error)
 
     def refresh(self) -> None:
         with self._lock:

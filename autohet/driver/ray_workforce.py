@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +22,10 @@ from autohet.driver.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.polling import Poller
 from autohet.driver.ray_cluster import RayNode
 from autohet.driver.rendezvous import Rendezvous
+from autohet.driver.upkeep import Farewell, Upkeep
 from autohet.driver.worker_actor import WorkerActor
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
 from planner.cluster import Cluster, Node
 from planner.errors import ConfigError
 
@@ -86,6 +88,8 @@ class RayWorkforce:
         self._observed_at = 0.0
         self._drains: dict[str, float | None] = {}
         self._agent_starts: Counter[str] = Counter()
+        self._upkeep = Upkeep()
+        self._refusals: dict[Any, str] = {}
 
     # observing -------------------------------------------------------------------------------------------------------
 
@@ -104,6 +108,7 @@ class RayWorkforce:
         reports = {
             w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
         }
+        self._keep_up(reports, now)
         new = {report.worker for report in fresh}
         reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
@@ -169,6 +174,7 @@ class RayWorkforce:
         """The node is gone: its workers are lost, its agent and its notices with it."""
         seat = self._seats.pop(name)
         self._agents.remove(name)
+        self._upkeep.leaving.pop(name, None)
         for worker in seat.view.workers:
             if worker in self._workers:
                 self._lose(worker, reason, now)
@@ -248,6 +254,28 @@ class RayWorkforce:
     def _ready_inventories(self) -> Mapping[str, Any] | None:
         return self._inventories if self._inventories is not None and not self._asked and self.durable.fresh() else None
 
+    # upkeep ----------------------------------------------------------------------------------------------------------
+
+    def _keep_up(self, reports: Mapping[str, WorkerReport], now: float) -> None:
+        """Let agents forget what nobody needs any more, and leaving nodes go once that is all they hold."""
+        durable_step = self.durable.state().step
+        prune = self._upkeep.prune(reports, durable_step)
+        if prune is not None:
+            for seat in self._seats.values():
+                seat.agent.prune.remote(prune)
+        ready, _ = (
+            ray.wait(list(self._refusals), num_returns=len(self._refusals), timeout=0) if self._refusals else ([], [])
+        )
+        for ref in ready:
+            farewell = self._upkeep.leaving.get(self._refusals.pop(ref))
+            if farewell is not None:
+                with suppress(ray.exceptions.RayError):
+                    farewell.newest_copy, farewell.told = ray.get(ref, timeout=5), True
+        for name in self._upkeep.unneeded(reports, durable_step, now):
+            del self._upkeep.leaving[name]
+            if name in self._seats:
+                ray.kill(self._seats[name].agent)
+
     # acting ----------------------------------------------------------------------------------------------------------
 
     def hire(self, workers: Sequence[str]) -> None:
@@ -287,6 +315,7 @@ class RayWorkforce:
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories = None
+        self._upkeep.begin(orders)
         for worker, order in orders.items():
             self._workers[worker].begin.remote(order)
 
@@ -308,11 +337,15 @@ class RayWorkforce:
         self.durable.commit(step, generation, layout, receipts)
 
     def release_node(self, node: str) -> None:
-        """End the agent: a draining node then has no lease left and Ray lets it go."""
+        """End the agent once nothing that it keeps is needed: a draining node then has no lease left and Ray lets it go."""
         seat = self._seats.get(node)
-        if seat is not None:
-            seat.released = True
-            ray.kill(seat.agent)
+        if seat is None or seat.released:
+            return
+        seat.released = True
+        notice, now = self._notices.get(node), self.clock()
+        until = now + self.timeouts.checkpoint_s if notice is None or notice.deadline is None else notice.deadline
+        self._upkeep.leaving[node] = Farewell(self._upkeep.generation, until)
+        self._refusals[seat.agent.refuse_copies.remote()] = node
 
     def next_generation_store(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.address

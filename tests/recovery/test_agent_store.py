@@ -158,12 +158,71 @@ def test_a_snapshot_that_is_overwritten_during_its_spill_does_not_count(
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+def push(store: AgentStore, worker: str, step: int, generation: int = 1) -> None:
+    """A copy of a worker's state, as a peer's server takes it in."""
+    shards = sorted(CASE.layout.shards_by_worker["n0/0"])[:3]
+    writer = store.accept(step, generation, FileMap.of(worker, SPECS, shards))
+    for shard, extent in writer.map.extents.items():
+        writer.buffer[extent.offset : extent.offset + extent.num_bytes] = content(shard, step)
+    writer.commit(step, generation)
+    writer.close()
+
+
+def places(store: AgentStore) -> set[Source]:
+    return {holding.source for holding in store.inventory()}
+
+
 def test_prune_keeps_newer_steps_and_the_files_of_the_living(store: AgentStore, tmp_path: Path) -> None:
     snapshots(tmp_path / "memory", "n0/0", 3, 4)
     snapshots(tmp_path / "memory", "n0/1", 3, 4)
     store.spill(3)
-    assert store.prune(4, living=frozenset({"n0/0"})) == 3
-    assert {h.source for h in store.inventory()} == {source("n0/0", 3), source("n0/0", 4), source("n0/1", 4)}
+    assert store.prune((1, 4), 4, living=frozenset({"n0/0"})) == 3
+    assert places(store) == {source("n0/0", 3), source("n0/0", 4), source("n0/1", 4)}
+
+
+def test_memory_is_pruned_by_generation_and_step_and_the_disk_by_durable_step(
+    store: AgentStore, tmp_path: Path
+) -> None:
+    snapshots(tmp_path / "memory", "n0/1", 8, 9, generation=1)
+    snapshots(tmp_path / "disk", "n0/1", 8, 9, generation=1)
+    for generation, step in ((1, 9), (2, 4), (2, 5)):
+        push(store, "n7/0", step, generation)
+    store.prune((2, 5), 9)
+    assert places(store) == {source("n0/1", 9, "disk"), source("n7/0", 5, generation=2)}
+    assert len(list((tmp_path / "memory").iterdir())) == 1
+
+
+def test_superseded_copies_go_and_only_those(store: AgentStore, tmp_path: Path) -> None:
+    snapshots(tmp_path / "memory", "n0/0", 1)
+    for step in (1, 2, 3):
+        push(store, "n0/0", step)
+        push(store, "n8/0", step)
+    assert store.drop_copies("n0/0", (1, 3)) == 2
+    assert {s for s in places(store) if s.name == "n0/0"} == {source("n0/0", 1), source("n0/0", 3)}
+    assert len({s for s in places(store) if s.name == "n8/0"}) == 3
+
+
+def test_what_an_interrupted_push_has_left_is_removed(store: AgentStore, tmp_path: Path) -> None:
+    push(store, "n7/0", 3)
+    snapshots(tmp_path / "memory", "n0/0", 3)
+    SnapshotWriter(tmp_path / "memory", "n0/1", CASE.layout, 1).close(20)
+    unfinished = store.accept(4, 1, FileMap.of("n7/0", SPECS, sorted(CASE.layout.shards_by_worker["n0/0"])))
+    unfinished.close()
+    (tmp_path / "memory" / ".n7%2F0.s5.g1.pushed1-1.snapshot.9.tmp").write_bytes(b"half a header")
+    again = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    assert again.remove_unfinished() == 2
+    assert places(again) == {source("n7/0", 3), source("n0/0", 3)}
+    assert len(list((tmp_path / "memory").iterdir())) == 5, "workers' own files stay, committed or not"
+
+
+def test_a_store_that_refuses_copies_says_what_it_has_taken(store: AgentStore) -> None:
+    assert AgentStore(store._directories["memory"], store._directories["disk"], "n0").refuse_copies() is None
+    push(store, "n7/0", 3)
+    push(store, "n7/0", 2, generation=2)
+    assert store.refuse_copies() == (2, 2)
+    with pytest.raises(SnapshotError, match="about to leave"):
+        push(store, "n7/0", 4, generation=2)
+    assert len(places(store)) == 2
 
 
 def test_pushed_copies_go_to_the_disk_when_memory_is_full(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,39 @@ def test_the_lease_of_a_dead_reader_ends(directory: Storage) -> None:
         assert apply_retention(directory, keep=1).removed_steps == (1,)
     with pytest.raises(CheckpointMissing), reading_checkpoint(directory, 1):
         pass
+
+
+def test_a_lease_is_renewed_while_it_is_used(directory: Storage) -> None:
+    """Made to look a day old, it is young again without the reader's doing anything; and it goes with the reader."""
+    for step in (1, 2):
+        make_checkpoint(directory, step)
+
+    def leases() -> list[float]:
+        return [info.modified_s for info in directory.list("step-00000001/reader-")]
+
+    with reading_checkpoint(directory, 1, lease_s=1.0):
+        (given,) = leases()
+        _age(directory, 1)
+        until = time.monotonic() + 20
+        while not leases() or leases()[0] < given:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert apply_retention(directory, keep=1).removed_steps == ()
+    assert leases() == []
+    assert not any(thread.name == "lease" for thread in threading.enumerate())
+
+
+def test_an_upload_that_goes_on_from_an_old_one_is_no_orphan(directory: Storage) -> None:
+    """Another job's start cleans up while this one finds its files of yesterday there and does not send them again."""
+    layout = two_worker_layout(state_specs())
+    state = full_state(layout.tensors)
+    write_all(directory, 1, layout, state)
+    _age(directory, 1)
+    receipts = write_all(directory, 1, layout, state)
+    assert all(receipt.bytes_sent == 0 for receipt in receipts)
+    assert remove_orphans(directory).removed_steps == ()
+    _age(directory, 1)
+    assert remove_orphans(directory).removed_steps == (1,)
 
 
 def test_a_storage_that_may_only_be_read_gives_no_lease_but_reads(

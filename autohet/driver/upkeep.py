@@ -1,0 +1,95 @@
+"""What nodes' agents may forget, and which leaving nodes are not needed any more: pure, from orders and reports.
+
+An age is a (generation, step): state of a younger age is newer, and belongs to the run's present history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autohet.runtime.messages import GenerationOrder, WorkerReport
+
+Age = tuple[int, int]
+
+
+def settled_age(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> Age | None:
+    """The age at which the present generation's state is kept by every worker, with a copy on another node of what one node
+    alone holds: nothing older in host memory is needed. None until that is so for the first time.
+    """
+    ages = []
+    for worker in next(iter(orders.values())).plan.workers if orders else ():
+        report, order = reports.get(worker), orders[worker]
+        if report is None or report.generation != order.generation or report.live_generation != order.generation:
+            return None
+        step = report.replicated_step if order.replicates else report.snapshot_step
+        if step is None:
+            return None
+        ages.append((order.generation, step))
+    return min(ages, default=None)
+
+
+@dataclass(frozen=True)
+class Prune:
+    """What agents may remove: in host memory what is older than `memory_before`, on disk steps before `disk_before`; but not
+    what `living` workers write themselves.
+    """
+
+    memory_before: Age
+    disk_before: int
+    living: frozenset[str]
+
+
+@dataclass
+class Farewell:
+    """A node that may go once nothing on it is needed: `newest_copy` is the age of the newest copy that its agent took in
+    from others before it was told to take no more.
+    """
+
+    generation: int
+    until: float
+    newest_copy: Age | None = None
+    told: bool = False
+
+
+@dataclass
+class Upkeep:
+    """Follows one job's generations. Asks for a pruning when a generation is settled for the first time, and when a durable
+    step is new.
+    """
+
+    orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
+    leaving: dict[str, Farewell] = field(default_factory=dict)
+    _pruned: tuple[int, int | None] | None = None
+
+    def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        self.orders = dict(orders)
+
+    @property
+    def generation(self) -> int:
+        return next((order.generation for order in self.orders.values()), 0)
+
+    def prune(self, reports: Mapping[str, WorkerReport], durable_step: int | None) -> Prune | None:
+        """What to tell every agent now, if anything."""
+        age = settled_age(self.orders, reports)
+        state = (self.generation, durable_step)
+        if age is None or state == self._pruned:
+            return None
+        self._pruned = state
+        return Prune(age, durable_step or 0, frozenset(next(iter(self.orders.values())).plan.workers))
+
+    def unneeded(self, reports: Mapping[str, WorkerReport], durable_step: int | None, now: float) -> list[str]:
+        """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has lasted too long."""
+        age = settled_age(self.orders, reports)
+        return [name for name, farewell in self.leaving.items() if self._over(farewell, age, durable_step, now)]
+
+    def _over(self, farewell: Farewell, age: Age | None, durable_step: int | None, now: float) -> bool:
+        if now >= farewell.until:
+            return True
+        if not farewell.told or not self.orders:
+            return False
+        newest = farewell.newest_copy
+        if age is not None and age[0] >= farewell.generation and (newest is None or age > newest):
+            return True
+        start = next(iter(self.orders.values())).start_step
+        return durable_step is not None and durable_step >= max(start, 0 if newest is None else newest[1])

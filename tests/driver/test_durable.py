@@ -1,0 +1,33 @@
+"""The driver's side of durable storage: what earlier runs left goes when a job starts."""
+
+import os
+import time
+from pathlib import Path
+
+from autohet.driver.durable import Durable
+from recovery.storage import open_storage
+from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
+
+
+def make_old(root, step):
+    """Make everything of a step look a day old."""
+    for path in Path(root, f"step-{step:08d}").iterdir():
+        stamp = path.stat().st_mtime - 86400
+        os.utime(path, (stamp, stamp))
+
+
+def test_a_job_clears_up_when_it_starts_and_once(tmp_path):
+    directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
+    for step in (1, 2):
+        write_all(directory, step, layout, full_state(layout.tensors))
+    make_old(tmp_path, 1)
+    durable = Durable(directory, "job", {}, {}, keep=2)
+    assert durable.load_newest().step is None
+    until = time.monotonic() + 20
+    while any(True for _ in directory.list("step-00000001/")):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    make_old(tmp_path, 2)
+    durable.load_newest()
+    durable.close()
+    assert any(True for _ in directory.list("step-00000002/")), "another's upload, begun meanwhile"

@@ -1,0 +1,90 @@
+"""What agents may forget and when a leaving node may go: from orders and reports alone."""
+
+from dataclasses import replace
+
+from autohet.driver.upkeep import Farewell, Upkeep, settled_age
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
+from planner.plan import Pipeline, Plan, Stage
+from recovery.layout import Layout
+
+PLAN = Plan("tiny", 4, 1, 16, (Pipeline((Stage(0, 1, ("a/0",)), Stage(1, 1, ("b/0",))), 4, 1),))
+
+
+def orders(generation=2, *, start=10, replicates=True):
+    order = GenerationOrder(
+        generation,
+        PLAN,
+        Layout({}, {}),
+        start,
+        40,
+        "here",
+        1,
+        PLAN.workers,
+        None,
+        {},
+        frozenset(),
+        replicates=replicates,
+    )
+    return dict.fromkeys(PLAN.workers, order)
+
+
+def reports(a, b, generation=2, **more):
+    made = {}
+    for worker, (snapshot, replicated) in (("a/0", a), ("b/0", b)):
+        steps = {"snapshot_step": snapshot, "replicated_step": replicated}
+        made[worker] = WorkerReport(worker, 1, generation, Phase.TRAINING, 12, generation, **steps, **more)
+    return made
+
+
+def test_a_generation_is_settled_once_every_worker_has_ended_a_round():
+    assert settled_age({}, {}) is None
+    assert settled_age(orders(), reports((12, None), (12, 11))) is None
+    assert settled_age(orders(), reports((12, 11), (13, 12))) == (2, 11)
+    assert settled_age(orders(), reports((12, 11), (13, 12), generation=1)) is None, "not begun yet"
+
+
+def test_without_rounds_it_is_settled_by_snapshots():
+    assert settled_age(orders(replicates=False), reports((12, None), (None, None))) is None
+    assert settled_age(orders(replicates=False), reports((12, None), (11, None))) == (2, 11)
+
+
+def test_agents_are_told_once_a_generation_and_once_a_durable_step():
+    upkeep = Upkeep()
+    upkeep.begin(orders())
+    assert upkeep.prune(reports((12, None), (12, None)), 5) is None
+    told = upkeep.prune(reports((12, 11), (12, 11)), 5)
+    assert told is not None
+    assert (told.memory_before, told.disk_before, told.living) == ((2, 11), 5, frozenset(PLAN.workers))
+    assert upkeep.prune(reports((13, 12), (13, 12)), 5) is None
+    later = upkeep.prune(reports((13, 12), (13, 12)), 10)
+    assert later is not None
+    assert later.disk_before == 10
+    upkeep.begin(orders(3))
+    assert upkeep.prune(reports((13, 12), (13, 12)), 10) is None, "not settled yet"
+
+
+def leaving(**farewell):
+    upkeep = Upkeep()
+    upkeep.begin(orders())
+    upkeep.leaving["c"] = replace(Farewell(2, until=100.0, told=True), **farewell)
+    return upkeep
+
+
+def test_a_leaving_node_stays_until_newer_copies_are_complete_elsewhere():
+    upkeep = leaving(newest_copy=(2, 12))
+    assert upkeep.unneeded(reports((13, 12), (13, 12)), None, 1.0) == [], "the copies of 12 may be on it"
+    assert upkeep.unneeded(reports((14, 13), (14, 13)), None, 1.0) == ["c"]
+
+
+def test_a_leaving_node_goes_when_a_durable_step_covers_it_or_its_time_has_come():
+    never = reports((None, None), (None, None))
+    assert leaving().unneeded(never, 9, 1.0) == []
+    assert leaving().unneeded(never, 10, 1.0) == ["c"]
+    assert leaving(newest_copy=(2, 12)).unneeded(never, 11, 1.0) == []
+    assert leaving(newest_copy=(2, 12)).unneeded(never, 12, 1.0) == ["c"]
+    assert leaving().unneeded(never, None, 99.0) == []
+    assert leaving().unneeded(never, None, 100.0) == ["c"]
+
+
+def test_before_its_agent_has_answered_nothing_is_known_of_its_copies():
+    assert leaving(told=False).unneeded(reports((13, 12), (13, 12)), 50, 1.0) == []
