@@ -8,7 +8,7 @@ whose line then ends first (Graham's longest processing time rule, Graham 1969, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from recovery.bounds import Demand, lower_bound_s
@@ -157,12 +157,47 @@ class _Balancer:
         first.
         """
         self.target_s = lower_bound_s(self._demand(), self.links)
+        self.reader_of = self._durable_readers()
         for shard in self.remote:
             self._reserve(shard, 1.0)
         num_bytes, holders = self.placement.num_bytes, self.placement.holders
         order = sorted(self.remote, key=lambda s: (len(self._peers(holders[s])), -num_bytes[s], s))
         for shard in order:
             self._spread(shard, self.remote[shard])
+
+    def _durable_readers(self) -> dict[int, str]:
+        """Which node reads each shard that only durable storage holds and several nodes lack. Every node takes whole runs of
+        neighbours, up to one common level of its line to storage: neighbours lie together there, and one request brings many.
+        """
+        alone: dict[str, float] = {}
+        shared: dict[tuple[str, ...], list[int]] = {}
+        for shard, groups in sorted(self.remote.items()):
+            nodes = tuple(sorted({node for node, _ in groups}))
+            if not self._only_durable(shard):
+                continue
+            if len(nodes) == 1:
+                alone[nodes[0]] = alone.get(nodes[0], 0.0) + self.placement.num_bytes[shard] / self.links.s3(nodes[0])
+            else:
+                shared.setdefault(nodes, []).append(shard)
+        readers: dict[int, str] = {}
+        for nodes, shards in sorted(shared.items(), key=lambda item: (len(item[0]), item)):
+            readers.update(self._runs(nodes, shards, alone))
+        return readers
+
+    def _runs(self, nodes: tuple[str, ...], shards: list[int], loads: dict[str, float]) -> Iterator[tuple[int, str]]:
+        """Deal `shards`, in order, to `nodes` so that their `loads` (seconds, updated) end as level as whole shards allow."""
+        num_bytes, speed = self.placement.num_bytes, self.links.s3
+        level = _level([(loads.get(node, 0.0), speed(node)) for node in nodes], sum(num_bytes[s] for s in shards))
+        left = sorted(nodes, key=lambda node: (loads.get(node, 0.0), node))
+        for shard in shards:
+            node = left[0]
+            seconds = num_bytes[shard] / speed(node)
+            while len(left) > 1 and loads.get(node, 0.0) + 0.5 * seconds > level:
+                left.pop(0)
+                node = left[0]
+                seconds = num_bytes[shard] / speed(node)
+            loads[node] = loads.get(node, 0.0) + seconds
+            yield shard, node
 
     def _reserve(self, shard: int, sign: float) -> None:
         """Book (or, with -1, release) what a shard's holders will have to send at least once, shared among them."""
@@ -189,10 +224,8 @@ class _Balancer:
         originals = self._peers(self.placement.holders[shard])
         self._reserve(shard, -1.0)
         if len(groups) > 1:
-            loads = self.lines.s3 if not originals else self.lines.out
-            groups = sorted(
-                groups, key=lambda group: (loads.get(group[0], 0.0), self.lines.out.get(group[0], 0.0), group)
-            )
+            first, out = self.reader_of.get(shard), self.lines.out
+            groups = sorted(groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group))
         served: list[tuple[Source, int]] = []
         for node, workers in groups:
             leader = workers[0] if len(workers) == 1 else min(workers, key=lambda w: (self.busy_bytes.get(w, 0), w))
@@ -271,6 +304,17 @@ class _Balancer:
             makespan_s,
             min(self.target_s, makespan_s),
         )
+
+
+def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds at which lines of (load in seconds, bytes per second) stand level once `num_bytes` are poured onto them."""
+    ordered = sorted(lines)
+    for count in range(1, len(ordered) + 1):
+        speed = sum(rate for _, rate in ordered[:count])
+        level = (num_bytes + sum(load * rate for load, rate in ordered[:count])) / speed
+        if count == len(ordered) or level <= ordered[count][0]:
+            return level
+    return 0.0
 
 
 def distance(source: Source, node: str) -> int:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 FETCH_THREADS = 4
 FETCH_BYTES = 64 << 20
+WAKE_S = 0.05  # between two looks at a fetch that may have ended without the shard that is waited for
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ class _Restore:
         self._received = {shard for fetch in part.message_fallbacks for shard in fetch.shards}
         self._node_by_worker = {name: each.node for name, each in schedule.parts.items()}
         self._lock = threading.Lock()
+        self._came = threading.Condition(self._lock)
+        self._here: set[ShardId] = set()
         self._bytes: Counter[str] = Counter()
         self._missing: set[ShardId] = set()
         self._bad: list[tuple[Source, ShardId]] = []
@@ -195,10 +198,19 @@ class _Restore:
         may be of another step.
         """
         if shard in self._fetched:
-            self._fetched[shard].result()
+            self._await(shard)
         elif shard not in self._received:
             return self._live[shard]
         return None if shard in self._missing else self._targets[shard]
+
+    def _await(self, shard: ShardId) -> None:
+        """Until this shard is here, or its fetch has ended without it: a large fetch is passed on while it comes."""
+        done = self._fetched[shard]
+        with self._lock:
+            while shard not in self._here and not done.done():
+                self._came.wait(WAKE_S)
+        if done.done():
+            done.result()
 
     def _take(self, message: Message, shard: ShardId, data: Tensor | None) -> None:
         if data is not None:
@@ -255,6 +267,8 @@ class _Restore:
         target.copy_(data.view(target.shape))
         with self._lock:
             self._arrived[shard] = target
+            self._here.add(shard)
+            self._came.notify_all()
             self._bytes[tier] += target.nbytes
             done = self._bytes.total()
         if self._progress is not None:
