@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from autohet.driver.emulation import EmulatedFleet
-from autohet.driver.observation import Observation
+from autohet.driver.observation import Notice, Observation
 from autohet.driver.run import JobRun
 from autohet.runtime.job import Job
 from tests.harness.local_fleet import (
     Interference,
+    adjust,
     in_generation,
     largest_relative_difference,
     local_fleet,
     make_job,
+    memory_directory,
     run_job,
     stop,
     trains_a_while,
@@ -25,8 +29,10 @@ from tests.harness.local_fleet import (
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
+Condition = Callable[[JobRun, Observation], bool]
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def fleet() -> Iterator[EmulatedFleet]:
     with local_fleet(big=1, small=2) as running:
         yield running
@@ -34,7 +40,7 @@ def fleet() -> Iterator[EmulatedFleet]:
 
 def one_pipeline(fleet: EmulatedFleet, directory: Path) -> tuple[Job, list[str]]:
     """A job whose first plan is three stages on three nodes, with one durable checkpoint at its end; and its nodes."""
-    nodes = sorted(fleet.nodes)
+    nodes = sorted(fleet.nodes)[:3]
     stages = [
         {"first_layer": first, "num_layers": count, "workers": [f"{node}/0"]}
         for (first, count), node in zip([(0, 1), (1, 2), (3, 1)], nodes, strict=True)
@@ -49,7 +55,7 @@ def one_pipeline(fleet: EmulatedFleet, directory: Path) -> tuple[Job, list[str]]
     return job, nodes
 
 
-def replicated(step: int, generation: int = 1):
+def replicated(step: int, generation: int = 1) -> Condition:
     """True once every worker of the generation has ended a round at this step or later."""
 
     def condition(run: JobRun, seen: Observation) -> bool:
@@ -86,3 +92,59 @@ def test_the_middle_node_is_killed_and_nothing_comes_from_storage(fleet: Emulate
     print(f"killed at step {change['step'] + change['steps_lost']}: {change['steps_lost']} steps lost, {tiers}")
     assert outcome.summary["steps_lost"] == change["steps_lost"] <= 20
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
+
+
+def test_a_node_that_holds_copies_leaves_and_then_the_only_holder_is_killed(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """An idle node takes a share of the copies. It has notice, goes only when they are elsewhere, and nothing is lost by it."""
+    adjust(fleet, big=1, small=3)
+    job, nodes = one_pipeline(fleet, tmp_path)
+    (idle,) = set(fleet.nodes) - set(nodes)
+    held: list[bool] = []
+
+    def warn(run: JobRun, seen: Observation) -> None:
+        held.append(any("pushed" in path.name for path in memory_directory(tmp_path).rglob(f"{idle}-*/*")))
+        run.workforce.scripted_notices[idle] = Notice(idle, "the test", seen.now, seen.now + 100)
+
+    events = Interference()
+    events.when(replicated(10), warn)
+    events.when(lambda run, seen: idle not in seen.nodes, lambda run, seen: fleet.kill(idle))
+    events.when(trains_a_while(workers=3), lambda run, seen: fleet.kill(nodes[1]))
+    events.when(in_generation(2), lambda run, seen: None)
+    events.when(trains_a_while(workers=2), stop)
+    outcome, log = run_job(job, fleet, tmp_path, events)
+    assert held == [True], "the idle node held copies"
+    (change,) = outcome.summary["reconfigurations"]
+    assert (change["cause"], change["nodes"]) == ("death", [nodes[1]]), log
+    assert change["bytes_by_tier"]["s3"] == 0
+    print(f"{change['steps_lost']} steps lost, {change['bytes_by_tier']}")
+    assert change["steps_lost"] <= 20
+    assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
+
+
+def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    """Workers die and come back, again and again: what they leave behind goes."""
+    adjust(fleet, big=1, small=2)
+    job, nodes = one_pipeline(fleet, tmp_path)
+    files: list[int] = []
+
+    def kill(run: JobRun, seen: Observation) -> None:
+        files.append(len(list(memory_directory(tmp_path).rglob("*.snapshot"))))
+        os.kill(seen.reports[f"{nodes[1]}/0"].process_id, signal.SIGKILL)
+
+    def back(run: JobRun, seen: Observation) -> bool:
+        reports = [seen.reports.get(worker) for worker in run.controller.members]
+        steps = [report.replicated_step or -1 for report in reports if report is not None]
+        return len(steps) == 3 and trains_a_while(workers=3)(run, seen) and min(steps) > 0
+
+    events = Interference()
+    for _ in range(4):
+        events.when(back, kill)
+        events.when(lambda run, seen: len(run.controller.members) == 2, lambda run, seen: None)
+    events.when(back, stop)
+    outcome, log = run_job(job, fleet, tmp_path, events)
+    print(f"{files} snapshot files before each death, {outcome.summary['steps_lost']} steps lost")
+    assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0, log
+    assert max(files) <= 3 * (4 + 2 * 3), "three workers' own files, and copies of three rounds on two nodes each"
+    assert not memory_directory(tmp_path).exists() or not list(memory_directory(tmp_path).rglob("*.snapshot"))
