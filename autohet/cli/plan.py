@@ -293,14 +293,15 @@ def _write(path: str, text: str) -> None:
 
 def _print(session: Session, document: dict[str, Any]) -> None:
     if session.args.picture:
-        _display("draw")(document, session.fleet, session.args.picture)
+        _shown_by("plan_picture", "draw")(document, session.fleet, session.args.picture)
     if session.args.json:
         json.dump(document, sys.stdout)
         print()
         return
-    _display("show")(document, session.fleet)
+    _shown_by("plan_display", "show")(document, session.fleet)
 
 
-def _display(name: str) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(importlib.import_module("autohet.cli.plan_display"), name)
+def _shown_by(module: str, name: str) -> Callable[..., None]:
+    """A function of a module that imports what only people's output needs."""
+    function: Callable[..., None] = getattr(importlib.import_module(f"autohet.cli.{module}"), name)
     return function

@@ -1,12 +1,10 @@
-"""What `autohet plan` shows a person: tables and bars on the terminal, a picture (PNG or SVG) of a plan or of a
-Pareto front.
+"""What `autohet plan` shows a person on the terminal: tables, and plans as bars.
 
 A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU type.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cluster import Fleet
-from planner.errors import ConfigError
 from planner.plan import Pipeline, Plan, Stage
 
 # Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the picture's.
@@ -115,14 +112,15 @@ def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
             f"{predicted['tokens_per_s']:,.0f}",
             money(predicted["usd_per_hour"]),
             money(predicted["usd_per_million_tokens"], 3),
-            ", ".join(f"{count} {gpu}" for gpu, count in _gpus(plan, fleet).items()),
+            ", ".join(f"{count} {gpu}" for gpu, count in gpus_of(plan, fleet).items()),
             shape_of(plan),
             "/".join(map(str, degrees)),
         )
     return table
 
 
-def _gpus(plan: Plan, fleet: Fleet) -> dict[str, int]:
+def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
+    """GPUs in use by type."""
     return dict(sorted(Counter(fleet.gpu_type(worker) for worker in plan.workers).items()))
 
 
@@ -192,7 +190,7 @@ def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:
 
 
 def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) -> Text:
-    used, have = _gpus(plan, fleet), Counter(fleet.gpu_type(worker) for worker in fleet.workers)
+    used, have = gpus_of(plan, fleet), Counter(fleet.gpu_type(worker) for worker in fleet.workers)
     text = Text("      ")
     for gpu, (colour, _) in colours.items():
         text.append("  ", style=f"on {colour}")
@@ -220,96 +218,3 @@ def money(value: float | None, digits: int = 2) -> str:
 
 def _short(workers: Sequence[str]) -> list[str]:
     return [*workers[:4], f"and {len(workers) - 4} more"] if len(workers) > 4 else list(workers)
-
-
-# ---- pictures ----
-
-
-def draw(document: Document, fleet: Fleet, path: str | Path) -> None:
-    """Writes a picture of the plan, or of the front where the document has one. ConfigError where it cannot be drawn
-    or written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--picture needs matplotlib: pip install 'autohet[picture]'") from None
-    if Path(path).suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
-    front = document.get("front")
-    results = [r for r in document.get("results", [document]) if r.get("plan")]
-    if not front and not results:
-        raise ConfigError("there is no plan to draw")
-    if front:
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        _draw_front(figure.add_subplot(), front, fleet)
-    else:
-        rows = [min(len(grouped(Plan.from_document(r["plan"]), fleet)), MOST_BARS) for r in results]
-        figure = Figure(figsize=(10, 1.3 + sum(0.5 * n + 0.8 for n in rows)), layout="constrained")
-        axes = figure.subplots(len(results), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in rows]})
-        for axis, result in zip(axes[:, 0], results, strict=True):
-            _draw_plan(axis, result, fleet)
-        _draw_legend(figure, fleet)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
-
-
-def _draw_plan(axis: Any, result: Document, fleet: Fleet) -> None:
-    plan, colours = Plan.from_document(result["plan"]), colours_of(fleet)
-    kinds = grouped(plan, fleet)[:MOST_BARS]
-    for row, (_, pipeline) in enumerate(kinds):
-        for stage in pipeline.stages:
-            colour = colours[fleet.gpu_type(stage.workers[0])][1]
-            axis.barh(
-                row,
-                stage.num_layers,
-                left=stage.first_layer,
-                color=colour,
-                edgecolor="white",
-                linewidth=1.5,
-                height=0.72,
-            )
-            if stage.num_layers * 25 >= plan.pipelines[0].stages[-1].end_layer:
-                middle = stage.first_layer + stage.num_layers / 2
-                axis.text(middle, row, segment_label(stage), ha="center", va="center", fontsize=8, color=ink(colour))
-    labels = [f"{count} x ({p.num_microbatches} x {p.microbatch_sequences} seq)" for count, p in kinds]
-    axis.set_yticks(range(len(kinds)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("blocks", fontsize=8)
-    axis.tick_params(axis="x", labelsize=8)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    step = seconds(result["predicted"]["step_time_s"])
-    axis.set_title(f"{result['strategy']}: {step} a step, {shape_of(plan)}", loc="left", fontsize=10)
-
-
-def ink(colour: str) -> str:
-    """Black or white, whichever reads better on a colour (relative luminance, ITU-R BT.709)."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45 else "black"
-
-
-def _draw_legend(figure: Any, fleet: Fleet) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=gpu) for gpu, (_, colour) in colours_of(fleet).items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=8)
-
-
-def _draw_front(axis: Any, front: Sequence[Document], fleet: Fleet) -> None:
-    prices = [member["predicted"]["usd_per_hour"] for member in front]
-    rates = [member["predicted"]["tokens_per_s"] for member in front]
-    axis.plot(prices, rates, color="#0072B2", marker="o", drawstyle="steps-post", linewidth=1.5)
-    labelled = range(len(front)) if len(front) <= 8 else {0, len(front) // 3, 2 * len(front) // 3, len(front) - 1}
-    for i in labelled:
-        gpus = _gpus(Plan.from_document(front[i]["plan"]), fleet)
-        text = "\n".join(f"{count} {gpu}" for gpu, count in gpus.items())
-        axis.annotate(text, (prices[i], rates[i]), xytext=(6, -6), textcoords="offset points", va="top", fontsize=7)
-    axis.set_xlabel("$ an hour")
-    axis.set_ylabel("tokens a second")
-    axis.set_ylim(bottom=0)
-    axis.set_title("Pareto front: price against speed", loc="left", fontsize=10)
-    axis.grid(alpha=0.3)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
