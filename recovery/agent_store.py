@@ -26,10 +26,17 @@ PUSHED = ".pushed"  # in the names of copies from peers
 
 
 class AgentStore:
-    """One node's snapshots. Any thread may call it; files are kept mapped while they exist."""
+    """One node's snapshots. Any thread may call it; files are kept mapped while they exist.
 
-    def __init__(self, memory_directory: Path | str, disk_directory: Path | str, node: str) -> None:
+    Copies that peers push take at most `max_copy_bytes` of host memory (half of its file system if None), the rest goes
+    to the disk.
+    """
+
+    def __init__(
+        self, memory_directory: Path | str, disk_directory: Path | str, node: str, *, max_copy_bytes: int | None = None
+    ) -> None:
         self.node = node
+        self._max_copy_bytes = max_copy_bytes
         self._directories = {"memory": Path(memory_directory), "disk": Path(disk_directory)}
         self._files: dict[tuple[str, Path], SnapshotFile] = {}
         self._resolved: dict[Source, list[SnapshotFile]] = {}
@@ -146,10 +153,26 @@ class AgentStore:
             self._pushes += 1
             name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"
         try:
+            self._check_quota(file_map.file_bytes)
             return SnapshotFileWriter(self._directories["memory"] / name, file_map)
         except SnapshotError as error:
             logger.warning("a pushed copy goes to the disk: %s", error)
             return SnapshotFileWriter(self._directories["disk"] / name, file_map)
+
+    def _check_quota(self, num_bytes: int) -> None:
+        """Raise SnapshotError where a copy of so many bytes would take host memory that workers may need."""
+        memory = self._directories["memory"]
+        try:
+            memory.mkdir(parents=True, exist_ok=True)
+            system = os.statvfs(memory)
+            taken = sum(_size(path) for path in memory.glob(f"*{PUSHED}*{SUFFIX}"))
+        except OSError as error:
+            raise SnapshotError(str(memory), f"cannot be used: {error}") from error
+        limit = system.f_blocks * system.f_frsize // 2 if self._max_copy_bytes is None else self._max_copy_bytes
+        if taken + num_bytes > limit:
+            raise SnapshotError(
+                str(memory), f"holds {taken} bytes of copies; with {num_bytes} more it would pass {limit}"
+            )
 
     def drop_copies(self, worker: str, before: tuple[int, int]) -> int:
         """Remove copies of `worker`'s state that peers have pushed here and that are older than this (generation, step);
@@ -227,6 +250,13 @@ def _stem(worker: str, step: int, generation: int) -> str:
 
 def _age(file: SnapshotFile) -> tuple[int, int]:
     return file.commit.generation, file.commit.step
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # dropped meanwhile
+        return 0
 
 
 def _is_committed(path: Path) -> bool:

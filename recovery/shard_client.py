@@ -16,10 +16,10 @@ from recovery.layout import ShardId, TensorSpec
 from recovery.shard_protocol import (
     CORRUPT,
     FULL,
+    HELLO,
     MAX_SHARD_BYTES,
     NONCE_BYTES,
     OK,
-    REFUSED,
     REPLY,
     UNAVAILABLE,
     VERSION,
@@ -50,7 +50,6 @@ class ShardClient:
         self.peer = f"{host}:{port}"
         self._address, self._token, self._timeout_s = (host, port), token, timeout_s
         self._connection: socket.socket | None = None
-        self._mac = b""
 
     def __enter__(self) -> ShardClient:
         return self
@@ -122,8 +121,6 @@ class ShardClient:
         if status == OK:
             return
         self.close()
-        if status == REFUSED:
-            raise PeerRefused(self.peer, "it rejected the token or the protocol version")
         if status == FULL:
             raise SnapshotError(self.peer, f"has no room for shards of {source}")
         raise ShardCorrupt("all", self.peer, "damaged on the way")
@@ -132,17 +129,22 @@ class ShardClient:
         if self._connection is None:
             self._connection = socket.create_connection(self._address, self._timeout_s)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._mac = mac_of(self._token, bytes(receive(self._connection, NONCE_BYTES)))
-        send_request(self._connection, {"version": VERSION, "mac": self._mac, **request})
+            self._greet(self._connection)
+        send_request(self._connection, request)
         return self._connection
+
+    def _greet(self, connection: socket.socket) -> None:
+        mac = mac_of(self._token, bytes(receive(connection, NONCE_BYTES)))
+        connection.sendall(HELLO.pack(VERSION, mac))
+        if receive(connection, 1)[0] != OK:
+            self.close()
+            raise PeerRefused(self.peer, "it rejected the token or the protocol version")
 
     def _reply(
         self, connection: socket.socket, source: Source, shard: ShardId, memory: memoryview | None
     ) -> ShardReply:
         status, crc, length = REPLY.unpack(receive(connection, REPLY.size))
         where = f"{self.peer}, {source}"
-        if status == REFUSED:
-            raise PeerRefused(self.peer, "it rejected the token or the protocol version")
         if status == UNAVAILABLE:
             return ShardUnavailable(shard, where, "the peer has it no more")
         if status == CORRUPT:

@@ -1,7 +1,9 @@
 """The frames between a shard server and its clients, and the reading of them: bounded in size and in time.
 
     on connection  server -> client   nonce (32 bytes)
-    request        client -> server   u32 length, msgpack {version, mac, op, ...}, then the payload of a push
+                   client -> server   version u8, mac (32 bytes)
+                   server -> client   status u8: OK, or REFUSED and the end
+    request        client -> server   u32 length, msgpack {op, ...}, then the payload of a push
     reply          server -> client   for each shard in the order asked: status u8, CRC-32 u32, length u64, bytes
 
 `mac` is HMAC-SHA256 of the connection's nonce under the token, which itself never travels. It keeps strangers out;
@@ -18,8 +20,9 @@ from typing import Any
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 32
+HELLO = struct.Struct("<B32s")
 MAX_REQUEST_BYTES = 64 << 20
 MAX_SHARD_BYTES = 64 << 30
 # A peer that trickles is as good as stalled: bytes count against the deadline at this speed.
@@ -31,6 +34,18 @@ _PIECE_BYTES = 4 << 20
 
 def mac_of(token: str, nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), nonce, "sha256")
+
+
+def send_within(connection: socket.socket, data: memoryview) -> None:
+    """Send all of `data`. Raises TimeoutError if that takes longer than the socket's timeout and the time that
+    MIN_BYTES_PER_S allows, or if a few MiB take longer than the timeout.
+    """
+    patience = connection.gettimeout()
+    until = None if patience is None else time.monotonic() + patience + len(data) / MIN_BYTES_PER_S
+    for start in range(0, len(data), _PIECE_BYTES):
+        connection.sendall(data[start : start + _PIECE_BYTES])
+        if until is not None and time.monotonic() > until and start + _PIECE_BYTES < len(data):
+            raise TimeoutError(f"{start + _PIECE_BYTES} of {len(data)} bytes were taken in time")
 
 
 def send_request(connection: socket.socket, document: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import os
 import socket
 import socketserver
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -25,6 +26,7 @@ from recovery.shard_client import ShardClient
 from recovery.shard_protocol import (
     CORRUPT,
     FULL,
+    HELLO,
     NONCE_BYTES,
     OK,
     REFUSED,
@@ -32,8 +34,10 @@ from recovery.shard_protocol import (
     UNAVAILABLE,
     VERSION,
     mac_of,
+    receive,
     receive_into,
     receive_request,
+    send_within,
 )
 from recovery.snapshot_file import FileMap, SnapshotFileWriter
 
@@ -44,13 +48,27 @@ logger = logging.getLogger(__name__)
 IDLE_S = 60.0
 
 
-class ShardServer:
-    """Owns a listening socket and its threads; serves until `close`."""
+MAX_CONNECTIONS = 256
+MAX_PUSHES = 8
+GREETING_S = 10.0
 
-    def __init__(self, store: AgentStore, token: str, *, host: str = "0.0.0.0", port: int = 0) -> None:
+
+class ShardServer:
+    """Owns a listening socket and its threads, one a connection; serves until `close`.
+
+    Bounds: `max_connections` at a time (more are hung up on at once), `max_pushes` of them pushing (more are told
+    that there is no room). A peer has GREETING_S to show its token, IDLE_S between two requests and for each wait
+    within one.
+    """
+
+    def __init__(
+        self, store: AgentStore, token: str, *, host: str = "0.0.0.0", port: int = 0,
+        max_connections: int = MAX_CONNECTIONS, max_pushes: int = MAX_PUSHES,
+    ) -> None:  # fmt: skip
         """Listen on `host` (the interface that peers are to use); port 0 takes a free one, see `port`."""
-        handler = type("Handler", (_Handler,), {"store": store, "token": token})
-        self._server = _ThreadingServer((host, port), handler)
+        pushes = threading.BoundedSemaphore(max_pushes)
+        handler = type("Handler", (_Handler,), {"store": store, "token": token, "pushes": pushes})
+        self._server = _ThreadingServer((host, port), handler, max_connections)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="shard-server", daemon=True
@@ -58,11 +76,12 @@ class ShardServer:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop listening, hang up on every peer, join the threads."""
+        """Stop listening, hang up on every peer, join all threads; what still runs after `timeout_s` is logged."""
+        until = time.monotonic() + timeout_s
         self._server.shutdown()
-        self._server.hang_up()
         self._server.server_close()
         self._thread.join(timeout_s)
+        self._server.hang_up(until)
 
     def __enter__(self) -> ShardServer:
         return self
@@ -71,24 +90,50 @@ class ShardServer:
         self.close()
 
 
-class _ThreadingServer(socketserver.ThreadingTCPServer):
+class _ThreadingServer(socketserver.TCPServer):
+    """One thread a connection, counted and joined."""
+
     allow_reuse_address = True
-    daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+    def __init__(self, address: tuple[str, int], handler: Any, max_connections: int) -> None:
         super().__init__(address, handler)
-        self._open: set[socket.socket] = set()
+        self._max_connections = max_connections
+        self._open: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
 
-    def track(self, connection: socket.socket, *, opened: bool) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a new connection in a thread of its own, or hang up where there are too many."""
+        thread = threading.Thread(
+            target=self._serve, args=(request, client_address), name=f"shard-server {client_address}", daemon=True
+        )
         with self._lock:
-            (self._open.add if opened else self._open.discard)(connection)
+            full = len(self._open) >= self._max_connections
+            if not full:
+                self._open[thread] = request
+        if full:
+            logger.warning("%s is hung up on: there are %d connections", client_address, self._max_connections)
+            self.shutdown_request(request)
+        else:
+            thread.start()
 
-    def hang_up(self) -> None:
+    def _serve(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        finally:
+            self.shutdown_request(request)
+            with self._lock:
+                self._open.pop(threading.current_thread(), None)
+
+    def hang_up(self, until: float) -> None:
         with self._lock:
-            for connection in self._open:
-                _shut(connection)
+            left = dict(self._open)
+        for connection in left.values():
+            _shut(connection)
+        for thread in left:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in left):
+            logger.warning("connections of the shard server are still at work after its close")
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -96,32 +141,41 @@ class _Handler(socketserver.BaseRequestHandler):
 
     store: AgentStore
     token: str
-    server: _ThreadingServer
+    pushes: threading.BoundedSemaphore
     request: socket.socket
 
     def handle(self) -> None:
-        self.request.settimeout(IDLE_S)
+        self.request.settimeout(GREETING_S)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.server.track(self.request, opened=True)
         try:
-            nonce = os.urandom(NONCE_BYTES)
-            self.request.sendall(nonce)
+            if not self._greet():
+                return
+            self.request.settimeout(IDLE_S)
             while (request := receive_request(self.request)) is not None:
-                if not self._answer(request, mac_of(self.token, nonce)):
+                if not self._answer(request):
                     return
         except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             logger.info("a peer's connection ended: %s", error)
-        finally:
-            self.server.track(self.request, opened=False)
 
-    def _answer(self, request: dict[str, Any], mac: bytes) -> bool:
-        """Do what was asked; False after a request that is refused, or that leaves the connection unusable."""
-        sent = request["mac"]
-        if request["version"] != VERSION or not isinstance(sent, bytes) or not hmac.compare_digest(sent, mac):
-            self.request.sendall(REPLY.pack(REFUSED, 0, 0))
-            return False
+    def _greet(self) -> bool:
+        """Whether the peer has the token: before that, nothing that it sends is looked at."""
+        nonce = os.urandom(NONCE_BYTES)
+        self.request.sendall(nonce)
+        version, mac = HELLO.unpack(receive(self.request, HELLO.size))
+        known = version == VERSION and hmac.compare_digest(mac, mac_of(self.token, nonce))
+        self.request.sendall(bytes([OK if known else REFUSED]))
+        return known
+
+    def _answer(self, request: dict[str, Any]) -> bool:
+        """Do what was asked; False after what leaves the connection unusable."""
         if request["op"] == "push":
-            return self._take(request)
+            if not self.pushes.acquire(blocking=False):
+                self.request.sendall(REPLY.pack(FULL, 0, 0))
+                return False
+            try:
+                return self._take(request)
+            finally:
+                self.pushes.release()
         source = Source(*request["source"])
         for tensor, unit in request["shards"]:
             self._send(source, ShardId(str(tensor), int(unit)))
@@ -135,7 +189,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.sendall(REPLY.pack(UNAVAILABLE, 0, 0))
         else:
             self.request.sendall(REPLY.pack(OK, crc, len(data)))
-            self.request.sendall(data)
+            send_within(self.request, data)
 
     def _take(self, request: dict[str, Any]) -> bool:
         """Store pushed shards as a snapshot of their worker, once all are here and whole."""

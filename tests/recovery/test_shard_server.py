@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from recovery.agent_store import AgentStore
-from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable
+from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
 from recovery.holdings import Source
 from recovery.layout import ShardId
 from recovery.shard_client import ShardClient
-from recovery.shard_protocol import NONCE_BYTES, OK, REPLY, receive_request
+from recovery.shard_protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive, receive_request
 from recovery.shard_server import ShardServer
 from recovery.snapshot import SnapshotWriter
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
@@ -150,6 +150,8 @@ def peer(behave: Callable[[socket.socket], None]) -> Iterator[int]:
         connection, _ = listener.accept()
         with connection:
             connection.sendall(bytes(NONCE_BYTES))
+            receive(connection, HELLO.size)
+            connection.sendall(bytes([OK]))
             receive_request(connection)
             behave(connection)
 
@@ -221,15 +223,82 @@ def test_nobody_there() -> None:
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
-def test_close_hangs_up_on_peers_and_leaves_no_thread(store: AgentStore) -> None:
-    before = {thread.ident for thread in threading.enumerate()}
+def test_close_hangs_up_on_peers_and_joins_every_thread(store: AgentStore) -> None:
+    before = set(threading.enumerate())
     server = ShardServer(store, TOKEN, host="127.0.0.1")
-    client = ShardClient("127.0.0.1", server.port, TOKEN, 20)
-    list(client.read(HERE, SHARDS[:1]))
-    server.close()
-    with pytest.raises((PeerUnreachable, PeerTimeout)):
+    clients = [ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(5)]
+    for client in clients:
         list(client.read(HERE, SHARDS[:1]))
-    left = [thread for thread in threading.enumerate() if thread.ident not in before]
-    for thread in left:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in left)
+    assert len(set(threading.enumerate()) - before) == 6
+    server.close()
+    assert set(threading.enumerate()) <= before
+    for client in clients:
+        with pytest.raises((PeerUnreachable, PeerTimeout)):
+            list(client.read(HERE, SHARDS[:1]))
+
+
+def test_no_more_connections_than_allowed(store: AgentStore) -> None:
+    with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
+        first, second, third = (ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(3))
+        for client in (first, second):
+            assert len(list(client.read(HERE, SHARDS[:1]))) == 1
+        with pytest.raises(PeerUnreachable):
+            list(third.read(HERE, SHARDS[:1]))
+        first.close()
+        until = time.monotonic() + 20
+        while True:
+            with suppress(PeerUnreachable):
+                list(third.read(HERE, SHARDS[:1]))
+                break
+            assert time.monotonic() < until
+        for client in (second, third):
+            client.close()
+
+
+def test_whoever_does_not_show_the_token_in_time_is_hung_up_on(
+    store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.shard_server.GREETING_S", 0.1)
+    with (
+        ShardServer(store, TOKEN, host="127.0.0.1") as server,
+        socket.create_connection(("127.0.0.1", server.port), 20) as silent,
+    ):
+        assert len(receive(silent, NONCE_BYTES)) == NONCE_BYTES
+        assert silent.recv(1) == b"", "hung up"
+
+
+def test_another_version_is_refused(server: ShardServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
+        nonce = bytes(receive(connection, NONCE_BYTES))
+        connection.sendall(HELLO.pack(99, mac_of(TOKEN, nonce)))
+        assert receive(connection, 1)[0] != OK
+
+
+def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
+    """One push at a time; and copies fill so much host memory, then the disk."""
+    pieces = {shard: memoryview(content(shard, 6)) for shard in SHARDS}
+    store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0", max_copy_bytes=20_000)
+    with (
+        ShardServer(store, TOKEN, host="127.0.0.1", max_pushes=1) as server,
+        ShardClient("127.0.0.1", server.port, TOKEN, 20) as client,
+        ShardClient("127.0.0.1", server.port, TOKEN, 20) as second,
+    ):
+        begun, go_on = threading.Event(), threading.Event()
+
+        class Slow:
+            def take(self, num_bytes: int) -> None:
+                begun.set()
+                assert go_on.wait(20)
+
+        push = threading.Thread(target=client.push, args=(HERE, CASE.layout.tensors, pieces), kwargs={"limit": Slow()})
+        push.start()
+        assert begun.wait(20)
+        with pytest.raises(SnapshotError, match="no room"):
+            second.push(HERE, CASE.layout.tensors, pieces)
+        go_on.set()
+        push.join(20)
+        for step in (7, 8):
+            second.push(Source("worker", "n7", "n7/0", step, 1), CASE.layout.tensors, pieces)
+    kinds = {(holding.source.step, holding.source.kind) for holding in store.inventory()}
+    assert kinds == {(5, "memory"), (7, "disk"), (8, "disk")}
+    store.close()
