@@ -2,86 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 
 class RecoveryError(Exception):
     """Base of everything that this package raises about state, its copies and its transport.
 
-    The constructor's arguments are kept as `args`, so that every subclass survives a pickle.
+    A subclass is a dataclass of what it says, or takes one message; either way it survives a pickle.
     """
 
+    def __post_init__(self) -> None:
+        super().__init__(*self._said())
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # Not by `args`: those of an OSError are its own affair.
+        return (type(self), self._said()) if is_dataclass(self) else super().__reduce__()
+
+    def _said(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self)) if is_dataclass(self) else ()
+
+
+@dataclass(eq=False, repr=False)
 class ShardUnavailable(RecoveryError):
     """A source does not hold the shard that it was asked for (any more)."""
 
-    def __init__(self, shard: Any, source: str, reason: str) -> None:
-        super().__init__(shard, source, reason)
-        self.shard = shard
-        self.source = source
-        self.reason = reason
+    shard: Any
+    source: str
+    reason: str
 
     def __str__(self) -> str:
         return f"shard {self.shard} is not available at {self.source}: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class ShardCorrupt(RecoveryError):
     """A source gave bytes whose length or checksum is not the recorded one; they are never used."""
 
-    def __init__(self, shard: Any, source: str, reason: str) -> None:
-        super().__init__(shard, source, reason)
-        self.shard = shard
-        self.source = source
-        self.reason = reason
+    shard: Any
+    source: str
+    reason: str
 
     def __str__(self) -> str:
         return f"shard {self.shard} from {self.source} is corrupt: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class PeerTimeout(RecoveryError, TimeoutError):
     """A peer did not answer before the deadline."""
 
-    def __init__(self, peer: str, doing: str, timeout_s: float) -> None:
-        super().__init__(peer, doing, timeout_s)
-        self.peer = peer
-        self.doing = doing
-        self.timeout_s = timeout_s
+    peer: str
+    doing: str
+    timeout_s: float
 
     def __str__(self) -> str:
         return f"{self.peer} did not answer within {self.timeout_s:.3g} s while {self.doing}"
 
 
+@dataclass(eq=False, repr=False)
 class PeerUnreachable(RecoveryError, ConnectionError):
     """A peer refused the connection, hung up, or speaks another protocol version."""
 
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(peer, reason)
-        self.peer = peer
-        self.reason = reason
+    peer: str
+    reason: str
 
     def __str__(self) -> str:
         return f"cannot reach {self.peer}: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class PeerRefused(RecoveryError, PermissionError):
     """A peer rejected the token or the request."""
 
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(peer, reason)
-        self.peer = peer
-        self.reason = reason
+    peer: str
+    reason: str
 
     def __str__(self) -> str:
         return f"{self.peer} refused: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotError(RecoveryError):
     """A snapshot could not be written or is unreadable; names the file and why."""
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+    path: str
+    reason: str
 
     def __str__(self) -> str:
         return f"snapshot {self.path}: {self.reason}"
@@ -91,17 +96,16 @@ class SnapshotUncommitted(SnapshotError):
     """Nothing is committed in the file: its writer is at work, or died at it. Not damage."""
 
 
+@dataclass(eq=False, repr=False)
 class RestoreError(RecoveryError):
     """A worker could not get back all its shards: every source of at least one of them failed.
 
     `bad` are the (source, shard) pairs that failed: what the next schedule has to exclude.
     """
 
-    def __init__(self, worker: str, failures: tuple[str, ...], bad: tuple[Any, ...] = ()) -> None:
-        super().__init__(worker, failures, bad)
-        self.worker = worker
-        self.failures = failures
-        self.bad = bad
+    worker: str
+    failures: tuple[str, ...]
+    bad: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         shown = "; ".join(self.failures[:5])
@@ -109,13 +113,12 @@ class RestoreError(RecoveryError):
         return f"{self.worker} cannot restore its state: {shown}{more}"
 
 
+@dataclass(eq=False, repr=False)
 class NotRestorable(RecoveryError):
     """No step has a holder for every shard; names the shards that are missing at the newest candidate step."""
 
-    def __init__(self, step: int | None, missing: tuple[Any, ...]) -> None:
-        super().__init__(step, missing)
-        self.step = step
-        self.missing = missing
+    step: int | None
+    missing: tuple[Any, ...]
 
     def __str__(self) -> str:
         if self.step is None:
