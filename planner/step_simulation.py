@@ -34,7 +34,7 @@ def simulate_sync(
     jobs: Sequence[SyncJob], ready_s: Mapping[str, float], update_s: Mapping[str, float], fleet: Fleet, links: Links
 ) -> StepTimeline:
     """Each all-reduce starts when its members have finished their backwards and earlier all-reduces; a NIC is shared
-    by the rings that cross it; an update starts when the worker's all-reduces have ended."""
+    by the rings that cross it. Updates start when all all-reduces have ended: the global norm needs every gradient."""
     free = dict(ready_s)
     flows = _crossing_workers(jobs, fleet)
     events: list[SyncEvent] = []
@@ -47,8 +47,9 @@ def simulate_sync(
         free.update(dict.fromkeys(job.members, end))
     begin = max(ready_s.values())
     ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
-    last = max(free[worker] + update_s[worker] for worker in free)
-    return StepTimeline(tuple(events), ends[False], ends[True], free, dict(update_s), last)
+    summed = max(free.values())
+    starts = dict.fromkeys(free, summed)
+    return StepTimeline(tuple(events), ends[False], ends[True], starts, dict(update_s), summed + max(update_s.values()))
 
 
 def _crossing_workers(jobs: Sequence[SyncJob], fleet: Fleet) -> dict[bool, dict[str, set[str]]]:
