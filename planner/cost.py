@@ -324,7 +324,8 @@ class CostModel:
         kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
         size = pipeline.microbatch_sequences
         return max(
-            k.slowdown * float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum()) for k in kinds
+            k.slowdown * float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum())
+            for k in kinds
         )
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:

@@ -26,6 +26,7 @@ from autohet.runtime.planning import planning_inputs
 from planner.calibration import MeasuredRun, calibrate
 from planner.cluster import Fleet, Node, NodeType, cluster_from_yaml
 from planner.cost import CostModel
+from planner.frameworks import framework_parameters
 from planner.layer_times import make_curve
 from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
@@ -95,6 +96,7 @@ def _published(folder: Path, name: str) -> tuple[Row, Row, str]:
         links = at / "links.csv"
         job = Job.from_yaml(at / "job.yaml")
         inputs = planning_inputs(job, profile=at / "profile.csv", links=links if links.exists() else None)
+        inputs = replace(inputs, parameters=framework_parameters("deepspeed", inputs.parameters))
         fleet = cluster_from_yaml(at / "cluster.yaml").fleet()
         runs = read_runs(at / "runs.csv")
 
@@ -156,7 +158,7 @@ def _fasop_rows(folder: Path) -> list[Row]:
         ProfileTable(_fasop_profile(json.loads((at / "profiles.json").read_text()))),
         sequence_length=1024,
         precision="fp16",
-        parameters=replace(CostParameters(), sync_bytes_per_parameter=2.0, tied_sync="two_step", transfers="receiver"),
+        parameters=framework_parameters("megatron", CostParameters()),
     )
     prediction, sync = model.predict(plan), model.simulate(plan).sync
     by_stage = {e.job.members[0]: e.end_s - e.start_s for e in sync.events if not e.job.tied}

@@ -16,6 +16,7 @@ from typing import Any
 from autohet.runtime.model_spec import model_spec_from_config
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
+from planner.frameworks import framework_parameters
 from planner.model_spec import ModelSpec
 from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
@@ -152,7 +153,7 @@ def fleet(
 def request(entries: Sequence[Row], case: Case, of: Fleet, **wishes: Any) -> Request:
     """FASOP's framework: Megatron-LM with fp16 gradients and a two-step sum of the tied embedding. Its layer times are
     taken as they are, as in its own model."""
-    parameters = replace(CostParameters(), sync_bytes_per_parameter=2.0, tied_sync="two_step", launch_exposure=1.0)
+    parameters = replace(framework_parameters("megatron", CostParameters()), launch_exposure=1.0)
     model = spec(case)
     cost = CostModel(
         of, model, profile(entries, case), sequence_length=case.length, precision="fp16", parameters=parameters

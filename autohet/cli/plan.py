@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from planner.calibration import Calibration, MeasuredRun, calibrate
 from planner.cluster import Fleet, cluster_from_yaml
 from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
+from planner.frameworks import FRAMEWORKS, OURS, framework_parameters
 from planner.parameters import CostParameters
 from planner.plan import Plan
 from planner.trace import chrome_trace
@@ -42,6 +43,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     mode.add_argument("--compare", metavar="A,B,...", help="several searches, costed by the same model")
     mode.add_argument("--evaluate", nargs="+", metavar="PLAN", help="cost these plans, search nothing")
     add("--calibrate", metavar="RUNS", help="CSV of measured steps (plan, measured_s) that refine the cost model first")
+    add(
+        "--framework",
+        choices=tuple(FRAMEWORKS),
+        help="whose runs to predict (default: this project's runtime; to --evaluate plans of a job without data: deepspeed)",
+    )
     add("--objective", choices=("time", "cost", "pareto"), help="default: the job's, else time")
     add("--max-usd-per-hour", type=_positive, metavar="X", help="bound on the price of the nodes in use")
     add("--time-limit", type=_positive, metavar="S", help="seconds that the search may take (default: the job's, 10)")
@@ -61,12 +67,13 @@ def _positive(text: str) -> float:
 
 @dataclass(frozen=True)
 class Session:
-    """One invocation: what was read, and the cost model's parameters after calibration."""
+    """One invocation: what was read, whose runs are predicted, and the cost model's parameters after calibration."""
 
     args: argparse.Namespace
     job: Job
     inputs: PlanningInputs
     fleet: Fleet
+    framework: str
     parameters: CostParameters
     calibration: Calibration | None
 
@@ -85,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         code = 0
     else:
         document, chosen, code = _search(session)
+    document["framework"] = session.framework
     if session.calibration is not None:
         document["calibration"] = session.calibration.to_document()
     _write_outputs(session, chosen)
@@ -95,12 +103,22 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> Session:
     job = Job.from_yaml(args.job)
     inputs = planning_inputs(job, profile=args.profile, links=args.links)
+    framework = framework_of(args, job)
+    inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
     fleet = inputs.fleet(cluster_from_yaml(args.cluster).fleet())
     parameters, calibration = inputs.parameters, None
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
         parameters = calibration.parameters
-    return Session(args, job, inputs, fleet, parameters, calibration)
+    return Session(args, job, inputs, fleet, framework, parameters, calibration)
+
+
+def framework_of(args: argparse.Namespace, job: Job) -> str:
+    """Whose runs are predicted. Given plans of a job that this runtime could not train are somebody's measured runs, and
+    those that were published come from DeepSpeed."""
+    if args.framework is not None:
+        return str(args.framework)
+    return "deepspeed" if args.evaluate and job.data is None else OURS
 
 
 def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:

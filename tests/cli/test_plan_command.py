@@ -135,3 +135,18 @@ def test_every_strategy_of_the_contract_answers_and_is_in_the_help(case, capsys)
         main(["plan", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert all(name in text for name in [*names, "exhaustive"])
+
+
+def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framework_is_asked_for(case, capsys):
+    def framework(*arguments):
+        assert _run(case, *arguments, "--json") == 0
+        document = json.loads(capsys.readouterr().out)
+        return document["framework"], document["predicted"]["step_time_s"]
+
+    evaluate = ("--evaluate", str(case / "a.json"))
+    assert framework()[0] == "autohet"
+    (theirs, waiting_s), (ours, receiving_s) = framework(*evaluate), framework(*evaluate, "--framework", "autohet")
+    assert (theirs, ours) == ("deepspeed", "autohet")
+    assert receiving_s < waiting_s
+    (case / "job.yaml").write_text(JOB + "data: {source: builtin:python-stdlib}\n")
+    assert framework(*evaluate) == ("autohet", receiving_s)
