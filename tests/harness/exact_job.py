@@ -27,7 +27,7 @@ from recovery.storage import open_storage
 from tests.harness import toy_model
 
 BATCH, LENGTH = 8, 8
-STEPS, EVERY = 14, 4
+STEPS, EVERY = 32, 4
 TEXT = "".join(f"line {i}: {i * i % 97} foxes, {i * 7919 % 1009} dogs\n" for i in range(400))
 
 
@@ -71,7 +71,7 @@ def exact_job(
         "elastic": {
             "min_workers": 1, "step_timeout_s": 12, "heartbeat_timeout_s": 2.0, "quiesce_timeout_s": 4, "rendezvous_timeout_s": 12,
             "transfer_timeout_s": 12, "worker_start_timeout_s": 20, "checkpoint_timeout_s": 12, "debounce_s": 0.3,
-            "wait_for_fleet_s": 30, "notice_sources": ["script"],
+            "wait_for_fleet_s": 30, "notice_sources": ["script"], "slow_ratio": 0,
         },
         "parallelism": {
             "microbatch_sequences": 1, "max_tp_degree": 2, "memory_reserve_bytes": 0, "plan": str(directory / "plan.json"),

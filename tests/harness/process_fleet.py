@@ -117,9 +117,11 @@ class ProcessFleet:
         self._losses: dict[str, Loss] = {}
         self._inventories: dict[str, Any] | None = None
         self._ended: list[RemoteProcess] = []
+        self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous("127.0.0.1")
         self._polled_at = self._observed_at = 0.0
         self._numbers = itertools.count()
+        self.logs.mkdir(parents=True, exist_ok=True)
 
     # nodes -----------------------------------------------------------------------------------------------------------
 
@@ -131,10 +133,21 @@ class ProcessFleet:
         agent.ask("report")
         self._seats[name] = Seat(NodeView(Node(name, kind), self.clock()), agent, (memory, disk))
 
+    def await_agents(self, timeout_s: float = 20.0) -> None:
+        """Return when every node's agent is up: the first plan is then for all of them."""
+        deadline = time.monotonic() + timeout_s
+        while any(seat.view.endpoint is None for seat in self._seats.values()):
+            assert time.monotonic() < deadline, "an agent did not start"
+            wait([seat.agent.connection for seat in self._seats.values() if seat.view.endpoint is None], 0.1)
+            for name, seat in self._seats.items():
+                self._listen_to_agent(name, seat)
+
     def _spawn(self, name: str, build: Callable[..., Any], *arguments: Any) -> RemoteProcess:
         log = self.logs / f"{name.replace('/', '-')}-{next(self._numbers)}.log"
         process = RemoteProcess(name, log, build, *arguments)
         self.process_ids.append(process.pid)
+        with open(self.logs / "processes", "a") as file:
+            file.write(f"{process.pid}\n")
         return process
 
     def processes_of(self, name: str) -> list[RemoteProcess]:
@@ -208,6 +221,7 @@ class ProcessFleet:
         for name, seat in self._seats.items():
             self._listen_to_agent(name, seat)
         self._find_losses(now)
+        self._act()
         reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
         reports = {w: r if w in fresh else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
@@ -215,6 +229,13 @@ class ProcessFleet:
             losses=dict(self._losses), inventories=self._ready_inventories(), checkpoint=self.durable.state(),
             stop_reason=self.stop_reason,
         )  # fmt: skip
+
+    def _act(self) -> None:
+        """After all answers are taken: a driver that is struck here has no half-read round behind it."""
+        arrived, self._news = self._news, []
+        for point in arrived:
+            assert self.act is not None
+            self.act(point)
 
     def _pause(self) -> None:
         reports = [member.report for member in self._workers.values()]
@@ -239,8 +260,7 @@ class ProcessFleet:
         new = False
         for answer in member.process.take():
             if answer.number == NEWS:
-                assert self.act is not None
-                self.act(answer.value)
+                self._news.append(answer.value)
             elif not answer.good:
                 self.complaints.append(f"{worker}: {answer.value}")
                 if answer.number == member.call:
@@ -369,7 +389,9 @@ class ProcessFleet:
         raise AssertionError(f"{worker} did not answer {method}")
 
     def close(self, *, forget_snapshots: bool) -> None:
-        """End all that was started, workers first, in good order where they answer."""
+        """End all that was started, workers first, in good order where they answer; a node that is silent dies."""
+        for name in [name for name, seat in self._seats.items() if seat.silent_since is not None]:
+            self.kill_node(name)
         workers = [member.process for member in self._workers.values()]
         agents = [seat.agent for seat in self._seats.values()]
         calls = {p.connection: (p, p.ask("close")) for p in workers}

@@ -21,6 +21,8 @@ PRELOAD = (
     "torch.distributed",
     "torch.optim.adamw",
     "boto3",
+    "pytest",  # a child imports its parent's main module again
+    "pandas",  # pyarrow imports it in a new process's first step
     "autohet.runtime.worker",
     "autohet.driver.agent_actor",
     "autohet.driver.controller",
@@ -49,8 +51,7 @@ class RemoteProcess:
     """
 
     def __init__(self, name: str, log: Path, build: Callable[..., Any], *arguments: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context = forking_context()
         self.name = name
         self.connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, log, build, arguments), daemon=True, name=name)
@@ -133,8 +134,16 @@ def _serve(connection: Connection, log: Path, build: Callable[..., Any], argumen
         threading.Thread(target=run, args=task, daemon=True).start()
 
 
+def forking_context() -> Any:
+    """Processes forked from one server, which imports `PRELOAD` when it starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
 def server_address() -> str:
     """Where this process's fork server listens: for `use_server` in a child that starts processes itself."""
+    forking_context()
     forkserver.ensure_running()
     return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
 

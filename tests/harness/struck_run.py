@@ -155,6 +155,7 @@ class StruckRun:
         if found.manifest is not None:
             self.controller.generation = found.manifest.generation
         self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0)
+        self.fleet.await_agents()
 
     def tick(self) -> Observation:
         seen = self.controller.tick()

@@ -1,0 +1,33 @@
+"""The fault matrix as data: where, whom, how. `COVERING` has each point, each scope and each mode in a minute or two."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from tests.harness.struck_run import Strike
+
+POINTS = (
+    "forward", "backward", "gradient_sync", "apply", "snapshot", "upload", "manifest", "restore", "rebuild", "replan",
+)  # fmt: skip
+"""apply: between a step's commit and its update. manifest: data is stored, the manifest not yet. replan: before the planner is asked."""
+SCOPES = ("worker", "node", "pipeline", "driver")
+MODES = ("notice", "kill", "freeze")
+DURABLE_STEP = 8
+"""Of the points that belong to a checkpoint, and of the snapshot's."""
+
+
+def strike_of(point: str, scope: str, mode: str) -> Strike:
+    """A cell: the points of a reconfiguration come after node d was told to leave."""
+    reconfigures = point in ("restore", "rebuild", "replan")
+    step = DURABLE_STEP if point in ("snapshot", "upload", "manifest") else 6
+    return Strike(point, scope, mode, step, "notice d" if reconfigures else None)
+
+
+MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOPES, MODES)}
+COVERING = (
+    "forward-worker-kill", "forward-driver-notice", "backward-node-kill", "backward-worker-freeze", "gradient_sync-pipeline-kill",
+    "gradient_sync-node-notice", "apply-worker-kill", "apply-pipeline-freeze", "apply-driver-kill", "snapshot-node-freeze",
+    "snapshot-pipeline-notice", "upload-worker-kill", "upload-driver-freeze", "manifest-driver-kill", "manifest-node-kill",
+    "restore-worker-kill", "restore-node-freeze", "rebuild-pipeline-kill", "rebuild-worker-notice", "replan-node-kill",
+    "replan-driver-kill",
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""Every cell of the fault matrix: bit-equal weights, no step lost while a holder lives, nothing read from storage, nothing left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.fault_matrix import COVERING, MATRIX
+from tests.harness.driver_life import DriverLife, state_of
+from tests.harness.exact_job import EVERY, STEPS, Reference, differing_shards, exact_job, train_alone
+from tests.harness.leaks import nothing_left
+from tests.harness.remote_process import server_address
+from tests.harness.struck_run import Strike, StruckRun
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+DEADLINE_S = 30.0
+FREEZE_S = 3.0  # longer than the heartbeat's time-out
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where runs take place: what they share, and what an undisturbed one gives."""
+
+    shared: Path
+    reference: Reference
+
+
+@pytest.fixture(scope="session")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    shared, alone = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("alone")
+    server_address()
+    return Scene(shared, train_alone(alone, shared))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """Host memory for this test's snapshots."""
+    path = Path("/dev/shm") / f"autohet-faults-{os.getpid()}-{tmp_path.name}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(strike, id=name, marks=() if name in COVERING else pytest.mark.slow)
+        for name, strike in MATRIX.items()
+    ]
+
+
+@pytest.mark.parametrize("strike", cells())
+def test_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    (_driver_cell if strike.scope == "driver" else _fleet_cell)(strike, scene, tmp_path, memory)
+
+
+def _fleet_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    job = exact_job(tmp_path, scene.shared, memory)
+    with nothing_left(memory):
+        run = StruckRun(job, tmp_path, strike)
+        result = run.run(DEADLINE_S)
+        assert not [pid for pid in run.fleet.process_ids if state_of(pid) not in ("", "Z")]
+    assert result.struck_at_step is not None, f"the run never came to {strike.point}"
+    assert result.ok, result.reason
+    assert result.complaints == []
+    check_outcome(tmp_path, scene.reference, result.summary)
+    changes = result.summary["reconfigurations"]
+    assert changes or result.struck_at_step >= STEPS - 1, "nothing was done about it"
+    assert result.summary["steps_lost"] == 0, changes
+    assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
+
+
+def _driver_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    job = exact_job(tmp_path, scene.shared, memory)
+    lives: list[DriverLife] = []
+    with nothing_left(memory):
+        try:
+            lives.append(DriverLife(job, tmp_path / "first", strike, DEADLINE_S))
+            _one_or_two_lives(strike, job, lives, tmp_path)
+        finally:
+            for life in lives:
+                life.close()
+    last = lives[-1].result
+    assert last["ok"], last["reason"]
+    assert not any(life.result["complaints"] for life in lives if life.result_is_there)
+    check_outcome(tmp_path, scene.reference, last["summary"])
+    restores = [event for event in lives[-1].events if event["kind"] == "restore"]
+    assert sum(event["bytes_by_tier"]["s3"] for event in restores) == 0, restores
+    assert last["summary"]["steps_lost"] == 0
+
+
+def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_path: Path) -> None:
+    first = lives[0]
+    if strike.mode == "freeze":
+        first.wait_frozen(DEADLINE_S)
+        time.sleep(FREEZE_S)
+        first.thaw()
+        assert first.wait(DEADLINE_S) == 0
+        deaths = [event for event in first.events if event["kind"] == "death"]
+        assert not deaths, "a driver that slept takes its workers for dead"
+        return
+    assert first.wait(DEADLINE_S) == (-signal.SIGKILL if strike.mode == "kill" else 0)
+    committed = max((event["step"] + 1 for event in first.events if event["kind"] == "step"), default=0)
+    lives.append(DriverLife(job, tmp_path / "second", None, DEADLINE_S))
+    assert lives[1].wait(DEADLINE_S) == 0
+    begun = next(event["step"] for event in lives[1].events if event["kind"] == "started")
+    if strike.mode == "notice":
+        assert first.result["reason"] == "stopped by SIGTERM"
+        assert begun == committed
+    else:
+        # Without a driver nothing is committed: the newest durable step counts, and it is at most two periods old.
+        assert committed - 2 * EVERY <= begun <= committed
+        assert begun > 0
+
+
+def check_outcome(directory: Path, reference: Reference, summary: dict[str, Any]) -> None:
+    """Every loss, and every bit of the committed state, as in the undisturbed run."""
+    first = summary["first_step"]
+    assert summary["losses"] == list(reference.losses[first:])
+    assert differing_shards(str(directory / "checkpoints"), STEPS, reference) == []

@@ -1,0 +1,101 @@
+"""A whole driver in a process of its own, which a test can kill, freeze and warn, and start again on the same storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from autohet.runtime.job import Job
+from tests.harness.remote_process import forking_context, server_address, use_server
+from tests.harness.struck_run import Strike, StruckRun, read_events
+
+
+class DriverLife:
+    """One life of a driver. Its workers and agents end with it."""
+
+    def __init__(self, job: Job, directory: Path, strike: Strike | None, timeout_s: float) -> None:
+        directory.mkdir(parents=True)
+        self.directory = directory
+        address = server_address()
+        self._process = forking_context().Process(target=_drive, args=(job, directory, strike, timeout_s, address))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait_frozen(self, timeout_s: float) -> None:
+        """Return once the driver stands still."""
+        deadline = time.monotonic() + timeout_s
+        while state_of(self.pid) != "T":
+            assert self._process.exitcode is None, f"the driver ended ({self._process.exitcode}) instead of freezing"
+            assert time.monotonic() < deadline, "the driver was not frozen"
+            time.sleep(0.02)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code: negative after a signal. All that it started is gone when this returns."""
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        assert code is not None, f"the driver did not end within {timeout_s} s"
+        deadline = time.monotonic() + 5.0
+        while left := [pid for pid in self.started() if state_of(pid) not in ("", "Z")]:
+            assert time.monotonic() < deadline, f"processes {left} outlive their driver"
+            time.sleep(0.02)
+        return code
+
+    def started(self) -> list[int]:
+        """Ids of the processes that this driver has started."""
+        path = self.directory / "logs" / "processes"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        (path,) = self.directory.glob("events-*.jsonl")
+        return read_events(path)
+
+    @property
+    def result_is_there(self) -> bool:
+        return (self.directory / "result.json").exists()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """ok, reason, summary, complaints."""
+        document: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+        return document
+
+    def close(self) -> None:
+        """End whatever of it is left."""
+        for pid in (self.pid, *self.started()):
+            if state_of(pid) not in ("", "Z"):
+                os.kill(pid, signal.SIGKILL)
+        self._process.join(5)
+        self._process.close()
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (stopped), Z ... of a process; "" when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _drive(job: Job, directory: Path, strike: Strike | None, timeout_s: float, address: str) -> None:
+    use_server(address)
+    import torch
+
+    torch.set_num_threads(1)
+    run = StruckRun(job, directory, strike)
+
+    def on_signal(number: int, _: object) -> None:
+        run.fleet.stop_reason = signal.Signals(number).name
+
+    signal.signal(signal.SIGTERM, on_signal)
+    result = run.run(timeout_s)
+    document = {"ok": result.ok, "reason": result.reason, "summary": result.summary, "complaints": result.complaints}
+    (directory / "result.json").write_text(json.dumps(document))
