@@ -33,6 +33,8 @@ def _recovery_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--state-mb", type=float, default=64.0, metavar="N", help="one copy of the state, in MB (default 64)")
     add("--scale", type=float, default=40.0, metavar="N", help="links are a cloud node's divided by this (default 40)")
+    add("--network-gbps", type=float, default=25.0, metavar="N", help="a cloud node's network card (default 25 Gb/s)")
+    add("--s3-gbytes-per-s", type=float, default=1.0, metavar="N", help="a cloud node's way to S3 (default 1 GB/s)")
     add("--scenarios", metavar="a,b,...", help="only these (default: all)")
     add(
         "--quick",

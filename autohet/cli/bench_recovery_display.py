@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from planner.errors import ConfigError
 
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
+WIDE = 110  # columns from which every part of a recovery has one of its own
 COLOURS = ("#7f7f7f", "#9467bd", "#1f77b4", "#d62728", "#2ca02c")
 
 
@@ -22,7 +25,7 @@ def show(document: dict[str, Any]) -> None:
     ):
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
         if found:
-            console.print(_table(title, found))
+            console.print(_table(title, found, console.width))
             for scenario in found:
                 console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
     console.print(
@@ -30,37 +33,46 @@ def show(document: dict[str, Any]) -> None:
     )
 
 
-def _table(title: str, scenarios: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("scenario")
-    table.add_column("policy")
-    for part in (*PARTS, "total"):
-        table.add_column(f"{part.replace('_', ' ')} s", justify="right")
-    for name in ("memory MB", "disk MB", "peer MB", "s3 MB", "steps lost", "/ limit", "vs s3"):
-        table.add_column(name, justify="right")
+def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
+    """Seconds beside what was moved from where; a part of a recovery that no policy measured has no column."""
+    measured = [p for p in PARTS if any(r["seconds"][p] is not None for s in scenarios for r in s["policies"].values())]
+    parts = measured if width >= WIDE else [part for part in measured if part in ("rebuild", "restore")]
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for part in (*parts, "total"):
+        table.add_column(part.replace("_", "\n"), justify="right")
+    table.add_column("MB\nmoved", no_wrap=True)
+    for name in ("steps\nlost", "over\nlimit", "vs\ns3"):
+        table.add_column(name, justify="right", no_wrap=True)
     for scenario in scenarios:
         for policy, result in scenario["policies"].items():
-            table.add_row(*_row(scenario, policy, result), end_section=policy == list(scenario["policies"])[-1])
+            row = _row(scenario, policy, result, (*parts, "total"))
+            table.add_row(*row, end_section=policy == list(scenario["policies"])[-1])
     return table
 
 
-def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any]) -> list[str]:
+def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: Sequence[str]) -> list[str]:
     first = policy == next(iter(scenario["policies"]))
-    seconds = [_number(result["seconds"][part]) for part in (*PARTS, "total")]
-    tiers = [f"{result['bytes_by_tier'][tier] / 1e6:,.1f}" for tier in ("memory", "disk", "peer", "s3")]
+    moved = [
+        f"{num_bytes / 1e6:.{1 if num_bytes < 1e8 else 0}f} {tier}"
+        for tier, num_bytes in result["bytes_by_tier"].items()
+        if num_bytes
+    ]
+    uncounted = any(num_bytes is None for num_bytes in result["bytes_by_tier"].values())
     return [
         scenario["scenario"] if first else "",
         policy if result["verified"] is not False or scenario["simulated"] else f"{policy} WRONG",
-        *seconds,
-        *tiers,
+        *(_number(result["seconds"][part]) for part in parts),
+        "not counted" if uncounted else "\n".join(moved) or "none",
         str(result["steps_lost"]),
         _number(result.get("restore_over_limit")),
-        f"{_number(scenario['ratio_vs_s3_only'])}x" if first else "",
+        f"{_number(scenario['ratio_vs_s3_only'])}x" if first and scenario["ratio_vs_s3_only"] else "",
     ]
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def draw(document: dict[str, Any], path: str) -> None:
@@ -76,13 +88,14 @@ def draw(document: dict[str, Any], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    scenarios = [s for s in document["scenarios"] if not s["simulated"]]
+    scenarios = [s for s in document["scenarios"] if not s["simulated"] and s["ratio_vs_limit"] is not None]
     figure, axes = pyplot.subplots(
         1, len(scenarios), figsize=(2.4 * len(scenarios) + 1.5, 4.6), sharey=True, squeeze=False
     )
     for axis, scenario in zip(axes[0], scenarios, strict=True):
         _bars(axis, scenario)
     axes[0][0].set_ylabel("seconds")
+    axes[0][0].set_ylim(top=1.1 * axes[0][0].get_ylim()[1])
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=len(PARTS), frameon=False)
     size = scenarios[0]["state_bytes"] / 1e6
