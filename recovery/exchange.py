@@ -1,12 +1,11 @@
 """One worker's messages of a restore: packed, sent, received and checked, several in flight, in the order all share.
 
 A message is one flat buffer on the group's device: each shard's bytes, 16-byte aligned, then one int64 for each: the
-fingerprint of its bytes (CRC-32 on the CPU, a sum of words on the device), or -1 where the sender could not get it.
+fingerprint of its bytes (`recovery.checksum` on the CPU, a sum of words on the device), or -1 where the sender could not get it.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from recovery.checksum import checksum
 from recovery.layout import Layout, ShardId
 from recovery.messages import Message
 
@@ -143,7 +143,7 @@ class Exchange:
 def fingerprint(piece: Tensor) -> Tensor:
     """A non-negative int64 scalar on the piece's device that changes with its bytes (a flat uint8 tensor)."""
     if piece.device.type == "cpu":
-        return torch.tensor(zlib.crc32(piece.numpy().data) if piece.numel() else 0)
+        return torch.tensor(checksum(piece.numpy().data) if piece.numel() else 0)
     spare = piece.numel() % 8
     words = piece[: piece.numel() - spare].view(torch.int64)
     rest = piece[piece.numel() - spare :].sum(dtype=torch.int64)

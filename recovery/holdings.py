@@ -37,7 +37,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Holding:
-    """The shards that one source holds; `checksums` (CRC-32 of each unit's bytes) where they are known."""
+    """The shards that one source holds; `checksums` of each unit's bytes where they are known: `recovery.checksum`, in
+    durable storage CRC-32."""
 
     source: Source
     shards: frozenset[ShardId]
@@ -87,9 +88,11 @@ def in_lineage(generation: int, step: int, first_step_by_generation: Mapping[int
 
 
 def disagreeing(holdings: Iterable[Holding]) -> dict[ShardId, tuple[Source, ...]]:
-    """Shards of which two holders of the same step recorded different checksums: replicas that have diverged."""
+    """Shards of which two holders of the same step recorded different checksums: replicas that have diverged. Durable storage
+    records another kind and is left out.
+    """
     seen: dict[tuple[int, ShardId], dict[int, list[Source]]] = {}
-    for holding in holdings:
+    for holding in (holding for holding in holdings if holding.source.kind != "s3"):
         for shard, checksum in holding.checksums.items():
             seen.setdefault((holding.step, shard), {}).setdefault(checksum, []).append(holding.source)
     return {

@@ -5,11 +5,11 @@ used.
 from __future__ import annotations
 
 import socket
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from recovery.checksum import checksum
 from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
 from recovery.holdings import Source
 from recovery.layout import ShardId, TensorSpec
@@ -102,7 +102,7 @@ class ShardClient:
             "generation": source.generation,
             "tensors": [spec.to_document() for spec in used.values()],
             "shards": list(pieces),
-            "crcs": list(checksums) if checksums is not None else [zlib.crc32(piece) for piece in pieces.values()],
+            "crcs": list(checksums) if checksums is not None else [checksum(piece) for piece in pieces.values()],
             "superseded": superseded,
         }
         try:
@@ -153,7 +153,7 @@ class ShardClient:
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
         data = self._memory(length) if memory is None else memory
         receive_into(connection, data)
-        return data if zlib.crc32(data) == crc else ShardCorrupt(shard, where, "the bytes are not those committed")
+        return data if checksum(data) == crc else ShardCorrupt(shard, where, "the bytes are not those committed")
 
     def _memory(self, length: int) -> memoryview:
         # New memory costs a page fault for every 4 KiB, which is slower than the network.

@@ -4,7 +4,7 @@
                    client -> server   version u8, mac (32 bytes)
                    server -> client   status u8: OK, or REFUSED and the end
     request        client -> server   u32 length, msgpack {op, ...}, then the payload of a push
-    reply          server -> client   for each shard in the order asked: status u8, CRC-32 u32, length u64, bytes
+    reply          server -> client   for each shard in the order asked: status u8, checksum u32, length u64, bytes
 
 `mac` is HMAC-SHA256 of the connection's nonce under the token, which itself never travels. It keeps strangers out;
 the bytes are neither encrypted nor authenticated, so run it inside a trusted network.

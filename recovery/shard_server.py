@@ -13,12 +13,12 @@ import socket
 import socketserver
 import threading
 import time
-import zlib
 from typing import Any
 
 import msgspec
 
 from recovery.agent_store import AgentStore
+from recovery.checksum import checksum
 from recovery.errors import ShardUnavailable, SnapshotError
 from recovery.holdings import Source
 from recovery.layout import ShardId, TensorSpec
@@ -227,7 +227,7 @@ class _Handler(socketserver.BaseRequestHandler):
         for extent, crc in zip(writer.map.extents.values(), crcs, strict=True):
             view = whole[extent.offset : extent.offset + extent.num_bytes]
             receive_into(self.request, view)
-            if zlib.crc32(view) != crc:
+            if checksum(view) != crc:
                 return False
         return True
 

@@ -4,7 +4,7 @@ committed.
     offset 0        prefix: magic, version, where the parts are, CRC of the static header offset 256      commit
     record: sequence, step, generation, CRC of the checksums; CRC over itself. Zero while being written.
     4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit, offset, bytes)
-    ...             checksums: one little-endian CRC-32 for each shard, in the table's order
+    ...             checksums: one u32 (see `recovery.checksum`) for each shard, in the table's order
     page aligned    payload: each shard's elements, row-major, 64-byte aligned
 
 A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is never read. What
@@ -28,11 +28,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from recovery.checksum import checksum
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.holdings import Holding, Source
 from recovery.layout import ShardId, TensorSpec
 
-MAGIC = b"AHSNAP01"
+MAGIC = b"AHSNAP02"
 SUFFIX = ".snapshot"
 _PREFIX = struct.Struct("<8sQQIIQQQI")
 _RECORD = struct.Struct("<QqqII")
@@ -176,7 +177,7 @@ class SnapshotFile:
 
     def verify(self, shard: ShardId, data: memoryview) -> None:
         """Raise unless `data`, read from this file, is the committed content of `shard`."""
-        if zlib.crc32(data) != self.checksum(shard):
+        if checksum(data) != self.checksum(shard):
             if not self.still_committed():
                 raise ShardUnavailable(shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile")
             raise ShardCorrupt(shard, str(self.path), "checksum differs from the one recorded at the commit")
@@ -251,8 +252,8 @@ class SnapshotFileWriter:
         """Checksum the payload and make it what the file holds."""
         whole = memoryview(self._map)
         extents = self.map.extents.values()
-        crcs = [zlib.crc32(whole[extent.offset : extent.offset + extent.num_bytes]) for extent in extents]
-        self.commit_with(step, generation, crcs)
+        sums = [checksum(whole[extent.offset : extent.offset + extent.num_bytes]) for extent in extents]
+        self.commit_with(step, generation, sums)
 
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
         """As `commit`, with checksums that the caller has computed, in the table's order."""

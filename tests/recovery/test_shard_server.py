@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -133,7 +132,7 @@ def test_pushed_shards_are_kept_as_their_workers(client: ShardClient, store: Age
 def test_a_push_damaged_on_the_way_leaves_nothing(
     client: ShardClient, store: AgentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recovery.shard_client.zlib", SimpleNamespace(crc32=lambda data: 1))
+    monkeypatch.setattr("recovery.shard_client.checksum", lambda data: 1)
     with pytest.raises(ShardCorrupt):
         client.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0], 6))})
     monkeypatch.undo()
