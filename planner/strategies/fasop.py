@@ -1,13 +1,12 @@
 """The strategy `fasop`: one grid of TP x DP x PP for each order of the nodes, layers by min-max moves; and the Pareto
 front over fleets.
 
-Hwang et al., "FASOP: fast yet accurate automated search for optimal parallelization of transformers on heterogeneous
-GPU
-clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform TP and DP, repeated moves of one layer
-from the slowest to
-the fastest stage, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer costs
-of the wrong
-half, hard-coded microbatch factors, equal node sizes.
+Hwang et al., "FASOP: fast yet accurate automated search for optimal parallelization of transformers on heterogeneous GPU
+clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform TP and DP, repeated moves of one layer from
+the slowest to the fastest stage with one transfer counted between stages, both halves of an encoder-decoder balanced apart
+for every split of the stages, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer
+costs of the wrong half, hard-coded microbatch factors, equal node sizes, grids that must divide GPUs and batch (where none
+does). Added: the best cuts are simulated, on up to 32 GPUs single blocks are moved under the full prediction.
 """
 
 import dataclasses
@@ -43,23 +42,13 @@ def search_fasop(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist, sums = Shortlist(request, stager, estimator), tables.time_sums.tolist()
+    shortlist = Shortlist(request, stager, estimator)
     tried = 0
-    for nodes in node_orders(request.fleet):
-        groups = Groups(stager, [worker for node in nodes for worker in node.workers])
-        transfers = Transfers(request)
-        for sizes, width, microbatch in _grids(request, tables, nodes):
-            tried += 1
-            staged = groups.stages(sizes, width, microbatch)
-            if staged is not None and shortlist.promising(staged, microbatch):
-                for ends in cuts(
-                    sums, stager.slowest(staged), transfers.seconds(staged, microbatch), kinds_change(sums[0])
-                ):
-                    shapes = {Shape(rows, ends) for rows in zip(*staged.rows, strict=True)}
-                    if all(fits(estimator, shape, request.global_batch_sequences) for shape in shapes):
-                        shortlist.add(staged, ends, microbatch)
-        if request.clock() - begin > request.time_limit_s:
-            break
+    for whole in (True, False):
+        for nodes in node_orders(request.fleet) if shortlist.is_empty else ():
+            tried += _try_order(request, tables, stager, estimator, shortlist, nodes, whole)
+            if request.clock() - begin > request.time_limit_s:
+                break
     few = len(request.fleet.workers) <= _FEW
     best, rejected = choose(request, shortlist.plans(2 * _CANDIDATES if few else _CANDIDATES))
     if best is None:
@@ -84,19 +73,50 @@ def node_orders(fleet: Fleet) -> Iterator[tuple[Node, ...]]:
             yield order
 
 
-def _grids(request: Request, tables: Tables, nodes: tuple[Node, ...]) -> Iterator[tuple[list[int], int, int]]:
-    """(stage sizes, pipelines, microbatch) of every TP, DP and microbatch that the GPUs and the batch allow."""
-    gpus = sum(node.node_type.num_gpus for node in nodes)
-    batch = request.global_batch_sequences
-    sizes = sorted({row.microbatch for row in tables.rows})
+def _try_order(
+    request: Request,
+    tables: Tables,
+    stager: Stager,
+    estimator: Estimator,
+    shortlist: Shortlist,
+    nodes: tuple[Node, ...],
+    whole: bool,
+) -> int:
+    """All grids on one order of the nodes; returns their number. `whole`: only grids that use every GPU."""
+    sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
-        for width in range(1, gpus // tp + 1):
-            depth = gpus // (tp * width)
-            if gpus % (tp * width) or depth > tables.num_blocks:
+        gpus = [w for node in nodes for w in (node.workers if whole else node.workers[: _multiple(node, tp)])]
+        groups = Groups(stager, gpus)
+        for depth, width, microbatch in _grids(request, tables, len(gpus), tp, whole):
+            tried += 1
+            staged = groups.stages([tp * width] * depth, width, microbatch)
+            if staged is None or not shortlist.promising(staged, microbatch):
                 continue
-            for microbatch in sizes:
-                if batch % (width * microbatch) == 0:
-                    yield [tp * width] * depth, width, microbatch
+            seconds = transfers.seconds(staged, microbatch)
+            for ends in cuts(sums, stager.slowest(staged), seconds, kinds_change(sums[0])):
+                shapes = {Shape(rows, ends) for rows in zip(*staged.rows, strict=True)}
+                if all(fits(estimator, shape, request.global_batch_sequences) for shape in shapes):
+                    shortlist.add(staged, ends, microbatch)
+    return tried
+
+
+def _multiple(node: Node, tp: int) -> int:
+    return node.node_type.num_gpus // tp * tp
+
+
+def _grids(request: Request, tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:
+    """(stages, pipelines, microbatch) of every DP and microbatch that the GPUs and the batch allow. FASOP takes those that
+    divide both (`whole`); where none does, as with five GPUs or a prime batch, some GPUs stay idle and counts differ."""
+    batch = request.global_batch_sequences
+    for width in range(1, gpus // tp + 1):
+        depth = gpus // (tp * width)
+        if whole and (gpus % (tp * width) or depth > tables.num_blocks):
+            continue
+        for microbatch in sorted({row.microbatch for row in tables.rows}):
+            if batch % (width * microbatch) == 0 or (
+                not whole and batch % microbatch == 0 and batch >= width * microbatch
+            ):
+                yield min(depth, tables.num_blocks), width, microbatch
 
 
 class Transfers:
@@ -104,12 +124,12 @@ class Transfers:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._kinds: dict[tuple[int, int], list[set[Transfer]]] = {}
+        self._kinds: dict[tuple[int, int, int], list[set[Transfer]]] = {}
         self._seconds: dict[tuple[Transfer, int], float] = {}
 
     def seconds(self, staged: Staged, microbatch: int) -> list[float]:
         """The slowest transfer of each boundary, one direction, the NIC shared by all that leave the node with it."""
-        key = (len(staged.stages), staged.width)
+        key = (len(staged.stages), staged.width, len(staged.stages[0][0]))
         if key not in self._kinds:
             self._kinds[key] = [self._between(*pair) for pair in itertools.pairwise(staged.stages)]
         return [max(self._time(transfer, microbatch) for transfer in kinds) for kinds in self._kinds[key]]

@@ -1,14 +1,11 @@
 """The strategy `metis`: stage-device groups, capacity-aware layer balancing, data before tensor parallelism.
 
-Um et al., "Metis: fast automatic distributed training on heterogeneous GPUs", ATC'24, under our cost model. Kept:
-types laid out
-contiguously in every order, group sizes that are powers of two and never much below the mean (pruning 1), equal
-neighbours permuted as
-blocks (pruning 2), layers in proportion to the stages' speed with memory repair, the first memory-feasible strategy
-from the
-most data-parallel one. Not kept: plans that lose layers or leave stages empty, the limit to powers of two in GPUs and
-batch, and
-an order that depends on the hash seed. Our plans have one data-parallel degree for all stages.
+Um et al., "Metis: fast automatic distributed training on heterogeneous GPUs", ATC'24, under our cost model. Kept: types
+laid out contiguously in every order, group sizes that are powers of two and never much below the mean (pruning 1), equal
+neighbours permuted as blocks (pruning 2), layers in proportion to the stages' speed with memory repair, the first
+memory-feasible strategy from the most data-parallel one. Not kept: plans that lose layers or leave stages empty, the limit
+to powers of two in GPUs and batch (where no arrangement of all GPUs keeps its groups inside nodes, the last ones of the
+order stay idle), and an order that depends on the hash seed. Our plans have one data-parallel degree for all stages.
 """
 
 import itertools
@@ -39,13 +36,17 @@ def search_metis(request: Request) -> Answer:
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
     shortlist = Shortlist(request, stager, estimator)
     tried = 0
-    for gpus in gpu_orders(tables):
-        arranger = Arranger(request, stager, shortlist, gpus)
-        for sizes in arrangements(len(gpus), tables.num_blocks):
-            tried += 1
-            arranger.try_sizes(sizes)
-            if request.clock() - begin > request.time_limit_s:
-                break
+    used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
+    while used > 0 and not laid_out:
+        for gpus in gpu_orders(tables):
+            arranger = Arranger(request, stager, shortlist, gpus[:used])
+            for sizes in arrangements(used, tables.num_blocks):
+                tried += 1
+                arranger.try_sizes(sizes)
+                if request.clock() - begin > request.time_limit_s:
+                    break
+            laid_out |= arranger.laid_out
+        used -= 1
     best, rejected = choose(request, shortlist.plans(_CANDIDATES))
     if best is None:
         raise InfeasibleError(f"metis finds no plan that fits: {why_infeasible(request, tables)}")
@@ -111,7 +112,8 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 class Arranger:
-    """Tries arrangements along one order of the GPUs; what they share is computed once."""
+    """Tries arrangements along one order of the GPUs; what they share is computed once. laid_out: whether one had all its
+    groups inside nodes."""
 
     def __init__(self, request: Request, stager: Stager, shortlist: Shortlist, gpus: Sequence[str]) -> None:
         self._batch, self._tables, self._stager = request.global_batch_sequences, stager.tables, stager
@@ -119,6 +121,7 @@ class Arranger:
         self._microbatches = [b for b in sorted({row.microbatch for row in self._tables.rows}) if self._batch % b == 0]
         self._state = [_running(row.state_bytes) for row in self._tables.rows]
         self._kept = [_running(row.activation_bytes) for row in self._tables.rows]
+        self.laid_out = False
 
     def try_sizes(self, sizes: tuple[int, ...]) -> None:
         """The plans of one arrangement: for every microbatch size the most data-parallel degree whose layers fit. What
@@ -132,6 +135,7 @@ class Arranger:
         width, fits = min(sizes), False
         while width >= 1:
             staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
+            self.laid_out |= staged is not None
             if staged is not None and not self._shortlist.promising(staged, microbatch):
                 fits = True
             elif staged is not None:

@@ -70,6 +70,10 @@ class Shortlist:
         self._candidates: list[Candidate] = []
         self._best_s = float("inf")
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._candidates
+
     def promising(self, staged: Staged, microbatch: int) -> bool:
         """Whether layers in exact proportion to speed would come near the best so far: pipeline d then needs
         m_d = 1 / sum of its stages' speeds for each microbatch, after a first one that no stage could do faster whole."""
