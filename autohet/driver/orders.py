@@ -43,12 +43,10 @@ class OrderBook:
         job: Job,
         model_config: Any,
         pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
-        links: Links | None = None,
     ) -> None:
         self.job = job
         self.model_config = model_config
         self._pace = pace
-        self._links = links
         self._layouts: dict[int, Layout] = {}
         self._first_steps: dict[int, int] = {}
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
@@ -177,10 +175,11 @@ class OrderBook:
         if restorable_step(layout.shards, good) is not None:
             holdings = good  # else a source that failed may do better this time
         step = require_restorable_step(layout.shards, holdings)
-        transfers = schedule(layout, node_by_worker, holdings, step, self._links)
+        links = links_of(seen)
+        transfers = schedule(layout, node_by_worker, holdings, step, links)
         if transfers.makespan_s > URGENT * self._time_left(seen):
             spared = spare_leavers(holdings, step, seen.notices)
-            transfers = schedule(layout, node_by_worker, spared, step, self._links)
+            transfers = schedule(layout, node_by_worker, spared, step, links)
         return step, transfers
 
     def _note_bad(self, seen: Observation) -> None:
@@ -197,6 +196,13 @@ class OrderBook:
     def _time_left(self, seen: Observation) -> float:
         deadlines = [notice.deadline for notice in seen.notices.values() if notice.deadline is not None]
         return max(0.0, min(deadlines, default=math.inf) - seen.now)
+
+
+def links_of(seen: Observation) -> Links:
+    """Each living node's card at the speed that labels or the catalogue give it: unequal nodes give unequal shares."""
+    return Links(
+        network_by_node={name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
+    )
 
 
 def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]) -> list[Holding]:

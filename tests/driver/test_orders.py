@@ -159,3 +159,23 @@ def test_when_time_is_short_a_leaver_gives_only_what_nobody_else_has():
     assert set(sources(book.write(3, new, short, (A, B), ("here", 1)), C)) == {("worker", "a", A)}
     alone = book.write(4, plan_of([(4, C)]), replace(short, reports={B: standing(B)}), (B,), ("here", 1))
     assert sources(alone, C) == {("worker", "b", B): len(layout.shards)}
+
+
+def test_a_node_with_a_faster_card_gives_more():
+    book = make_book()
+    begin(book, TWO, "a", "b")
+    layout = layout_of_plan(TWO.plan, book.model_config)
+    held = {name: [Holding(Source("memory", name, "x/0", STEP, 1), layout.shards)] for name in ("a", "b")}
+    seen = observe("a", "b", "c", inventories=held)
+    fast = replace(
+        seen.nodes["a"].node, node_type=replace(KIND, inter_node_bytes_per_s=10 * KIND.inter_node_bytes_per_s)
+    )
+    receiver = replace(
+        seen.nodes["c"].node, node_type=replace(KIND, inter_node_bytes_per_s=100 * KIND.inter_node_bytes_per_s)
+    )
+    nodes = dict(seen.nodes) | {"a": replace(seen.nodes["a"], node=fast), "c": replace(seen.nodes["c"], node=receiver)}
+    written = book.write(2, plan_of([(4, C)]), replace(seen, nodes=nodes), (C,), ("here", 1))
+    given = dict.fromkeys(("a", "b"), 0)
+    for fetch in written.schedule.parts[C].fetches:
+        given[fetch.sources[0].node] += sum(layout.shard_bytes(shard) for shard in fetch.shards)
+    assert given["a"] > 5 * given["b"] > 0
