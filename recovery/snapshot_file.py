@@ -40,6 +40,8 @@ _RECORD = struct.Struct("<QqqII")
 _RECORD_OFFSET = 256
 _HEADER_OFFSET = 4096
 _ALIGNMENT = 64
+MADV_POPULATE_WRITE = 23
+POPULATE_BYTES = 2 << 20
 
 Checksums = npt.NDArray[np.uint32]
 
@@ -243,6 +245,14 @@ class SnapshotFileWriter:
     def buffer(self) -> mmap.mmap:
         """The whole file; shards lie at `map.extents`."""
         return self._map
+
+    def populate(self) -> None:
+        """Map every page now, for writing: page by page, at the first copy, it takes five times as long as the copy."""
+        for start in range(0, len(self._map), POPULATE_BYTES):  # in parts: the interpreter stands still meanwhile
+            try:
+                self._map.madvise(MADV_POPULATE_WRITE, start, min(POPULATE_BYTES, len(self._map) - start))
+            except (OSError, ValueError):  # Linux before 5.14
+                return
 
     def begin(self) -> None:
         """Declare what the file holds void; from here until `commit` a reader finds nothing in it."""

@@ -61,7 +61,7 @@ class Preservation:
         if self._every:
             self._snapshots = SnapshotWriter(
                 self._place.memory_directory, self._place.worker, order.layout, order.generation,
-                keep_older=order.replicates,
+                keep_older=order.replicates, in_background=True,
             )  # fmt: skip
         self._disk = self._on_disk(order)
 

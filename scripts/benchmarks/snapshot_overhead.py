@@ -4,18 +4,25 @@
 
 A step is matrix products that take about `--step-s` (forward and backward) and then an update that changes every state
 tensor in place, as AdamW does. A round is two steps with a snapshot started after the first one's update (it is copied
-behind the second one's products), and two steps without. The ratio is that of the medians of the second steps; `blocked_s`
-is what the training thread itself waited, `snapshot_cpu_s` what the process spent beyond the steps.
+behind the second one's products), and two steps without; ratios are those of the medians of the second steps.
+
+* `overhead`: by the wall clock. On a machine that does other work it is mostly noise: see `load`.
+* `overhead_of_trainer`: by the training thread's own CPU time (which rises where the copy takes memory bandwidth from it) and
+  what it waited. Others' work hardly touches it; it is the cost where one core is spare.
+* `overhead_without_spare_core`: that and all of the snapshot's CPU time: the cost where training uses every core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,39 +68,80 @@ def _state(num_bytes: int, device: str) -> dict[str, torch.Tensor]:
     return {f"param/layers.{number}.weight": torch.randn(SIDE, SIDE, device=device) for number in range(count)}
 
 
+@dataclass
+class Sample:
+    """Seconds of one step: by the wall clock, of the training thread's CPU, of the whole process's, and waited."""
+
+    wall_s: float
+    thread_s: float
+    process_s: float
+    blocked_s: float
+
+
 def _measure(options: argparse.Namespace, state: dict[str, torch.Tensor], writer: SnapshotWriter) -> dict[str, Any]:
     work = _Step(state, options.device, options.step_s)
-    with_it, without, blocked, cpu_with, cpu_without = [], [], [], [], []
+    samples: dict[bool, list[Sample]] = {True: [], False: []}
     step = 0
     for round_number in range(options.rounds + 1):
         for snapshots in (True, False) if round_number % 2 else (False, True):
             work.run(None)
-            began, cpu = time.perf_counter(), time.process_time()
-            waited = 0.0
-            if snapshots:
-                step += 1
-                writer.start(step, state)
-                waited = time.perf_counter() - began
-            waited += work.run(writer if snapshots else None)
-            seconds = time.perf_counter() - began
-            if round_number:  # the first one touches the files' pages and warms up
-                (with_it if snapshots else without).append(seconds)
+            step += 1
+            sample = _sample(work, state, writer if snapshots else None, step)
             writer.wait()
-            if round_number:
-                (cpu_with if snapshots else cpu_without).append(time.process_time() - cpu)
-                blocked += [waited] if snapshots else []
-    median = statistics.median
+            if round_number:  # the first one warms up
+                samples[snapshots].append(sample)
+    return _result(options, state, samples[True], samples[False])
+
+
+def _sample(work: _Step, state: dict[str, torch.Tensor], writer: SnapshotWriter | None, step: int) -> Sample:
+    began, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
+    if writer is not None:
+        writer.start(step, state)
+    waited = time.perf_counter() - began + work.run(writer)
+    wall, thread = time.perf_counter() - began, time.thread_time() - thread
+    if writer is not None:
+        writer.wait()
+    return Sample(wall, thread, time.process_time() - process, waited if writer is not None else 0.0)
+
+
+def _result(
+    options: argparse.Namespace, state: dict[str, torch.Tensor], with_it: list[Sample], without: list[Sample]
+) -> dict[str, Any]:
+    def median(samples: list[Sample], name: str) -> float:
+        return statistics.median(getattr(sample, name) for sample in samples)
+
+    trainer, alone = median(with_it, "thread_s"), median(without, "thread_s")
+    blocked = median(with_it, "blocked_s")
+    snapshot = median(with_it, "process_s") - trainer - (median(without, "process_s") - alone)
+    basis = median(without, "wall_s") if options.device != "cpu" else alone
     return {
         "state_bytes": sum(tensor.nbytes for tensor in state.values()),
         "device": options.device,
         "rounds": options.rounds,
-        "step_s": median(without),
-        "step_with_snapshot_s": median(with_it),
-        "overhead": median(with_it) / median(without) - 1,
-        "overhead_of_fastest": min(with_it) / min(without) - 1,
-        "blocked_s": median(blocked),
-        "snapshot_cpu_s": median(cpu_with) - median(cpu_without),
+        "step_s": median(without, "wall_s"),
+        "step_with_snapshot_s": median(with_it, "wall_s"),
+        "overhead": median(with_it, "wall_s") / median(without, "wall_s") - 1,
+        "overhead_of_trainer": (trainer - alone + blocked) / basis,
+        "overhead_without_spare_core": (trainer - alone + blocked + snapshot) / basis,
+        "step_thread_s": alone,
+        "step_with_snapshot_thread_s": trainer,
+        "blocked_s": blocked,
+        "snapshot_cpu_s": snapshot,
+        "load": os.getloadavg()[0],
+        "cores": os.cpu_count(),
+        "hardware": _hardware(options.device),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
+        "torch": torch.__version__,
     }
+
+
+def _hardware(device: str) -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    gpu = f", {torch.cuda.get_device_name()}" if device != "cpu" else ""
+    return f"{names[0] if names else 'CPU'}{gpu}"
 
 
 class _Step:

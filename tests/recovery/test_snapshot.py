@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -275,3 +276,48 @@ def test_older_layouts_stay_until_they_are_released(tmp_path: Path) -> None:
     take(new, 6)
     assert set(committed(tmp_path)) == {5, 6}
     new.close(20)
+
+
+def test_files_made_in_the_background_are_used_once_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = threading.Event(), SnapshotWriter._make_buffers
+
+    def late(self: SnapshotWriter) -> None:
+        assert made.wait(20)
+        make(self)
+
+    monkeypatch.setattr(SnapshotWriter, "_make_buffers", late)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    take(writer, 1)
+    assert (writer.ready, writer.newest, list(tmp_path.iterdir())) == (False, None, [])
+    made.set()
+    until = time.monotonic() + 20
+    while not writer.ready:
+        assert time.monotonic() < until
+    take(writer, 2)
+    assert same_as(committed(tmp_path)[2], 2)
+    writer.close(20)
+
+
+def test_no_room_for_files_made_in_the_background_is_told_once_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallocate, calls = os.posix_fallocate, []
+
+    def second_fails(*arguments: int) -> None:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", second_fails)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    until = time.monotonic() + 20
+    while writer._error is None:
+        assert time.monotonic() < until
+    with pytest.raises(SnapshotError, match="No space left"):
+        take(writer, 1)
+    take(writer, 2)
+    writer.close(20)
+    assert list(tmp_path.iterdir()) == []
