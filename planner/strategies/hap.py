@@ -233,11 +233,14 @@ def search_program(space: Space, shares: dict[int, float]) -> tuple[float, Progr
                 if key not in following or reached < following[key][0]:
                     following[key] = (reached, grown)
         states = following
-    ends = [
-        (seconds + sync_s(space, program), number, program) for number, (seconds, program) in enumerate(states.values())
-    ]
-    seconds, _, program = min(ends, key=lambda end: end[:2])
-    return seconds, program
+    best_s, best = float("inf"), next(iter(states.values()))[1]
+    for seconds, program in sorted(states.values(), key=lambda state: state[0]):
+        if seconds >= best_s:
+            break
+        ends = seconds + sync_s(space, program)
+        if ends < best_s:
+            best_s, best = ends, program
+    return best_s, best
 
 
 def _timed(space: Space, way: Way, sequences: float) -> tuple[float, Program]:
