@@ -17,6 +17,7 @@ from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable
 from planner.trace import chrome_trace
+from tests.planner.cases import fleet, model, request
 
 BLOCK = LayerSpec(1000, 100, 900, 8, 80.0, 40.0)
 PARAMETERS = CostParameters(context_bytes=0.0, context_share=0.0, launch_exposure=1.0)
@@ -242,3 +243,18 @@ def test_calibration_with_exact_defaults_moves_nothing():
     fit = calibrate([MeasuredRun(plan, seconds)], lambda plan, p: model(fleet, parameters=p), PARAMETERS)
     assert fit.parameters.backward_ratio == pytest.approx(PARAMETERS.backward_ratio)
     assert fit.error_after < 1e-6
+
+
+def test_no_worker_updates_before_every_gradient_is_summed():
+    case = request(fleet(("A100", 2, 2)), 5, model(4))
+    pipelines = tuple(
+        Pipeline((Stage(0, 2, (f"a100-{i}/0",)), Stage(2, 2, (f"a100-{i}/1",))), 2 + i, 1) for i in range(2)
+    )
+    sync = case.cost.simulate(Plan("tiny", 5, 1, 128, pipelines)).sync
+    (start,) = set(sync.update_start_s.values())
+    assert len(sync.events) == 2
+    assert start == max(event.end_s for event in sync.events)
+    assert sync.end_s == start + max(sync.update_s.values())
+    late, early = sorted(sync.events, key=lambda event: event.start_s)
+    assert late.job.members[0].endswith("/1")  # the last stage's sum runs while the first stages still drain
+    assert late.start_s < early.start_s
