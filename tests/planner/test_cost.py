@@ -17,7 +17,7 @@ from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable
 from planner.trace import chrome_trace
-from tests.planner.cases import fleet, model, request
+from tests.planner import cases
 
 BLOCK = LayerSpec(1000, 100, 900, 8, 80.0, 40.0)
 PARAMETERS = CostParameters(context_bytes=0.0, context_share=0.0, launch_exposure=1.0)
@@ -246,7 +246,7 @@ def test_calibration_with_exact_defaults_moves_nothing():
 
 
 def test_no_worker_updates_before_every_gradient_is_summed():
-    case = request(fleet(("A100", 2, 2)), 5, model(4))
+    case = cases.request(cases.fleet(("A100", 2, 2)), 5, cases.model(4))
     pipelines = tuple(
         Pipeline((Stage(0, 2, (f"a100-{i}/0",)), Stage(2, 2, (f"a100-{i}/1",))), 2 + i, 1) for i in range(2)
     )
