@@ -1,15 +1,14 @@
 """What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, and copies that
 peers have pushed here. Found by scanning its directories.
 
-Workers write their files themselves (see `recovery.snapshot`); the store reads them, copies them to disk when asked,
-takes in pushed copies and removes old ones. A file that is damaged, torn or gone is skipped and reported.
+Workers write their files themselves (see `recovery.snapshot`); the store reads them, takes in pushed copies and removes
+old ones. A file that is damaged, torn or gone is skipped and reported.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -119,25 +118,6 @@ class AgentStore:
 
     # keeping
 
-    def spill(self, step: int) -> int:
-        """Copy every host-memory snapshot of `step` to the disk; returns how many are there now. Blocks on the disk.
-
-        A copy counts once it is whole on the device under its final name. A full disk, or a snapshot that was
-        overwritten meanwhile, is logged and skipped.
-        """
-        spilled = 0
-        for kind, file in list(self._scan([])):
-            if kind != "memory" or file.commit.step != step:
-                continue
-            target = self._directories["disk"] / f"{_stem(file.map.worker, step, file.commit.generation)}.spill{SUFFIX}"
-            try:
-                if not target.exists():
-                    _copy_durably(file, target)
-                spilled += 1
-            except (OSError, SnapshotError) as error:
-                logger.warning("step %d of %s is not on the disk: %s", step, file.map.worker, error)
-        return spilled
-
     def accept(self, step: int, generation: int, file_map: FileMap) -> SnapshotFileWriter:
         """A file for shards that a peer pushes here: fill `buffer` at `map.extents`, `commit`, `close`.
 
@@ -202,7 +182,7 @@ class AgentStore:
         """
         removed = 0
         for kind, file in list(self._scan([])):
-            owned = file.map.worker in living and not _is_copy(file.path)
+            owned = file.map.worker in living and PUSHED not in file.path.name
             old = _age(file) < memory_before if kind == "memory" else file.commit.step < disk_before
             if old and not owned:
                 file.path.unlink(missing_ok=True)
@@ -265,28 +245,3 @@ def _is_committed(path: Path) -> bool:
     except SnapshotError:
         return False
     return True
-
-
-def _is_copy(path: Path) -> bool:
-    return ".spill." in path.name or PUSHED in path.name
-
-
-def _copy_durably(file: SnapshotFile, target: Path) -> None:
-    """Copy a snapshot file to `target`: temporary name, every shard checked, on the device, then renamed."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.copyfile(file.path, temporary)
-        with SnapshotFile(temporary) as copied:
-            if copied.commit != file.commit:
-                raise SnapshotError(str(file.path), "was overwritten while it was copied")
-            for shard in copied.shards:
-                copied.verify(shard, copied.view(shard))
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)

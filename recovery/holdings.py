@@ -85,38 +85,3 @@ def in_lineage(generation: int, step: int, first_step_by_generation: Mapping[int
     it restored.
     """
     return all(step <= start for later, start in first_step_by_generation.items() if later > generation)
-
-
-def disagreeing(holdings: Iterable[Holding]) -> dict[ShardId, tuple[Source, ...]]:
-    """Shards of which two holders of the same step recorded different checksums: replicas that have diverged. Durable storage
-    records another kind and is left out.
-    """
-    seen: dict[tuple[int, ShardId], dict[int, list[Source]]] = {}
-    for holding in (holding for holding in holdings if holding.source.kind != "s3"):
-        for shard, checksum in holding.checksums.items():
-            seen.setdefault((holding.step, shard), {}).setdefault(checksum, []).append(holding.source)
-    return {
-        shard: tuple(source for sources in by_checksum.values() for source in sources)
-        for (_, shard), by_checksum in seen.items()
-        if len(by_checksum) > 1
-    }
-
-
-def sole_node_shards(
-    shards: Collection[ShardId], holdings: Iterable[Holding], step: int
-) -> dict[str, frozenset[ShardId]]:
-    """By node, the shards that at `step` no other node holds: what must move before that node leaves.
-
-    A durable copy of the same step counts as another holder.
-    """
-    nodes_by_shard: dict[ShardId, set[str]] = {}
-    for holding in holdings:
-        if holding.step == step:
-            for shard in holding.shards:
-                nodes_by_shard.setdefault(shard, set()).add(holding.source.node)
-    sole: dict[str, set[ShardId]] = {}
-    for shard in shards:
-        nodes = nodes_by_shard.get(shard, set())
-        if len(nodes) == 1 and (node := next(iter(nodes))):
-            sole.setdefault(node, set()).add(shard)
-    return {node: frozenset(of_node) for node, of_node in sorted(sole.items())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -116,48 +115,6 @@ def test_a_flipped_bit_is_never_given_out(store: AgentStore, tmp_path: Path) -> 
         store.read(source("n0/0", 1), shard)
 
 
-def test_spill_copies_a_step_of_every_worker_to_disk(store: AgentStore, tmp_path: Path) -> None:
-    snapshots(tmp_path / "memory", "n0/0", 3, 4)
-    snapshots(tmp_path / "memory", "n0/1", 4)
-    assert store.spill(4) == 2
-    assert store.spill(4) == 2, "again: nothing to do"
-    shutil.rmtree(tmp_path / "memory")
-    assert {h.source for h in store.inventory()} == {source("n0/0", 4, "disk"), source("n0/1", 4, "disk")}
-    for worker in ("n0/0", "n0/1"):
-        for shard in CASE.layout.shards_by_worker[worker]:
-            assert bytes(store.read(source(worker, 4, "disk"), shard)) == content(shard, 4)
-
-
-def test_a_full_disk_is_reported_not_fatal(
-    store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    snapshots(tmp_path / "memory", "n0/0", 4)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with caplog.at_level(logging.WARNING):
-        assert store.spill(4) == 0
-    assert "step 4 of n0/0 is not on the disk" in caplog.text
-    assert list((tmp_path / "disk").iterdir()) == []
-
-
-def test_a_snapshot_that_is_overwritten_during_its_spill_does_not_count(
-    store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshots(tmp_path / "memory", "n0/0", 4)
-    copyfile = shutil.copyfile
-
-    def overtaken(old: Path, new: Path) -> None:
-        snapshots(tmp_path / "memory", "n0/0", 6)
-        copyfile(old, new)
-
-    monkeypatch.setattr(shutil, "copyfile", overtaken)
-    assert store.spill(4) == 0
-    assert list((tmp_path / "disk").iterdir()) == []
-
-
 def push(store: AgentStore, worker: str, step: int, generation: int = 1) -> None:
     """A copy of a worker's state, as a peer's server takes it in."""
     shards = sorted(CASE.layout.shards_by_worker["n0/0"])[:3]
@@ -175,8 +132,7 @@ def places(store: AgentStore) -> set[Source]:
 def test_prune_keeps_newer_steps_and_the_files_of_the_living(store: AgentStore, tmp_path: Path) -> None:
     snapshots(tmp_path / "memory", "n0/0", 3, 4)
     snapshots(tmp_path / "memory", "n0/1", 3, 4)
-    store.spill(3)
-    assert store.prune((1, 4), 4, living=frozenset({"n0/0"})) == 3
+    assert store.prune((1, 4), 4, living=frozenset({"n0/0"})) == 1
     assert places(store) == {source("n0/0", 3), source("n0/0", 4), source("n0/1", 4)}
 
 

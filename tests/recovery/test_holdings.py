@@ -8,11 +8,9 @@ from recovery.errors import NotRestorable
 from recovery.holdings import (
     Holding,
     Source,
-    disagreeing,
     in_lineage,
     require_restorable_step,
     restorable_step,
-    sole_node_shards,
 )
 from recovery.layout import ShardId
 
@@ -54,20 +52,3 @@ def test_what_is_missing_is_named() -> None:
 def test_lineage(generation: int, step: int, belongs: bool) -> None:
     """Generation 2 restored step 10, generation 3 step 14: what 1 wrote beyond 10 belongs to a history that was left."""
     assert in_lineage(generation, step, {1: 0, 2: 10, 3: 14}) is belongs
-
-
-def test_sole_holders_by_node() -> None:
-    holdings = [
-        held("worker", "n0", 4, A, B),
-        held("memory", "n0", 4, A),
-        held("memory", "n1", 4, B),
-        held("memory", "n2", 3, A),
-    ]
-    assert sole_node_shards([A, B, C], holdings, 4) == {"n0": frozenset({A})}
-    assert sole_node_shards([A], [*holdings, held("s3", "", 4, A)], 4) == {}
-
-
-def test_diverged_replicas_show() -> None:
-    same = [held("memory", "n0", 4, A, B, a=1, b=2), held("memory", "n1", 4, A, a=1), held("memory", "n1", 3, B, b=9)]
-    assert disagreeing(same) == {}
-    assert disagreeing([*same, held("disk", "n2", 4, B, b=3)]) == {B: (same[0].source, Source("disk", "n2", "n2/0", 4))}
