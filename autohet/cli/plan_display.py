@@ -5,8 +5,9 @@ A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -37,11 +38,13 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
         console.print(front_table(document["front"], fleet))
     elif "results" in document:
         results = document["results"]
-        console.print(comparison_table(results))
+        console.print(comparison_table(results, console.width))
         for result in results:
+            console.print(Text(f"\n{result['strategy']}", style="bold"))
             if result.get("plan"):
-                console.print(Text(f"\n{result['strategy']}", style="bold"))
                 _print_plan(console, result, fleet)
+            else:
+                console.print(Text(f"no plan: {result.get('reason', 'not feasible')}", style="red"))
     else:
         _print_answer(console, document, fleet)
 
@@ -60,23 +63,32 @@ def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
         console.print(Text(f"calibrated: {document['calibration']}", style="dim"))
 
 
-def comparison_table(results: Sequence[Document]) -> Table:
-    """One row a strategy; the ratio is to the best step time."""
+def _table(title: str) -> Table:
+    return Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+
+
+# Columns of a comparison, and the width of the terminal from which each is shown.
+_COLUMNS = (
+    ("strategy", 0), ("step", 0), ("ratio", 0), ("tok/s", 90), ("$/h", 0), ("$/Mtok", 90),
+    ("plan", 0), ("GPUs", 0), ("gap", 0), ("search", 0),
+)  # fmt: skip
+
+
+def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
+    """One row a strategy; the ratio is to the best step time. A narrow terminal gets fewer columns."""
     times = [r["predicted"]["step_time_s"] for r in results if r.get("predicted")]
     best = min(times, default=None)
-    table = Table(title="Plans compared, costed by one model")
-    for name, justify in (
-        ("strategy", "left"), ("step", "right"), ("ratio", "right"), ("tokens/s", "right"), ("$/h", "right"), ("$/M tokens", "right"),
-        ("pipelines", "left"), ("GPUs", "right"), ("gap", "right"), ("search", "right"),
-    ):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = _table("Plans compared, costed by one model")
+    shown = [(name, least <= width) for name, least in _COLUMNS]
+    for name in (name for name, is_shown in shown if is_shown):
+        justify: Literal["left", "right"] = "left" if name in ("strategy", "plan") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     for result in results:
-        if not result.get("predicted"):
-            table.add_row(
-                result["strategy"], Text("no plan", style="red"), "", "", "", "", str(result.get("reason", ""))[:60]
-            )
-            continue
-        table.add_row(*_comparison_row(result, best or 1.0))
+        if result.get("predicted"):
+            cells = _comparison_row(result, best or 1.0)
+            table.add_row(*(cell for cell, (_, is_shown) in zip(cells, shown, strict=True) if is_shown))
+        else:
+            table.add_row(result["strategy"], Text("no plan", style="red"))
     return table
 
 
@@ -101,8 +113,8 @@ def _comparison_row(result: Document, best: float) -> list[Text | str]:
 
 def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
     """The Pareto front, fastest first."""
-    table = Table(title="Pareto front: no other plan is both faster and cheaper")
-    for name in ("step", "tokens/s", "$/h", "$/M tokens", "GPUs in use", "pipelines", "TP"):
+    table = Table(title="Pareto front: no other plan is both faster and cheaper", box=SIMPLE_HEAD)
+    for name in ("step", "tok/s", "$/h", "$/Mtok", "GPUs in use", "plan", "TP"):
         table.add_column(name, justify="right" if name != "GPUs in use" else "left")
     for member in front:
         plan, predicted = Plan.from_document(member["plan"]), member["predicted"]
@@ -199,10 +211,10 @@ def _legend(plan: Plan, fleet: Fleet, colours: Mapping[str, tuple[str, str]]) ->
 
 
 def shape_of(plan: Plan) -> str:
-    """Number of pipelines and their depths, such as `4 of 1-3 stages`."""
+    """Number of pipelines and their depths, such as `4 x 1-3`."""
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
     span = str(depths[0]) if len(depths) == 1 else f"{depths[0]}-{depths[-1]}"
-    return f"{len(plan.pipelines)} of {span} stage{'s' if depths[-1] > 1 else ''}"
+    return f"{len(plan.pipelines)} x {span}"
 
 
 def seconds(value: float) -> str:
