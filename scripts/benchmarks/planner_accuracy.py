@@ -24,7 +24,8 @@ def main() -> None:
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     for row in document["rows"]:
-        print("reached" if row["reached"] else "NOT reached" if row["reached"] is False else "skipped", "|", row["on"])
+        verdict = {True: "reached", False: "NOT reached", None: "skipped" if "skipped" in row else "no limit"}
+        print(verdict[row["reached"]], "|", row["on"])
         print("   ", {k: v for k, v in row.items() if k not in ("on", "reached", "parts", "errors")})
 
 
