@@ -1,18 +1,25 @@
 """Step time against price: the Pareto front over numbers of nodes, and the cheapest plan per token."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
+from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
 from planner.strategies.fasop import fleets_up_to, narrowed
 from planner.strategies.request import Answer, Request
 
 Search = Callable[[Request], Answer]
+SHARE = 4.0  # of an equal share of the time left: most searches end well before their limit
+MIN_SEARCH_S = 0.2
 
 
 def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> list[Answer]:
     """Plans of which none is both faster and cheaper an hour than another, fastest first. ConfigError where a node
     has no price.
+
+    Under a time limit the fleets are visited so that those seen at any moment lie all over the range, the whole fleet first, and each
+    search has its share of the time that is left.
     """
     for node in request.fleet.nodes:
         if node.node_type.usd_per_hour is None:
@@ -21,17 +28,37 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
             )
     begin = request.clock()
     answers: list[Answer] = []
-    for fleet in fleets_up_to(request.fleet, most_fleets):
+    fleets = spread(list(fleets_up_to(request.fleet, most_fleets)))
+    for index, fleet in enumerate(fleets):
+        left_s = request.time_limit_s - (request.clock() - begin)
+        if left_s <= 0 and answers:
+            break
         price = sum(node.node_type.usd_per_hour or 0.0 for node in fleet.nodes)
         if request.max_usd_per_hour is not None and price > request.max_usd_per_hour:
             continue
         try:
-            answers.append(search(dataclasses.replace(narrowed(request, fleet), objective="time")))
+            share_s = max(MIN_SEARCH_S, SHARE * left_s / (len(fleets) - index))
+            answers.append(
+                search(
+                    dataclasses.replace(narrowed(request, fleet), objective="time", time_limit_s=min(left_s, share_s))
+                )
+            )
         except InfeasibleError:
             continue
-        if request.clock() - begin > request.time_limit_s:
-            break
     return undominated(answers)
+
+
+def spread(fleets: list[Fleet]) -> list[Fleet]:
+    """The last (the whole fleet) first, then the others in steps of about the golden section of their number: any first few of
+    them are spread over the order that they came in.
+    """
+    if len(fleets) < 3:
+        return fleets[::-1]
+    others, whole = fleets[:-1], fleets[-1]
+    step = round(len(others) * 0.618)
+    while math.gcd(step, len(others)) != 1:
+        step += 1
+    return [whole, *(others[(i + 1) * step % len(others)] for i in range(len(others)))]
 
 
 def undominated(answers: list[Answer]) -> list[Answer]:
