@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 POISON_TAG = 1 << 30
 STORE_POLL_S = 0.01
+BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
 
 
@@ -176,8 +178,7 @@ class GenerationGroups:
             time.sleep(STORE_POLL_S)
 
     def _gather(self, name: str, size: int) -> None:
-        """Wait until all members are about to build a group. Its constructor waits for them too, but cannot be woken: a member that was
-        lost since the rendezvous would hold the others there until the constructor's own deadline."""
+        """Wait until all members are about to build a group, so that hardly ever somebody is left in a constructor (see `_build`)."""
         complete = f"complete/{name}"
         if self._store.add(f"arrived/{name}", 1) == size:
             self._store.set(complete, "1")
@@ -195,7 +196,7 @@ class GenerationGroups:
         if len(key[1]) > 1:
             self._gather(name, len(key[1]))
         try:
-            made = Group(name, key[1], self.me, self._store, self.device, self.timeout_s)
+            made = self._build(name, key[1])
         except RuntimeError as error:
             self.check()
             raise PeerLost(f"building {name}: {str(error).splitlines()[0][:300]}") from None
@@ -204,6 +205,22 @@ class GenerationGroups:
         if self._interrupted.is_set():
             made.interrupt()
         return made
+
+    def _build(self, name: str, members: tuple[str, ...]) -> Group:
+        """Make a group, in a thread: a member that is lost after the gathering leaves the others in the constructor, which nothing wakes.
+        After an interrupt that thread is left to end at the constructor's own deadline, and what it makes is dropped."""
+        made: Future[Group] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(Group(name, members, self.me, self._store, self.device, self.timeout_s))
+            except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+                made.set_exception(error)
+
+        threading.Thread(target=run, name=f"building {name}", daemon=True).start()
+        while not wait([made], BUILD_POLL_S).done:
+            self.check()
+        return made.result()
 
     def interrupt(self) -> None:
         """Wake this worker out of every group; any thread."""

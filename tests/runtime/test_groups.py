@@ -114,6 +114,22 @@ def test_an_interrupt_ends_the_building_of_a_group_that_a_peer_never_joins(store
     assert isinstance(raised[0], Interrupted)
 
 
+def test_an_interrupt_ends_the_building_of_a_group_whose_other_member_dies_in_it(store: TCPStore) -> None:
+    """Both were about to build; then the peer was gone, and this one waits inside gloo's constructor for its address."""
+    groups = GenerationGroups(store, 1, "a", CPU, timeout_s=15.0, rendezvous_s=60.0)
+    other = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+    GenerationGroups(other, 1, "b", CPU, timeout_s=15.0, rendezvous_s=60.0)._store.add("arrived/any/2/a+b", 1)
+    started = time.monotonic()
+    thread, raised = in_thread(lambda: groups.group(["a", "b"]))
+    while not any(each.name.startswith("building") for each in threading.enumerate()):
+        assert time.monotonic() - started < 10, "the constructor was never entered"
+        time.sleep(0.01)
+    groups.interrupt()
+    thread.join(10)
+    assert not thread.is_alive(), "still building"
+    assert isinstance(raised[0], Interrupted)
+
+
 def test_a_group_that_a_peer_never_joins_has_a_deadline(store: TCPStore) -> None:
     groups = GenerationGroups(store, 1, "a", CPU, timeout_s=0.05, rendezvous_s=60.0)
     with pytest.raises(PeerLost, match="any/2/a\\+b"):
