@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -196,6 +196,35 @@ class Replicator:
         limit = self._limits.setdefault(duties.max_bytes_per_s, BandwidthLimit(duties.max_bytes_per_s))
         with ShardClient(endpoint.host, endpoint.port, self._token, duties.timeout_s) as client:
             client.push(source, tensors, views, checksums=crcs, limit=limit, superseded=opened.complete)
+
+
+def hand_over(
+    store: AgentStore,
+    parts: Sequence[tuple[Source, Sequence[ShardId]]],
+    peers: Sequence[Endpoint],
+    token: str,
+    timeout_s: float,
+) -> int:
+    """Push these shards of this node's snapshots to other nodes, at full speed; blocks; returns the bytes that went.
+
+    Each part goes to the first of `peers` that takes it, beginning with another one each time. What nobody takes is
+    logged and stays where it is.
+    """
+    sent = 0
+    for number, (source, shards) in enumerate(parts):
+        for endpoint in [*peers[number % len(peers) :], *peers[: number % len(peers)]] if peers else []:
+            try:
+                files = {shard: store.file_of(source, shard) for shard in shards}
+                views = {shard: file.view(shard) for shard, file in files.items()}
+                tensors = {shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()}
+                crcs = [file.checksum(shard) for shard, file in files.items()]
+                with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
+                    client.push(source, tensors, views, checksums=crcs)
+                sent += sum(len(view) for view in views.values())
+                break
+            except RecoveryError as error:
+                logger.warning("%s is not handed over to %s: %s", source, endpoint.node, error)
+    return sent
 
 
 def _path(directory: Path, worker: str, kind: str) -> Path:

@@ -8,6 +8,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import Any
 
 import ray
 
-from autohet.driver.upkeep import Prune
+from autohet.driver.upkeep import Part, Prune
 from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
 from autohet.runtime.messages import AgentEndpoint
 from recovery.agent_store import AgentStore
-from recovery.replication import Replicator, withdraw_others
+from recovery.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.shard_server import ShardServer
 
 logger = logging.getLogger("autohet.agent")
@@ -78,6 +79,11 @@ class AgentActor:
     def refuse_copies(self) -> tuple[int, int] | None:
         """The node is to leave: take no more copies of others' state; the age of the newest one that is here."""
         return self._store.refuse_copies()
+
+    def hand_over(self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float) -> int:
+        """Push these shards, kept here alone, to other nodes' agents before this node leaves; blocks; the bytes that went."""
+        endpoints = [Endpoint(peer.node, peer.host, peer.port) for peer in peers]
+        return hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
 
     def prune(self, what: Prune) -> int:
         """Remove what newer state has made useless; returns how many files."""

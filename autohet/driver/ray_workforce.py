@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +16,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver import ray_cluster
 from autohet.driver.agent_actor import AgentActor, AgentReport
+from autohet.driver.agent_errands import AgentErrands
 from autohet.driver.durable import Durable
 from autohet.driver.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.polling import Poller
 from autohet.driver.ray_cluster import RayNode
 from autohet.driver.rendezvous import Rendezvous
-from autohet.driver.upkeep import Farewell, Upkeep
 from autohet.driver.worker_actor import WorkerActor
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
@@ -88,8 +87,7 @@ class RayWorkforce:
         self._observed_at = 0.0
         self._drains: dict[str, float | None] = {}
         self._agent_starts: Counter[str] = Counter()
-        self._upkeep = Upkeep()
-        self._refusals: dict[Any, str] = {}
+        self._errands = AgentErrands(self.timeouts)
 
     # observing -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +106,7 @@ class RayWorkforce:
         reports = {
             w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
         }
-        self._keep_up(reports, now)
+        self._run_errands(reports, now)
         new = {report.worker for report in fresh}
         reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
@@ -174,7 +172,7 @@ class RayWorkforce:
         """The node is gone: its workers are lost, its agent and its notices with it."""
         seat = self._seats.pop(name)
         self._agents.remove(name)
-        self._upkeep.leaving.pop(name, None)
+        self._errands.forget(name)
         for worker in seat.view.workers:
             if worker in self._workers:
                 self._lose(worker, reason, now)
@@ -254,27 +252,19 @@ class RayWorkforce:
     def _ready_inventories(self) -> Mapping[str, Any] | None:
         return self._inventories if self._inventories is not None and not self._asked and self.durable.fresh() else None
 
-    # upkeep ----------------------------------------------------------------------------------------------------------
-
-    def _keep_up(self, reports: Mapping[str, WorkerReport], now: float) -> None:
-        """Let agents forget what nobody needs any more, and leaving nodes go once that is all they hold."""
+    def _run_errands(self, reports: Mapping[str, WorkerReport], now: float) -> None:
+        agents = {name: seat.agent for name, seat in self._seats.items()}
+        views = {name: self._view(seat) for name, seat in self._seats.items()}
+        endpoints = {name: view.endpoint for name, view in views.items() if view.endpoint is not None}
         durable_step = self.durable.state().step
-        prune = self._upkeep.prune(reports, durable_step)
-        if prune is not None:
-            for seat in self._seats.values():
-                seat.agent.prune.remote(prune)
-        ready, _ = (
-            ray.wait(list(self._refusals), num_returns=len(self._refusals), timeout=0) if self._refusals else ([], [])
-        )
-        for ref in ready:
-            farewell = self._upkeep.leaving.get(self._refusals.pop(ref))
-            if farewell is not None:
-                with suppress(ray.exceptions.RayError):
-                    farewell.newest_copy, farewell.told = ray.get(ref, timeout=5), True
-        for name in self._upkeep.unneeded(reports, durable_step, now):
-            del self._upkeep.leaving[name]
+        for name in self._errands.run(agents, endpoints, self._notices, reports, durable_step, now):
             if name in self._seats:
                 ray.kill(self._seats[name].agent)
+
+    @property
+    def handing_over(self) -> bool:
+        """Whether a leaving node's agent is bringing away what it alone keeps."""
+        return self._errands.handing_over
 
     # acting ----------------------------------------------------------------------------------------------------------
 
@@ -315,7 +305,7 @@ class RayWorkforce:
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories = None
-        self._upkeep.begin(orders)
+        self._errands.upkeep.begin(orders)
         for worker, order in orders.items():
             self._workers[worker].begin.remote(order)
 
@@ -342,10 +332,8 @@ class RayWorkforce:
         if seat is None or seat.released:
             return
         seat.released = True
-        notice, now = self._notices.get(node), self.clock()
-        until = now + self.timeouts.checkpoint_s if notice is None or notice.deadline is None else notice.deadline
-        self._upkeep.leaving[node] = Farewell(self._upkeep.generation, until)
-        self._refusals[seat.agent.refuse_copies.remote()] = node
+        notice = self._notices.get(node)
+        self._errands.release(node, seat.agent, None if notice is None else notice.deadline, self.clock())
 
     def next_generation_store(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.address

@@ -5,12 +5,16 @@ An age is a (generation, step): state of a younger age is newer, and belongs to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autohet.runtime.messages import GenerationOrder, WorkerReport
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
+from recovery.holdings import Holding, Source, in_lineage, restorable_step
+from recovery.layout import ShardId
 
 Age = tuple[int, int]
+Part = tuple[Source, tuple[ShardId, ...]]
+MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
 
 
 def settled_age(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> Age | None:
@@ -60,10 +64,13 @@ class Upkeep:
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
     leaving: dict[str, Farewell] = field(default_factory=dict)
+    _first_steps: dict[int, int] = field(default_factory=dict)
     _pruned: tuple[int, int | None] | None = None
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self.orders = dict(orders)
+        for order in orders.values():
+            self._first_steps[order.generation] = order.start_step
 
     @property
     def generation(self) -> int:
@@ -77,6 +84,37 @@ class Upkeep:
             return None
         self._pruned = state
         return Prune(age, durable_step or 0, frozenset(next(iter(self.orders.values())).plan.workers))
+
+    def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
+        """Whether nobody trains or rebuilds, and some member's live state is gone: state is where agents keep it."""
+        if not self.orders:
+            return False
+        order = next(iter(self.orders.values()))
+        found = [reports.get(worker) for worker in order.plan.workers]
+        if any(report is not None and report.phase in MOVING for report in found):
+            return False
+        return any(report is None or report.live_generation != order.generation for report in found)
+
+    def precious(self, holdings: Iterable[Holding], leaving: Collection[str]) -> dict[str, tuple[Part, ...]]:
+        """By leaving node, what of the newest whole step only leaving nodes keep: each shard once, from one source."""
+        if not self.orders:
+            return {}
+        shards = next(iter(self.orders.values())).layout.shards
+        known = [h for h in holdings if in_lineage(h.source.generation, h.step, self._first_steps)]
+        step = restorable_step(shards, known)
+        holders: dict[ShardId, list[Source]] = {}
+        for holding in known:
+            for shard in holding.shards if holding.step == step else ():
+                holders.setdefault(shard, []).append(holding.source)
+        parts: dict[Source, list[ShardId]] = {}
+        for shard in sorted(shards & holders.keys()):
+            if all(source.node in leaving for source in holders[shard]):
+                first = min(holders[shard], key=lambda source: (source.kind != "memory", source))
+                parts.setdefault(first, []).append(shard)
+        found: dict[str, tuple[Part, ...]] = {}
+        for source, of_source in sorted(parts.items()):
+            found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
+        return found
 
     def unneeded(self, reports: Mapping[str, WorkerReport], durable_step: int | None, now: float) -> list[str]:
         """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has lasted too long."""

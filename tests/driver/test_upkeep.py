@@ -5,7 +5,8 @@ from dataclasses import replace
 from autohet.driver.upkeep import Farewell, Upkeep, settled_age
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from planner.plan import Pipeline, Plan, Stage
-from recovery.layout import Layout
+from recovery.holdings import Holding, Source
+from recovery.layout import Layout, ShardId, TensorSpec
 
 PLAN = Plan("tiny", 4, 1, 16, (Pipeline((Stage(0, 1, ("a/0",)), Stage(1, 1, ("b/0",))), 4, 1),))
 
@@ -88,3 +89,40 @@ def test_a_leaving_node_goes_when_a_durable_step_covers_it_or_its_time_has_come(
 
 def test_before_its_agent_has_answered_nothing_is_known_of_its_copies():
     assert leaving(told=False).unneeded(reports((13, 12), (13, 12)), 50, 1.0) == []
+
+
+W, B = ShardId("param/w", 0), ShardId("param/b", 0)
+SPECS = {shard.tensor: TensorSpec(shard.tensor, (4,), "float32") for shard in (W, B)}
+
+
+def kept(node, name, step, *shards, generation=2, kind="memory"):
+    return Holding(Source(kind, node, name, step, generation), frozenset(shards))
+
+
+def test_state_is_stranded_when_a_member_has_lost_its_own_and_nobody_trains():
+    upkeep = Upkeep()
+    upkeep.begin(orders())
+    halted = {w: replace(r, phase=Phase.HALTED) for w, r in reports((12, 11), (12, 11)).items()}
+    assert not Upkeep().stranded({})
+    assert not upkeep.stranded(halted), "live state is everywhere: a restore brings it away"
+    assert upkeep.stranded({"a/0": halted["a/0"]})
+    assert upkeep.stranded(halted | {"b/0": WorkerReport("b/0", 2, 0, Phase.IDLE, 0, None)}), "hired again, empty"
+    assert not upkeep.stranded({"a/0": replace(halted["a/0"], phase=Phase.RESTORING)})
+
+
+def test_what_only_leaving_nodes_keep_of_the_newest_whole_step_is_precious():
+    upkeep = Upkeep()
+    changed = {w: replace(o, layout=Layout(SPECS, {})) for w, o in orders().items()}
+    upkeep.begin(changed)
+    holdings = [
+        kept("a", "a/0", 12, W),
+        kept("a", "a/0", 11, W),
+        kept("b", "a/0", 11, W),
+        kept("c", "b/0", 11, B),
+        kept("c", "b/0", 11, B, kind="disk"),
+        kept("d", "x/0", 14, W, B, generation=1),
+    ]
+    assert upkeep.precious(holdings, {"c"}) == {"c": ((Source("memory", "c", "b/0", 11, 2), (B,)),)}
+    assert upkeep.precious(holdings, {"a"}) == {}, "12 is not whole, and 11 is on b, too"
+    assert set(upkeep.precious(holdings, {"a", "b", "c"})) == {"a", "c"}, "each shard once"
+    assert upkeep.precious([], {"c"}) == {}

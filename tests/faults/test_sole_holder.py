@@ -13,6 +13,7 @@ import pytest
 from autohet.driver.emulation import EmulatedFleet
 from autohet.driver.observation import Notice, Observation
 from autohet.driver.run import JobRun
+from autohet.driver.states import Waiting
 from autohet.runtime.job import Job
 from tests.harness.local_fleet import (
     Interference,
@@ -38,7 +39,7 @@ def fleet() -> Iterator[EmulatedFleet]:
         yield running
 
 
-def one_pipeline(fleet: EmulatedFleet, directory: Path) -> tuple[Job, list[str]]:
+def one_pipeline(fleet: EmulatedFleet, directory: Path, min_workers: int = 1) -> tuple[Job, list[str]]:
     """A job whose first plan is three stages on three nodes, with one durable checkpoint at its end; and its nodes."""
     nodes = sorted(fleet.nodes)[:3]
     stages = [
@@ -51,7 +52,13 @@ def one_pipeline(fleet: EmulatedFleet, directory: Path) -> tuple[Job, list[str]]
     }  # fmt: skip
     (directory / "plan.json").write_text(json.dumps(plan))
     wishes = {"plan": str(directory / "plan.json"), "min_pipelines": 1}
-    job = make_job(directory, training={"steps": 5000}, checkpoint={"every_steps": 4000}, parallelism=wishes)
+    job = make_job(
+        directory,
+        training={"steps": 5000},
+        checkpoint={"every_steps": 4000},
+        elastic={"min_workers": min_workers},
+        parallelism=wishes,
+    )
     return job, nodes
 
 
@@ -148,3 +155,43 @@ def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_p
     assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0, log
     assert max(files) <= 3 * (4 + 2 * 3), "three workers' own files, and copies of three rounds on two nodes each"
     assert not memory_directory(tmp_path).exists() or not list(memory_directory(tmp_path).rglob("*.snapshot"))
+
+
+def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
+    fleet: EmulatedFleet, tmp_path: Path
+) -> None:
+    """The middle node is killed and the job waits for another; a second node, with half of the copies, has notice and goes."""
+    adjust(fleet, big=1, small=2)
+    job, nodes = one_pipeline(fleet, tmp_path, min_workers=3)
+    stays, killed, leaves = nodes
+    copies_at = memory_directory(tmp_path)
+
+    def waits(run: JobRun, seen: Observation) -> bool:
+        return isinstance(run.controller.state, Waiting) and killed not in seen.nodes
+
+    def warn(run: JobRun, seen: Observation) -> None:
+        run.workforce.scripted_notices[leaves] = Notice(leaves, "the test", seen.now, seen.now + 60)
+
+    def replace_both(run: JobRun, seen: Observation) -> None:
+        for _ in range(2):
+            fleet.add("small")
+
+    def handed_over(run: JobRun, seen: Observation) -> bool:
+        owners = {path.name.split(".")[0] for path in copies_at.rglob(f"{stays}-*/*pushed*.snapshot")}
+        return owners == {f"{killed}%2F0", f"{leaves}%2F0"} and not run.workforce.handing_over
+
+    events = Interference()
+    events.when(replicated(10), lambda run, seen: fleet.kill(killed))
+    events.when(waits, warn)
+    events.when(lambda run, seen: run.workforce.handing_over, lambda run, seen: None)
+    events.when(handed_over, lambda run, seen: fleet.kill(leaves))
+    events.when(lambda run, seen: leaves not in seen.nodes, replace_both)
+    events.when(in_generation(2), lambda run, seen: None)
+    events.when(trains_a_while(workers=3), stop)
+    outcome, log = run_job(job, fleet, tmp_path, events)
+    (change,) = outcome.summary["reconfigurations"]
+    print(f"{change['steps_lost']} steps lost, {change['bytes_by_tier']}")
+    assert change["bytes_by_tier"]["s3"] == 0, log
+    assert change["step"] > 0
+    assert change["steps_lost"] <= 20
+    assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3

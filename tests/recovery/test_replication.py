@@ -19,6 +19,7 @@ from recovery.replication import (
     Pushed,
     Replicator,
     Round,
+    hand_over,
     read_pushed,
     withdraw,
     write_duties,
@@ -146,3 +147,21 @@ def test_what_is_withdrawn_is_not_pushed(nodes: list[Node], writer: SnapshotWrit
     assert replicate(nodes, writer, 1).error is None
     withdraw(nodes[0].memory, WORKER)
     assert {path.suffix for path in nodes[0].memory.iterdir()} == {".snapshot"}
+
+
+def test_handing_over_spreads_parts_and_passes_over_peers_that_are_gone(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
+    writer.start(4, state_of(CASE.layout, WORKER, 4))
+    writer.wait(20)
+    half, source = len(SHARDS) // 2, Source("memory", "n0", WORKER, 4, 1)
+    parts = [(source, SHARDS[:half]), (source, SHARDS[half:])]
+    endpoints = [nodes[1].endpoint, nodes[2].endpoint]
+    assert hand_over(nodes[0].store, parts, endpoints, TOKEN, 10) == CASE.layout.bytes_of(WORKER)
+    assert (nodes[1].has(4), nodes[2].has(4)) == (frozenset(SHARDS[:half]), frozenset(SHARDS[half:]))
+    nodes[1].server.close()
+    hand_over(nodes[0].store, parts, endpoints, TOKEN, 10)
+    assert nodes[2].has(4) == frozenset(SHARDS)
+    gone = Source("memory", "n0", WORKER, 3, 1)
+    assert hand_over(nodes[0].store, [(gone, SHARDS)], endpoints, TOKEN, 10) == 0
+    assert hand_over(nodes[0].store, parts, [], TOKEN, 10) == 0
