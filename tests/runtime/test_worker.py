@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from autohet.driver.demo import reference_losses
@@ -12,8 +13,11 @@ from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
+from recovery.agent_store import AgentStore
 from recovery.holdings import Holding, Source
 from recovery.schedule import schedule
+from recovery.snapshot import SnapshotWriter
+from recovery.snapshot_file import SnapshotFile
 
 ME = "node/0"
 DEADLINE_S = 60
@@ -113,3 +117,26 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
     assert [(generation, step) for generation, step, _ in receipts] == [(2, 3)]
     assert report.restore is not None
     assert sum(report.restore.bytes_by_tier.values()) == 0
+
+
+def test_a_restore_that_fails_tells_which_copies_were_bad(worker, job, store, tmp_path):
+    layout = order(job, store, 1, 0).layout
+    state = {name: torch.ones(layout.tensors[name].shape) for name in layout.units_of(ME)}
+    writer = SnapshotWriter(tmp_path / "memory", ME, layout, 1)
+    writer.start(2, state)
+    writer.close()
+    (kept,) = AgentStore(tmp_path / "memory", tmp_path / "disk", "node").inventory()
+    shard = min(layout.shards_by_worker[ME])
+    (path,) = [p for p in (tmp_path / "memory").glob("*.snapshot") if p.name.endswith("0.snapshot")]
+    with SnapshotFile(path) as file, open(path, "r+b") as raw:
+        raw.seek(file.map.extents[shard].offset)
+        raw.write(b"\xff\xfe\xfd\xfc")
+    worker.begin(order(job, store, 2, 2, schedule(layout, {ME: "node"}, [kept], 2)))
+    until = time.monotonic() + DEADLINE_S
+    while (report := worker.report()).phase is not Phase.FAILED:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert report.broken.step == 2
+    assert report.broken.bad == ((kept.source, shard),)
+    assert report.broken.arrived == layout.shards_by_worker[ME] - {shard}
+    assert "cannot restore its state" in report.error

@@ -1,0 +1,153 @@
+"""What a worker keeps of its state beyond its own memory: snapshots, rounds with its agent, and what stays of older generations."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autohet.runtime.job import Job
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerPlace
+from autohet.runtime.preservation import Preservation
+from planner.plan import Pipeline, Plan, Stage
+from recovery.agent_store import AgentStore
+from recovery.duties import Duty
+from recovery.layout import Layout, TensorSpec
+from recovery.replication import Replicator
+from recovery.rounds import Standing
+from recovery.shard_server import ShardServer
+
+ME, SPEC = "a/0", TensorSpec("param/w", (64,), "float32")
+LAYOUT = Layout({SPEC.name: SPEC}, {ME: frozenset(SPEC.shards)})
+PLAN = Plan("one", 4, 2, 16, (Pipeline((Stage(0, 1, (ME,)),), 2, 2),))
+
+
+@pytest.fixture
+def peer(tmp_path):
+    store = AgentStore(tmp_path / "b" / "memory", tmp_path / "b" / "disk", "b")
+    with ShardServer(store, "token", host="127.0.0.1") as server:
+        yield AgentEndpoint("b", "127.0.0.1", server.port, "token"), store
+    store.close()
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """This node's agent, as far as it copies."""
+    store = AgentStore(tmp_path / "memory", tmp_path / "disk", "a")
+    replicator = Replicator(store, tmp_path / "memory", "token")
+    yield store
+    replicator.close()
+    store.close()
+
+
+@pytest.fixture
+def preservation(tmp_path):
+    job = Job.from_document(
+        {
+            "name": "one",
+            "model": {"config": {"model_type": "llama"}},
+            "training": {"global_batch_sequences": 4, "sequence_length": 16, "steps": 3},
+            "data": {"source": "unused"},
+            "checkpoint": {"storage": str(tmp_path / "checkpoints"), "every_steps": 100},
+        }
+    )
+    found = Preservation(WorkerPlace(ME, "a", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job)
+    yield found
+    found.close()
+
+
+def order(peer, generation=1, start_step=0):
+    duty = Duty(ME, SPEC.shards, ("b",))
+    return GenerationOrder(
+        generation, PLAN, LAYOUT, start_step, 100, "here", 1, PLAN.workers, None, {"b": peer}, frozenset(),
+        duties=(duty,), replicates=True,
+    )  # fmt: skip
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def keep(preservation, step):
+    """One step's snapshot, waited for."""
+    preservation.keep(step, {SPEC.name: torch.full((64,), float(step))}, durable=False)
+    until(lambda: preservation.snapshot_step == step)
+
+
+def begin(preservation, what):
+    preservation.begin(what)
+    until(lambda: preservation._snapshots.ready)
+
+
+def round_of(preservation, step):
+    """A round that this worker and its agent end."""
+    keep(preservation, step)
+    until(lambda: preservation.standing() == Standing())
+    preservation.settle(pending=False, failed=False)
+    assert preservation.replicated_step == step
+
+
+def steps(store):
+    return {(holding.source.generation, holding.step) for holding in store.inventory()}
+
+
+def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, agent, peer):
+    endpoint, there = peer
+    begin(preservation, order(endpoint))
+    assert preservation.standing() == Standing(), "no round is open"
+    round_of(preservation, 1)
+    assert steps(there) == {(1, 1)}
+    keep(preservation, 2)
+    preservation.settle(pending=True, failed=False)  # somebody else is not done
+    for step in (3, 4, 5, 6):
+        keep(preservation, step)
+    assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, "the complete one, the open one, the two newest"
+    assert preservation.replicated_step == 1
+
+
+def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):
+    begin(preservation, order(peer[0]))
+    for step in (1, 2, 3):
+        keep(preservation, step)
+        assert preservation.standing() == Standing(pending=True)
+        preservation.settle(pending=True, failed=False)
+    assert preservation.replicated_step is None
+
+
+def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(preservation, agent, peer):
+    begin(preservation, order(replace(peer[0], port=1)))
+    keep(preservation, 1)
+    until(lambda: preservation.standing() == Standing(failed=True))
+    preservation.settle(pending=False, failed=True)
+    keep(preservation, 2)
+    assert preservation._rounds.open == 2
+
+
+def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_its_own(preservation, agent, peer):
+    begin(preservation, order(peer[0]))
+    round_of(preservation, 1)
+    for step in range(2, 8):
+        keep(preservation, step)
+        preservation.settle(pending=True, failed=False)
+    begin(preservation, order(peer[0], 2, start_step=7))
+    assert steps(agent) == {(1, 1), (1, 6), (1, 7)}
+    keep(preservation, 8)
+    keep(preservation, 9)
+    assert {(1, 1), (2, 8), (2, 9)} <= steps(agent)
+    until(lambda: preservation.standing() == Standing())
+    preservation.settle(pending=False, failed=False)
+    keep(preservation, 10)
+    until(lambda: all(generation == 2 for generation, _ in steps(agent)))
+    assert (2, 8) in steps(peer[1])
+
+
+def test_a_run_that_goes_back_forgets_the_rounds_it_has_left(preservation, agent, peer):
+    begin(preservation, order(peer[0]))
+    for step in (1, 2, 3, 4):
+        round_of(preservation, step)
+    begin(preservation, order(peer[0], 2, start_step=2))
+    assert preservation._complete is None
+    assert {step for generation, step in steps(agent) if generation == 1} <= {1, 2}
