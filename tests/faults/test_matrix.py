@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.conftest import Scene
 from tests.faults.fault_matrix import COVERING, MATRIX
 from tests.harness.driver_life import DriverLife, state_of
-from tests.harness.exact_job import EVERY, STEPS, Reference, differing_shards, exact_job, train_alone
+from tests.harness.exact_job import EVERY, STEPS, Reference, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
-from tests.harness.remote_process import server_address
-from tests.harness.struck_run import Strike, StruckRun
+from tests.harness.struck_run import VICTIMS, Result, Strike, StruckRun, losses_by_step
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 30.0
 FREEZE_S = 3.0  # longer than the heartbeat's time-out
 
 
-@dataclass(frozen=True)
-class Scene:
-    """Where runs take place: what they share, and what an undisturbed one gives."""
-
-    shared: Path
-    reference: Reference
-
-
-@pytest.fixture(scope="session")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    shared, alone = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("alone")
-    server_address()
-    return Scene(shared, train_alone(alone, shared))
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """Host memory for this test's snapshots."""
-    path = Path("/dev/shm") / f"autohet-faults-{os.getpid()}-{tmp_path.name}"
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+def check_outcome(directory: Path, reference: Reference, events: list[dict[str, Any]]) -> None:
+    """Every loss, and every bit of the committed state, as in the undisturbed run."""
+    assert losses_by_step(events) == list(reference.losses)
+    assert differing_shards(str(directory / "checkpoints"), STEPS, reference) == []
 
 
 def cells() -> list[Any]:
@@ -69,7 +48,8 @@ def _fleet_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> N
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
     assert result.ok, result.reason
     assert result.complaints == []
-    check_outcome(tmp_path, scene.reference, result.summary)
+    check_outcome(tmp_path, scene.reference, result.events)
+    check_survivors(strike, result)
     changes = result.summary["reconfigurations"]
     assert changes or result.struck_at_step >= STEPS - 1, "nothing was done about it"
     assert result.summary["steps_lost"] == 0, changes
@@ -89,7 +69,7 @@ def _driver_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> 
     last = lives[-1].result
     assert last["ok"], last["reason"]
     assert not any(life.result["complaints"] for life in lives if life.result_is_there)
-    check_outcome(tmp_path, scene.reference, last["summary"])
+    check_outcome(tmp_path, scene.reference, [event for life in lives for event in life.events])
     restores = [event for event in lives[-1].events if event["kind"] == "restore"]
     assert sum(event["bytes_by_tier"]["s3"] for event in restores) == 0, restores
     assert last["summary"]["steps_lost"] == 0
@@ -119,8 +99,9 @@ def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_pat
         assert begun > 0
 
 
-def check_outcome(directory: Path, reference: Reference, summary: dict[str, Any]) -> None:
-    """Every loss, and every bit of the committed state, as in the undisturbed run."""
-    first = summary["first_step"]
-    assert summary["losses"] == list(reference.losses[first:])
-    assert differing_shards(str(directory / "checkpoints"), STEPS, reference) == []
+def check_survivors(strike: Strike, result: Result) -> None:
+    """Whoever was not struck kept its process through all of it."""
+    struck = {victim.split("/")[0] for victim in VICTIMS[strike.scope]} | {(strike.before or " ").split(" ")[1]}
+    again = [name for name, starts in result.starts.items() if starts > 1]
+    assert {name.split("-")[1].split("/")[0] for name in again} <= struck, again
+    assert not [e for e in result.events if e["kind"] == "death" and "did not stop in time" in e["reason"]]

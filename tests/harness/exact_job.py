@@ -61,7 +61,7 @@ def exact_job(
         "model": {"config": {**toy_model.TOY_CONFIG, "vocab_size": 256}},
         "training": {
             "global_batch_sequences": BATCH, "sequence_length": LENGTH, "steps": STEPS, "precision": "fp32", "seed": 3,
-            "learning_rate": 5e-2, "warmup_steps": 2, "clip_norm": 0.5, "device": "cpu",
+            "learning_rate": 5e-2, "warmup_steps": 2, "decay_steps": STEPS, "clip_norm": 0.5, "device": "cpu",
         },
         "data": {"source": str(text), "tokenizer": "bytes", "cache": str(shared / "cache")},
         "checkpoint": {

@@ -13,6 +13,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
@@ -37,8 +38,16 @@ class ServedWorker:
     """A worker's process: the product's worker, and at most one place where it stops and says so."""
 
     def __init__(
-        self, tell: Callable[[Any], None], place: WorkerPlace, job: Job, points: tuple[FaultPoint, ...]
+        self,
+        tell: Callable[[Any], None],
+        place: WorkerPlace,
+        job: Job,
+        points: tuple[FaultPoint, ...],
+        clock_offset_s: float,
     ) -> None:
+        if clock_offset_s:
+            true_time = time.time
+            time.time = lambda: true_time() + clock_offset_s
         from tests.harness import toy_model  # noqa: F401  registers the exact model
 
         mine = [point for point in points if point.worker == place.worker]
@@ -107,6 +116,10 @@ class ProcessFleet:
     stop_reason: str | None = None
     complaints: list[str] = field(default_factory=list)
     process_ids: list[int] = field(default_factory=list)
+    clock_offsets: dict[str, float] = field(default_factory=dict)
+    """Seconds by which a node's clock is ahead."""
+    starts: Counter[str] = field(default_factory=Counter)
+    """How often each agent (`agent-NODE`) and worker (`worker-NODE/GPU`) was started."""
 
     def __post_init__(self) -> None:
         self.timeouts = self.job.elastic.timeouts()
@@ -146,6 +159,7 @@ class ProcessFleet:
         log = self.logs / f"{name.replace('/', '-')}-{next(self._numbers)}.log"
         process = RemoteProcess(name, log, build, *arguments)
         self.process_ids.append(process.pid)
+        self.starts[name] += 1
         with open(self.logs / "processes", "a") as file:
             file.write(f"{process.pid}\n")
         return process
@@ -329,7 +343,8 @@ class ProcessFleet:
         self._losses.pop(worker, None)
         node, (memory, disk) = seat.view.node, seat.directories
         place = WorkerPlace(worker, node.name, node.node_type.gpu_type, str(memory), str(disk))
-        process = self._spawn(f"worker-{worker}", ServedWorker, place, self.job, self.points)
+        offset_s = self.clock_offsets.get(node.name, 0.0)
+        process = self._spawn(f"worker-{worker}", ServedWorker, place, self.job, self.points, offset_s)
         self._workers[worker] = Member(process, self.clock(), process.ask("report"))
 
     def dismiss(self, workers: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class Result:
     seconds: float
     struck_at_step: int | None
     complaints: list[str]
+    starts: dict[str, int]
     resources: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -188,8 +190,12 @@ class StruckRun:
         assert self.events.path is not None
         return Result(
             ended.ok, ended.reason, self.controller.summary(), read_events(self.events.path), time.monotonic() - began,
-            self.struck_at_step, self.fleet.complaints, resources,
+            self.struck_at_step, self.fleet.complaints, dict(self.fleet.starts), resources,
         )  # fmt: skip
+
+    def forget(self) -> None:
+        """Remove what a run that is to be taken up again has kept in host memory."""
+        shutil.rmtree(self.job.checkpoint.memory_directory, ignore_errors=True)
 
     def state(self) -> str:
         assert self.events.path is not None
@@ -200,6 +206,12 @@ class StruckRun:
         self.fleet.close(forget_snapshots=forget)
         self.durable.close()
         self.events.close()
+
+
+def losses_by_step(events: list[dict[str, Any]]) -> list[float]:
+    """What each step's loss was when it was last run, in order of steps."""
+    found = {event["step"]: event["loss"] for event in events if event["kind"] == "step"}
+    return [found[step] for step in sorted(found)]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

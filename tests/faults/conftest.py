@@ -1,0 +1,37 @@
+"""What all runs that are struck share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.harness.exact_job import Reference, train_alone
+from tests.harness.remote_process import server_address
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where runs take place: what they share, and what an undisturbed one gives."""
+
+    shared: Path
+    reference: Reference
+
+
+@pytest.fixture(scope="session")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    shared, alone = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("alone")
+    server_address()
+    return Scene(shared, train_alone(alone, shared))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """Host memory for this test's snapshots."""
+    path = Path("/dev/shm") / f"autohet-faults-{os.getpid()}-{tmp_path.name}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,185 @@
+"""Faults that come one upon another, nodes that come back, many changes in a row, clocks that disagree."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autohet.driver.observation import Observation
+from autohet.driver.run import JobRun
+from autohet.driver.states import Building
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Interference, in_generation, trains_a_while, trains_at
+from tests.harness.remote_process import RemoteProcess
+from tests.harness.struck_run import Result, StruckRun, losses_by_step
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+DEADLINE_S = 40.0
+
+
+def run_through(
+    scene: Scene,
+    directory: Path,
+    memory: Path,
+    events: Interference,
+    prepare: Callable[[StruckRun], None] = lambda run: None,
+    **sections: Any,
+) -> Result:
+    """A run to its end with these events, every check that holds for all of them made."""
+    job = exact_job(directory, scene.shared, memory, **sections)
+    with nothing_left(memory):
+        run = StruckRun(job, directory)
+        prepare(run)
+        result = run.run(DEADLINE_S, events)
+    assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
+    assert result.ok, result.reason
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
+    return result
+
+
+def nothing_lost(result: Result) -> None:
+    changes = result.summary["reconfigurations"]
+    assert result.summary["steps_lost"] == 0, changes
+    assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
+
+
+def harm(mode: str, victim: str) -> Callable[[StruckRun, Observation], None]:
+    return lambda run, seen: run.harm(mode, victim)
+
+
+def building(run: StruckRun, seen: Observation) -> bool:
+    return isinstance(run.controller.state, Building) and run.controller.generation > 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third"),
+    [
+        (("kill", "b/0"), ("kill", "a"), ("kill", "c/0")),
+        (("freeze", "a"), ("kill", "b"), ("notice", "c")),
+        (("notice", "d"), ("freeze", "b/0"), ("kill", "c")),
+    ],
+    ids=lambda fault: "-".join(fault).replace("/", "."),
+)
+def test_faults_in_a_row(
+    first: tuple[str, str], second: tuple[str, str], third: tuple[str, str], scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """One in training, the next while the rest rebuilds, the third right after that."""
+    events = Interference()
+    events.when(trains_at(5), harm(*first))
+    events.when(building, harm(*second))
+    events.when(trains_at(6), harm(*third))
+    events.when(in_generation(4), lambda run, seen: None)
+    nothing_lost(run_through(scene, tmp_path, memory, events))
+
+
+def test_a_notice_that_is_too_short(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """Two nodes are warned and gone before anything could be moved; the third pipeline holds it all."""
+    events = Interference()
+    events.when(trains_at(5), lambda run, seen: [run.fleet.warn(node, 0.05) for node in ("a", "b")] and None)
+    events.when(in_generation(2), lambda run, seen: None)
+    nothing_lost(run_through(scene, tmp_path, memory, events))
+
+
+class Partition:
+    """Node a is cut off, declared dead, and comes back with the processes that it had: their orders to end never arrived."""
+
+    def __init__(self) -> None:
+        self.processes: list[RemoteProcess] = []
+        self.back_at = 0.0
+
+    def cut(self, run: StruckRun, seen: Observation) -> None:
+        self.processes = run.fleet.processes_of("a")
+        run.fleet.freeze_node("a")
+
+    def heal(self, run: StruckRun, seen: Observation) -> None:
+        run.fleet.thaw_node("a", self.processes)
+
+
+def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """Its old processes still train generation 1 when new ones are hired beside them: they change nothing any more."""
+    partition, events = Partition(), Interference()
+    events.when(trains_at(6), partition.cut)
+    events.when(in_generation(2), partition.heal)
+    events.when(
+        lambda run, seen: "a/0" in run.controller.members and run.controller.generation > 2, lambda run, seen: None
+    )
+    result = run_through(scene, tmp_path, memory, events, training={"steps": STEPS})
+    nothing_lost(result)
+    assert result.starts["worker-a/0"] == 2
+
+
+def test_many_changes_leave_nothing_in_the_survivors(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """Node b's worker dies six times; the others' open files and threads stay those of any one generation."""
+    held: list[tuple[int, int]] = []
+
+    def look(run: StruckRun, seen: Observation) -> None:
+        process_id = seen.reports["d/0"].process_id
+        held.append((len(os.listdir(f"/proc/{process_id}/fd")), len(os.listdir(f"/proc/{process_id}/task"))))
+
+    events = Interference()
+    for _ in range(6):
+        events.when(trains_a_while(workers=5), look)
+        events.when(trains_a_while(workers=5), harm("kill", "b/0"))
+        events.when(lambda run, seen: "b/0" not in run.controller.members, lambda run, seen: None)
+    events.when(trains_a_while(workers=5), look)
+    events.when(lambda run, seen: True, lambda run, seen: setattr(run.fleet, "stop_reason", "the test"))
+    job = exact_job(tmp_path, scene.shared, memory, training={"steps": 5000})
+    with nothing_left(memory):
+        run = StruckRun(job, tmp_path)
+        result = run.run(DEADLINE_S, events)
+        run.forget()
+    assert result.reason == "stopped by the test", result.reason
+    nothing_lost(result)
+    (files, threads), (files_after, threads_after) = held[0], held[-1]
+    assert files_after <= files + 4, held
+    assert threads_after <= threads + 4, held
+
+
+def test_clocks_that_disagree_change_no_step(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """One node is an hour ahead, another a day behind; a node dies."""
+
+    def skew(run: StruckRun) -> None:
+        run.fleet.clock_offsets.update({"b": 3600.0, "d": -86400.0})
+
+    events = Interference()
+    events.when(trains_at(5), harm("kill", "a"))
+    events.when(in_generation(2), lambda run, seen: None)
+    nothing_lost(run_through(scene, tmp_path, memory, events, skew))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a change's first step is stamped by the worker's clock, the rest by the driver's"
+)
+def test_clocks_that_disagree_change_no_figure(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    def skew(run: StruckRun) -> None:
+        run.fleet.clock_offsets.update({"b": 3600.0, "c": 3600.0, "d": 3600.0})
+
+    events = Interference()
+    events.when(trains_at(5), harm("kill", "a"))
+    events.when(in_generation(2), lambda run, seen: None)
+    (change,) = run_through(scene, tmp_path, memory, events, skew).summary["reconfigurations"]
+    assert 0 <= change["seconds"]["first_step"] < 3000
+    assert 0 <= change["seconds"]["total"] < 3000
+
+
+@pytest.mark.xfail(strict=True, reason="silence is counted on the wall clock: when it is set, every worker is dead")
+def test_a_driver_whose_clock_is_set_loses_nobody(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """As an NTP daemon sets it after a suspension."""
+
+    def set_clock(run: StruckRun, seen: Observation) -> None:
+        default = inspect.signature(JobRun.__init__).parameters["clock"].default
+        run.fleet.clock = lambda: default() + (3600.0 if default is time.time else 0.0)
+
+    events = Interference()
+    events.when(trains_at(5), set_clock)
+    result = run_through(scene, tmp_path, memory, events)
+    assert not [event for event in result.events if event["kind"] == "death"]
