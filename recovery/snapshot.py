@@ -59,6 +59,7 @@ class SnapshotWriter:
         self._force_to_device = force_to_device
         shards = sorted(layout.shards_by_worker[worker])
         self._map, self._units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(shards)
+        self._closed = False
         self._buffers: list[_Buffer] = []
         if not in_background:
             self._make_buffers()
@@ -67,7 +68,6 @@ class SnapshotWriter:
         self._changed = threading.Condition()
         self._job: tuple[int, Mapping[str, torch.Tensor], torch.cuda.Event | None] | None = None
         self._copied = True
-        self._closed = False
         self._error: RecoveryError | None = None
         self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
         self._thread.start()
@@ -86,7 +86,7 @@ class SnapshotWriter:
 
     def _new_buffer(self, slot: int) -> _Buffer:
         path = self.directory / file_name(self.worker, self.generation, slot)
-        return _Buffer(SnapshotFileWriter(path, self._map), self._units)
+        return _Buffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._units)
 
     @property
     def ready(self) -> bool:

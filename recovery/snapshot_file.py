@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ _HEADER_OFFSET = 4096
 _ALIGNMENT = 64
 MADV_POPULATE_WRITE = 23
 POPULATE_BYTES = 2 << 20
+CLAIM_BYTES = 256 << 20
 
 Checksums = npt.NDArray[np.uint32]
 
@@ -225,16 +227,16 @@ class SnapshotFileWriter:
     not as a SIGBUS in the middle of a copy.
 
     Raises:
-        SnapshotError: the file cannot be made (no space, no permission).
+        SnapshotError: the file cannot be made (no space, no permission), or `give_up()` became true meanwhile.
     """
 
-    def __init__(self, path: Path, file_map: FileMap) -> None:
+    def __init__(self, path: Path, file_map: FileMap, give_up: Callable[[], bool] = lambda: False) -> None:
         self.path = path
         self.map = file_map
         self._sequence = 0
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            self._map = _create(temporary, file_map)
+            self._map = _create(temporary, file_map, give_up)
             os.replace(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -283,11 +285,14 @@ class SnapshotFileWriter:
             self._map.close()
 
 
-def _create(path: Path, file_map: FileMap) -> mmap.mmap:
+def _create(path: Path, file_map: FileMap, give_up: Callable[[], bool]) -> mmap.mmap:
     prefix, header = file_map.prefix_and_header()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, file_map.file_bytes)
+        for start in range(0, file_map.file_bytes, CLAIM_BYTES):
+            if give_up():
+                raise OSError(errno.ECANCELED, "it is not wanted any more")
+            os.posix_fallocate(file.fileno(), start, min(CLAIM_BYTES, file_map.file_bytes - start))
         file.write(prefix)
         file.seek(_HEADER_OFFSET)
         file.write(header)

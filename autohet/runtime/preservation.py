@@ -67,7 +67,7 @@ class Preservation:
 
     def _begin_rounds(self, order: GenerationOrder) -> None:
         """All have the state of the first step. Of what was written before, what still serves are the two newest steps and
-        the last one that other nodes have copies for.
+        those that other nodes have copies for.
         """
         place, directory = self._place, self._place.memory_directory
         if self._complete is not None and self._complete[1] > order.start_step:
@@ -79,6 +79,8 @@ class Preservation:
                 newest,
                 newest - self._every,
             }  # a worker that rolled forward has only the one before
+            # The open round's, too: others may have seen the vote that completed it.
+            kept |= {step for step in self._rounds.held if step <= order.start_step}
             kept |= set() if self._complete is None else {self._complete[1]}
             remove_older(directory, place.worker, order.generation, but_steps=kept)
         self._rounds = Rounds(self._replicate_every if order.replicates and self._every else 0)

@@ -321,3 +321,27 @@ def test_no_room_for_files_made_in_the_background_is_told_once_and_leaves_nothin
     take(writer, 2)
     writer.close(20)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_does_not_wait_for_files_that_are_still_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.snapshot_file.CLAIM_BYTES", 1024)
+    fallocate, begun, go_on = os.posix_fallocate, threading.Event(), threading.Event()
+
+    def slow(*arguments: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    assert begun.wait(20)
+    closing = threading.Thread(target=writer.close, args=(20,))
+    closing.start()
+    while not writer._closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(20)
+    assert not writer.ready
+    assert list(tmp_path.iterdir()) == []
