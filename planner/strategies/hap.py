@@ -21,12 +21,10 @@ from the rest, sufficient factor broadcasting, expert parallelism.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from planner.cluster import NodeType
-from planner.cost import CostModel
 from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.strategies.autohet import choose, idle_workers
@@ -34,6 +32,7 @@ from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.placement import place
 from planner.strategies.request import Answer, Request, SearchReport
+from planner.strategies.sharding import Part, Program, Space, Way, degree_of, degrees_of, resource_of, spaces, sync_s
 from planner.strategies.tables import Tables
 
 _ROUNDS = 20
@@ -42,38 +41,6 @@ _MOST_SUBSETS = 4
 _ROUNDED = 24
 _OF_EACH = 3
 _CANDIDATES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """`groups` equal groups of one table row: one kind of tensor-parallel group at one microbatch size."""
-
-    row: int
-    groups: int
-
-
-Program = tuple[Part, ...]
-# One way to divide the nodes of a type into groups: (kind, groups), largest degree first.
-Way = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is searched: `ways[r]` of each resource, and the rows of each kind that hold the whole model."""
-
-    tables: Tables
-    cost: CostModel
-    batch: int
-    ways: tuple[tuple[Way, ...], ...]
-    rows: dict[int, tuple[int, ...]]
-
-    def seconds(self, row: int) -> float:
-        """Of one microbatch on one group."""
-        return float(self.tables.time_sums[row, -1]) + self.tables.stage_overhead_s
-
-    def sequence_s(self, row: int) -> float:
-        """Seconds a sequence on one group."""
-        return self.seconds(row) / self.tables.rows[row].microbatch
 
 
 def search_hap(request: Request) -> Answer:
@@ -120,49 +87,6 @@ def _plans(request: Request, tables: Tables, drafts: Sequence[Draft]) -> Iterato
             yield plan
 
 
-# ---- the space ----
-
-
-def spaces(request: Request, tables: Tables) -> Iterator[Space]:
-    """One space; several where the whole plan must have one TP degree or one microbatch size."""
-    rows = [i for i in range(len(tables.rows)) if _holds_model(tables, i)]
-    degrees = sorted({_degree(tables, row) for row in rows})
-    sizes = sorted({tables.rows[row].microbatch for row in rows})
-    for allowed in [degrees] if request.mixed_tp else [[d] for d in degrees]:
-        for some in [sizes] if request.mixed_microbatch else [[b] for b in sizes]:
-            chosen = [r for r in rows if _degree(tables, r) in allowed and tables.rows[r].microbatch in some]
-            by_kind: dict[int, list[int]] = {}
-            for row in chosen:
-                by_kind.setdefault(tables.rows[row].kind, []).append(row)
-            ways = tuple(tuple(_ways(tables, r, by_kind)) for r in range(len(tables.resources)))
-            yield Space(
-                tables, request.cost, request.global_batch_sequences, ways, {k: tuple(v) for k, v in by_kind.items()}
-            )
-
-
-def _holds_model(tables: Tables, row: int) -> bool:
-    return tables.memory_bytes(row, 0, tables.num_layers, 1) <= tables.rows[row].limit_bytes
-
-
-def _degree(tables: Tables, row: int) -> int:
-    return tables.kinds[tables.rows[row].kind].tp_degree
-
-
-def _ways(tables: Tables, resource: int, kinds: dict[int, list[int]]) -> Iterator[Way]:
-    """Groups of one degree; where that leaves GPUs of a node, also with smaller groups of these. On all nodes, half of
-    them, and so on: a device whose ratio is zero takes part in no sum of gradients."""
-    nodes = len(tables.resources[resource].node_names)
-    mine = sorted((k for k in kinds if tables.kinds[k].resource == resource), key=lambda k: -tables.kinds[k].tp_degree)
-    for kind in mine:
-        node, rest = [], tables.resources[resource].node_type.num_gpus
-        for smaller in mine[mine.index(kind) :]:
-            count, rest = divmod(rest, tables.kinds[smaller].tp_degree)
-            node += [(smaller, count)] if count else []
-        for shift in range(nodes.bit_length()):
-            for way in {tuple(node[:1]): None, tuple(node): None}:
-                yield tuple((k, count * (nodes >> shift)) for k, count in way)
-
-
 def _subsets(space: Space) -> Iterator[tuple[int, ...]]:
     """Node types that take part: every subset of a few, of many the fastest."""
     able = [r for r, ways in enumerate(space.ways) if ways]
@@ -179,7 +103,7 @@ def _speed(space: Space, resource: int) -> float:
     """Sequences a second of one GPU, at best."""
     kinds = {kind for way in space.ways[resource] for kind, _ in way}
     rows = [row for kind in kinds for row in space.rows[kind]]
-    return max(1.0 / space.sequence_s(row) / _degree(space.tables, row) for row in rows)
+    return max(1.0 / space.sequence_s(row) / degree_of(space.tables, row) for row in rows)
 
 
 # ---- the alternation ----
@@ -210,13 +134,9 @@ def ratios(space: Space, program: Program) -> list[float]:
 def _by_resource(space: Space, program: Program, shares: Sequence[float]) -> dict[int, float]:
     found: dict[int, float] = {}
     for part, share in zip(program, shares, strict=True):
-        resource = _resource(space, part.row)
+        resource = resource_of(space, part.row)
         found[resource] = found.get(resource, 0.0) + part.groups * share
     return found
-
-
-def _resource(space: Space, row: int) -> int:
-    return space.tables.kinds[space.tables.rows[row].kind].resource
 
 
 def search_program(space: Space, shares: dict[int, float]) -> tuple[float, Program]:
@@ -228,7 +148,7 @@ def search_program(space: Space, shares: dict[int, float]) -> tuple[float, Progr
             slowest, parts = _timed(space, way, sequences)
             for seconds, program in states.values():
                 grown = (*program, *parts)
-                key = (*_degrees(space, grown), sum(part.groups for part in grown))
+                key = (*degrees_of(space, grown), sum(part.groups for part in grown))
                 reached = max(seconds, slowest)
                 if key not in following or reached < following[key][0]:
                     following[key] = (reached, grown)
@@ -258,35 +178,6 @@ def _timed(space: Space, way: Way, sequences: float) -> tuple[float, Program]:
 
 def _whole_microbatches_s(space: Space, row: int, sequences: float) -> float:
     return float(np.ceil(sequences / space.tables.rows[row].microbatch - 1e-9)) * space.seconds(row)
-
-
-def _degrees(space: Space, program: Program) -> tuple[int, int]:
-    """The least and the largest TP degree."""
-    degrees = [_degree(space.tables, part.row) for part in program]
-    return min(degrees), max(degrees)
-
-
-def sync_s(space: Space, program: Program) -> float:
-    """Seconds of gradient sync and update: a ring over all groups for each of as many slices as the largest TP degree
-    has, all at once over the NICs; a worker of the least degree takes part in several, one after the other.
-    """
-    tables, update = space.tables, 0.0
-    least, most = _degrees(space, program)
-    members: list[tuple[str, NodeType]] = []
-    taken = [0] * len(tables.resources)
-    for part in program:
-        kind = tables.kinds[tables.rows[part.row].kind]
-        resource = tables.resources[kind.resource]
-        gpus = range(taken[kind.resource], taken[kind.resource] + part.groups * kind.tp_degree, kind.tp_degree)
-        taken[kind.resource] = gpus.stop
-        # Nodes fill up one after the other; smaller groups in what larger ones left of each count as if beyond them.
-        nodes = [i // resource.node_type.num_gpus % len(resource.node_names) for i in gpus]
-        members += [(resource.node_names[i], resource.node_type) for i in nodes]
-        costs = space.cost.layer_costs(resource.node_type, kind.tp_degree, tables.rows[part.row].microbatch)
-        update = max(update, float(costs.update_s.sum()))
-    whole = float(tables.sync_sums[program[0].row, -1]) * _degree(tables, program[0].row)
-    ring = space.cost.sync_s(sorted(members, key=lambda m: m[0]), whole / most, flows=float(most))
-    return ring * most / least + update + space.cost.parameters.step_overhead_s
 
 
 # ---- whole microbatches ----
@@ -401,7 +292,7 @@ def _why_infeasible(tables: Tables) -> str:
     over, need, limit, index = min(found)
     node_type = tables.resources[tables.kinds[tables.rows[index].kind].resource].node_type
     return (
-        f"hap holds the whole model in every group of GPUs, and none is large enough: at TP {_degree(tables, index)} and microbatch"
+        f"hap holds the whole model in every group of GPUs, and none is large enough: at TP {degree_of(tables, index)} and microbatch"
         f" {tables.rows[index].microbatch} a {node_type.gpu_type} of node type '{node_type.name}' would need {need / GIB:.2f} GiB,"
         f" it has {limit / GIB:.2f} GiB: {over / GIB:.2f} GiB too little. Use a strategy with pipelines (autohet, metis, fasop),"
         f" larger nodes for a higher TP degree, or recomputation"

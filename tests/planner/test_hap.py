@@ -13,7 +13,8 @@ from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.strategies import Request, plan_with
 from planner.strategies.cost_tables import tables_of
-from planner.strategies.hap import Part, Program, Space, ratios, search_program, spaces, sync_s
+from planner.strategies.hap import ratios, search_program
+from planner.strategies.sharding import Part, Program, Space, spaces, sync_s
 from tests.planner.cases import DEMO, fleet, model, request
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
