@@ -63,6 +63,7 @@ def _holds_model(tables: Tables, row: int) -> bool:
 
 
 def degree_of(tables: Tables, row: int) -> int:
+    """The TP degree of a table row."""
     return tables.kinds[tables.rows[row].kind].tp_degree
 
 
@@ -82,6 +83,7 @@ def _ways(tables: Tables, resource: int, kinds: dict[int, list[int]]) -> Iterato
 
 
 def resource_of(space: Space, row: int) -> int:
+    """The index of a table row's node type."""
     return space.tables.kinds[space.tables.rows[row].kind].resource
 
 
