@@ -68,12 +68,21 @@ class Executor:
             Kind.RECV_ACTIVATION: self._recv_activation, Kind.FORWARD: self._forward, Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECV_GRADIENT: self._recv_gradient, Kind.BACKWARD: self._backward, Kind.SEND_GRADIENT: self._send_gradient,
         }  # fmt: skip
-        for action in self._actions:
-            self._check()
-            steps[action.kind](action.microbatch)
-        for kind in list(self._sending):
-            self._end_sends(kind, 0)
+        try:
+            for action in self._actions:
+                self._check()
+                steps[action.kind](action.microbatch)
+            for kind in list(self._sending):
+                self._end_sends(kind, 0)
+        finally:
+            self._forget()
         return self._loss, self._num_targets
+
+    def _forget(self) -> None:
+        """Let go of what this step brought: of a generation that has ended, an operation or a caller's method would keep all groups."""
+        for kept in (self._kept, self._arrived, self._sending, self._gradients, self._inputs):
+            kept.clear()
+        del self._batch, self._phase, self._before_last_backward
 
     def _recv_activation(self, m: int) -> None:
         assert self.place.upstream is not None

@@ -14,8 +14,9 @@ the number of tokens of the global batch.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -178,7 +179,7 @@ class GradientSync:
             name: [i for i, b in enumerate(self.buckets) if any(p.parameter == name for p in b.pieces)] for name in held
         }
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulated(name, p))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
         self._reset()
 
     def _reset(self) -> None:
@@ -236,6 +237,17 @@ class GradientSync:
                     total += part.double().square_().sum()
         self._works = [None] * len(self.buckets)
         return total
+
+
+def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None]:
+    """Weak: the garbage collector does not see through a parameter's hooks, and a generation's buffers and groups would stay for good."""
+
+    def accumulated(parameter: Tensor) -> None:
+        alive = sync()
+        if alive is not None:
+            alive._accumulated(name, parameter)
+
+    return accumulated
 
 
 def _weight(spec: ParameterSpec, tp_degree: int) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from autohet.driver.observation import Observation
-from autohet.driver.run import JobRun
 from autohet.driver.states import Building
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job
@@ -169,17 +166,3 @@ def test_clocks_that_disagree_change_no_figure(scene: Scene, tmp_path: Path, mem
     (change,) = run_through(scene, tmp_path, memory, events, skew).summary["reconfigurations"]
     assert 0 <= change["seconds"]["first_step"] < 3000
     assert 0 <= change["seconds"]["total"] < 3000
-
-
-@pytest.mark.xfail(strict=True, reason="silence is counted on the wall clock: when it is set, every worker is dead")
-def test_a_driver_whose_clock_is_set_loses_nobody(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """As an NTP daemon sets it after a suspension."""
-
-    def set_clock(run: StruckRun, seen: Observation) -> None:
-        default = inspect.signature(JobRun.__init__).parameters["clock"].default
-        run.fleet.clock = lambda: default() + (3600.0 if default is time.time else 0.0)
-
-    events = Interference()
-    events.when(trains_at(5), set_clock)
-    result = run_through(scene, tmp_path, memory, events)
-    assert not [event for event in result.events if event["kind"] == "death"]

@@ -95,6 +95,7 @@ class Reference:
 
 def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) -> Reference:
     """The job on one worker, in this process, from its first step to its last."""
+    torch.set_num_threads(1)  # two would spin against each other on a busy machine
     job = exact_job(directory, shared, directory / "memory", **sections)
     steps = job.training.steps
     assert steps is not None

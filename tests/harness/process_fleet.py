@@ -397,7 +397,8 @@ class ProcessFleet:
         process = self._workers[worker].process
         number = process.ask(method)
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and process.connection.poll(0.5):
+        while time.monotonic() < deadline and not process.gone:
+            process.connection.poll(0.2)
             for answer in process.take():
                 if answer.number == number:
                     return answer.value

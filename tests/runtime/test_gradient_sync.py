@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -172,3 +174,19 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan) -> 
         for name, gradient in sync.gradients.items():
             assert torch.equal(gradient, torch.full_like(gradient, copies[name])), name
     assert squares == sum(copies[n] ** 2 * math.prod(spec.shape) for n, spec in specs.items())
+
+
+def test_it_goes_when_it_is_dropped() -> None:
+    """A cycle through a parameter's hooks would keep each generation's gradients, groups and threads for good."""
+    worker = ACROSS.workers[0]
+    stage = next(s for p in ACROSS.pipelines for s in p.stages if worker in s.workers)
+    specs = {name: spec for name, spec in layout_of_plan(ACROSS, CONFIG).tensors.items() if name.startswith("param/")}
+    units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
+    parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
+    sync = GradientSync(ACROSS, CONFIG, worker, FakeGroups(), parameters, stage.tp_degree)  # type: ignore[arg-type]
+    sync.begin()
+    sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
+    gone = weakref.ref(sync)
+    del sync, parameters
+    gc.collect()
+    assert gone() is None
