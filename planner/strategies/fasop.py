@@ -29,6 +29,7 @@ from planner.strategies.symmetric import equal_split
 from planner.strategies.tables import Tables
 
 _CANDIDATES = 8
+_SLACK = 1.2  # cuts are few here, and their closed form is rough
 _FEW = 32
 _POLISH_ROUNDS = 6
 _OTHER_KIND = 0.2
@@ -42,7 +43,7 @@ def search_fasop(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist = Shortlist(request, stager, estimator)
+    shortlist = Shortlist(request, stager, estimator, _SLACK)
     tried = 0
     for whole in (True, False):
         for nodes in node_orders(request.fleet) if shortlist.is_empty else ():

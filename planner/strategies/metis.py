@@ -26,6 +26,7 @@ _MAX_PERMUTE = 4
 _REPAIRS = 3
 _MOST_ARRANGEMENTS = 400
 _CANDIDATES = 8
+_SLACK = 1.08  # thousands of arrangements end nearly alike
 
 
 def search_metis(request: Request) -> Answer:
@@ -34,7 +35,7 @@ def search_metis(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist = Shortlist(request, stager, estimator)
+    shortlist = Shortlist(request, stager, estimator, _SLACK)
     tried = 0
     used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
     while used > 0 and not laid_out:

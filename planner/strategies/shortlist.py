@@ -16,7 +16,6 @@ from planner.strategies.staged import Staged, Stager
 
 LOOKED_AT = 24
 SHARED = 4
-_SLACK = 1.2
 
 
 class Groups:
@@ -62,10 +61,10 @@ class Candidate:
 
 
 class Shortlist:
-    """The plans worth a closer look, out of all that a search adds."""
+    """The plans worth a closer look, out of all that a search adds: those whose closed form is within `slack` of the best."""
 
-    def __init__(self, request: Request, stager: Stager, estimator: Estimator) -> None:
-        self._request, self._stager, self._estimator = request, stager, estimator
+    def __init__(self, request: Request, stager: Stager, estimator: Estimator, slack: float) -> None:
+        self._request, self._stager, self._estimator, self._slack = request, stager, estimator, slack
         self._speed = [1.0 / float(seconds) for seconds in stager.tables.time_sums[:, -1]]
         self._candidates: list[Candidate] = []
         self._best_s = float("inf")
@@ -82,17 +81,17 @@ class Shortlist:
             speed = sum(self._speed[row] for row in rows)
             counts += speed / max(self._speed[row] for row in rows) - 1
             rate += speed
-        return counts / rate < _SLACK * self._best_s
+        return counts / rate < self._slack * self._best_s
 
     def add(self, staged: Staged, ends: tuple[int, ...], microbatch: int) -> None:
         """Keeps the cut unless it is far from the best. Memory is for the caller to see to."""
         shapes = [Shape(rows, ends) for rows in zip(*staged.rows, strict=True)]
         rough = rough_s(self._estimator, shapes, self._request.global_batch_sequences)
-        if rough is None or rough >= _SLACK * self._best_s:
+        if rough is None or rough >= self._slack * self._best_s:
             return
         seconds = rough + self._sync_s(staged, ends)
         self._best_s = min(self._best_s, seconds)
-        if seconds < _SLACK * self._best_s:
+        if seconds < self._slack * self._best_s:
             self._candidates.append(Candidate(seconds, staged, ends, microbatch))
 
     def plans(self, most: int) -> list[Plan]:
