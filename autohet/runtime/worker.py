@@ -116,7 +116,7 @@ class Worker:
                 phase=Phase.BUILDING,
                 error=None,
                 restore=None,
-                broken=None,
+                broken=None if self._report.broken is None else replace(self._report.broken, bad=()),
             )
         self._thread = threading.Thread(
             target=self._run, args=(order, groups), name=f"generation-{order.generation}", daemon=True
@@ -194,7 +194,7 @@ class Worker:
                 Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
             )
             record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad)
-            self._report = replace(self._report, restore=record)
+            self._report = replace(self._report, restore=record, broken=None)
         if self.place.worker not in order.plan.workers:
             return Phase.RELEASED
         return self._train(order, groups, state)
@@ -211,6 +211,8 @@ class Worker:
         """The restore did not come to its end: what has come is kept, and reported with what proved bad."""
         if self._arrived is not None and self._arrived[0] == step:
             arrived = self._arrived[1] | arrived
+        if self.device.type != "cpu":  # the next attempt wants the device's memory
+            arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
         bad = error.bad if isinstance(error, RestoreError) else ()
         with self._lock:
             self._arrived = (step, arrived) if arrived else None

@@ -119,7 +119,7 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
     assert sum(report.restore.bytes_by_tier.values()) == 0
 
 
-def test_a_restore_that_fails_tells_which_copies_were_bad(worker, job, store, tmp_path):
+def test_a_restore_that_fails_tells_which_copies_were_bad_and_the_next_goes_on_from_it(worker, job, store, tmp_path):
     layout = order(job, store, 1, 0).layout
     state = {name: torch.ones(layout.tensors[name].shape) for name in layout.units_of(ME)}
     writer = SnapshotWriter(tmp_path / "memory", ME, layout, 1)
@@ -140,3 +140,14 @@ def test_a_restore_that_fails_tells_which_copies_were_bad(worker, job, store, tm
     assert report.broken.bad == ((kept.source, shard),)
     assert report.broken.arrived == layout.shards_by_worker[ME] - {shard}
     assert "cannot restore its state" in report.error
+    raw_bytes = layout.shard_bytes(shard)
+    writer = SnapshotWriter(tmp_path / "memory", ME, layout, 1)  # a good copy turns up
+    writer.start(2, state)
+    writer.close()
+    (good,) = AgentStore(tmp_path / "memory", tmp_path / "disk", "node").inventory()
+    here = Holding(Source("worker", "node", ME, 2, 2), report.broken.arrived)
+    worker.begin(order(job, store, 3, 2, schedule(layout, {ME: "node"}, [here, good], 2)))
+    report, steps, _ = follow(worker, Phase.FINISHED)
+    assert report.restore.bytes_by_tier == {"memory": raw_bytes, "disk": 0, "peer": 0, "s3": 0}
+    assert [record.step for record in steps] == [2]
+    assert report.broken is None
