@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": "choose an asymmetric 3D plan for a job on a cluster",
     "train": "train a job on a Ray cluster",
     "profile": "measure this machine's devices for a job's layers",
+    "simulate": "a spot trace through the real controller, on a fake clock",
     "bench": "benchmarks: planner, recovery, step",
     "checkpoint": "list, verify or export checkpoints",
     "status": "what a running job is doing",

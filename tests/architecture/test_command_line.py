@@ -12,6 +12,7 @@ SURFACE = {
              "--max-usd-per-hour", "--out", "--trace-out", "--json"],
     "train": ["--job", "--cluster", "--address", "--events", "--json"],
     "profile": ["--job", "--out"],
+    "simulate": ["--job", "--cluster", "--trace", "--json"],
     "bench": ["--json"],
     "checkpoint": ["--storage", "--json"],
     "status": ["--address", "--json"],

@@ -1,0 +1,145 @@
+"""`autohet simulate`: traces read strictly; the real controller along them, on a fake clock, loses what it must and no more."""
+
+import json
+
+import pytest
+import yaml
+
+from autohet.cli.main import main
+from autohet.driver.simulation import Scenario, horizon, simulate
+from autohet.driver.spot_trace import read_trace
+from autohet.runtime.job import Job
+from planner.cluster import cluster_from_document
+from planner.errors import ConfigError
+from tests.harness.local_fleet import cluster_document
+
+CLUSTER = cluster_from_document(cluster_document())  # up to four nodes each of big, small and pair
+
+
+def trace_of(tmp_path, text, notice_s=120.0):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return read_trace(path, CLUSTER, notice_s)
+
+
+def job_document(**parallelism):
+    model = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    model |= {"num_attention_heads": 2, "vocab_size": 256}
+    speeds = {"A100-40": 2.0, "A10G": 1.0, "L40S": 1.5}
+    return {
+        "name": "fake",
+        "model": {"config": model},
+        "training": {"global_batch_sequences": 8, "sequence_length": 16, "precision": "fp32"},
+        "checkpoint": {"every_steps": 50},
+        "elastic": {"step_timeout_s": 30, "debounce_s": 1},
+        "parallelism": {"microbatch_sequences": 1, "max_tp_degree": 1, "horizon_s": 1e5, **parallelism},
+        "emulation": {"relative_speed_by_gpu_type": speeds, "block_forward_s": 0.05},
+    }
+
+
+def run(tmp_path, text, policy="local_first", notice_s=120.0, hours=None, **parallelism):
+    trace = trace_of(tmp_path, text, notice_s)
+    return simulate(
+        Scenario(Job.from_document(job_document(**parallelism)), CLUSTER, trace, horizon(trace, hours)), policy
+    )
+
+
+COUNTS = "time_s,node_type,num_nodes\n0,big,1\n0,small,3\n2000,small,2\n4000,small,3\n6000,big,0\n"
+
+
+def test_counts_become_nodes_with_names_notices_and_ends(tmp_path):
+    events = trace_of(tmp_path, "time_s,node_type,num_nodes\n0,small,2\n500,small,1\n600,small,2\n")
+    assert [(e.time_s, e.kind, e.node) for e in events] == [
+        (0, "arrival", "small-0"), (0, "arrival", "small-1"), (380, "notice", "small-1"), (500, "death", "small-1"),
+        (600, "arrival", "small-2"),
+    ]  # fmt: skip
+    assert events[2].gone_s == 500
+    assert not [e for e in trace_of(tmp_path, COUNTS, 0.0) if e.kind == "notice"]
+
+
+def test_events_as_they_are_and_a_notice_ends_its_node(tmp_path):
+    events = trace_of(
+        tmp_path, "time_s,event,node\n0,arrival,small-7\n10,arrival,big-0\n50,notice,small-7\n60,death,big-0\n"
+    )
+    assert [(e.time_s, e.kind, e.node) for e in events][2:] == [
+        (50, "notice", "small-7"),
+        (60, "death", "big-0"),
+        (170, "death", "small-7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time,node_type,num_nodes\n", "columns time, node_type, num_nodes"),
+        ("time_s,node_type,num_nodes\n0,huge,1\n", "node type 'huge'; the cluster has big, pair, small"),
+        ("time_s,node_type,num_nodes\n0,big,9\n", "'big' has 0 to 4 nodes"),
+        ("time_s,node_type,num_nodes\n-1,big,1\n", "'time_s' of row 1"),
+        ("time_s,event,node\n0,leaves,big-0\n", "must be notice, death or arrival"),
+        ("time_s,event,node\n0,death,big-0\n", "node 'big-0' is not there"),
+        ("time_s,event,node\n0,arrival,big-0\n5,arrival,big-0\n", "is there already"),
+    ],
+)
+def test_a_wrong_trace_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        trace_of(tmp_path, text)
+
+
+def test_notices_cost_no_step_and_time_adds_up(tmp_path):
+    result = run(tmp_path, COUNTS, min_pipelines=2)
+    assert result["ended"] is None
+    assert result["steps_lost"] == 0
+    assert result["bytes_by_tier"]["s3"] == 0
+    assert result["changes_by_cause"].keys() <= {"notice", "arrival"}
+    assert result["changes_by_cause"]["notice"] >= 1
+    assert 0.9 < result["useful_share"] < 1.0
+    hours = {"big": 6000 / 3600, "small": (3 * 2000 + 2 * 2000 + 3 * 5600) / 3600}
+    assert result["usd"] == pytest.approx(sum(hours.values()), rel=0.01)  # one dollar an hour each
+
+
+def test_the_same_trace_gives_the_same_run(tmp_path):
+    assert run(tmp_path, COUNTS) == run(tmp_path, COUNTS)
+
+
+def test_a_sudden_death_costs_nothing_while_another_holds_all(tmp_path):
+    result = run(tmp_path, COUNTS, notice_s=0.0, min_pipelines=2)
+    assert result["changes_by_cause"]["death"] >= 1
+    assert result["steps_lost"] == 0
+
+
+def test_restarts_from_storage_lose_what_local_state_keeps(tmp_path):
+    ours, theirs = (run(tmp_path, COUNTS, policy, min_pipelines=2) for policy in ("local_first", "s3_only"))
+    assert theirs["steps_lost"] > 0
+    assert theirs["bytes_by_tier"]["s3"] > 0
+    assert theirs["bytes_by_tier"]["memory"] == theirs["bytes_by_tier"]["disk"] == 0
+    assert theirs["tokens"] < ours["tokens"]
+
+
+def test_no_fleet_for_a_while_waits_and_goes_on(tmp_path):
+    text = "time_s,node_type,num_nodes\n0,small,2\n3000,small,0\n9000,small,2\n"
+    result = run(tmp_path, text, hours=4)
+    assert result["ended"] is None
+    assert any("wait" in reason for reason in result["decisions"])
+    assert 0.3 < result["useful_share"] < 0.65  # 6,000 of 14,400 s without a node
+
+
+def test_the_command(tmp_path, capsys):
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster_document()))
+    (tmp_path / "trace.csv").write_text(COUNTS)
+    arguments = [
+        "simulate",
+        "--cluster",
+        str(tmp_path / "cluster.yaml"),
+        "--trace",
+        str(tmp_path / "trace.csv"),
+        "--json",
+        "--hours",
+        "0.2",
+    ]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_document()))
+    arguments += ["--job", str(tmp_path / "job.yaml")]
+    assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [result["policy"] for result in document["results"]] == ["local_first", "s3_only"]
+    assert all(result["simulated"] and result["steps"] > 0 for result in document["results"])
+    assert main([*arguments, "--policies", "magic"]) == 2
