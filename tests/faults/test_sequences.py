@@ -61,8 +61,8 @@ def building(run: StruckRun, seen: Observation) -> bool:
     ("first", "second", "third"),
     [
         (("kill", "b/0"), ("kill", "a"), ("kill", "c/0")),
-        (("freeze", "a"), ("kill", "b"), ("notice", "c")),
-        (("notice", "d"), ("freeze", "b/0"), ("kill", "c")),
+        pytest.param(("freeze", "a"), ("kill", "b"), ("notice", "c"), marks=pytest.mark.slow),
+        pytest.param(("notice", "d"), ("freeze", "b/0"), ("kill", "c"), marks=pytest.mark.slow),
     ],
     ids=lambda fault: "-".join(fault).replace("/", "."),
 )
@@ -141,6 +141,7 @@ def test_many_changes_leave_nothing_in_the_survivors(scene: Scene, tmp_path: Pat
     assert threads_after <= threads + 4, held
 
 
+@pytest.mark.slow
 def test_clocks_that_disagree_change_no_step(scene: Scene, tmp_path: Path, memory: Path) -> None:
     """One node is an hour ahead, another a day behind; a node dies."""
 

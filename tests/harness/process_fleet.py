@@ -44,7 +44,9 @@ class ServedWorker:
         job: Job,
         points: tuple[FaultPoint, ...],
         clock_offset_s: float,
+        environment: Mapping[str, str],
     ) -> None:
+        os.environ.update(environment)
         if clock_offset_s:
             true_time = time.time
             time.time = lambda: true_time() + clock_offset_s
@@ -116,6 +118,8 @@ class ProcessFleet:
     stop_reason: str | None = None
     complaints: list[str] = field(default_factory=list)
     process_ids: list[int] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """For the workers: where their storage is."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
     """Seconds by which a node's clock is ahead."""
     starts: Counter[str] = field(default_factory=Counter)
@@ -344,7 +348,9 @@ class ProcessFleet:
         node, (memory, disk) = seat.view.node, seat.directories
         place = WorkerPlace(worker, node.name, node.node_type.gpu_type, str(memory), str(disk))
         offset_s = self.clock_offsets.get(node.name, 0.0)
-        process = self._spawn(f"worker-{worker}", ServedWorker, place, self.job, self.points, offset_s)
+        process = self._spawn(
+            f"worker-{worker}", ServedWorker, place, self.job, self.points, offset_s, self.environment
+        )
         self._workers[worker] = Member(process, self.clock(), process.ask("report"))
 
     def dismiss(self, workers: Sequence[str]) -> None:
