@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from autohet.driver.upkeep import Farewell, Upkeep
+from autohet.driver.upkeep import Age, Farewell, Upkeep
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, WorkerReport
 from recovery.holdings import Holding
@@ -54,10 +54,10 @@ class AgentErrands:
 
     def run(
         self, agents: Mapping[str, Any], endpoints: Mapping[str, AgentEndpoint], leaving: Collection[str],
-        reports: Mapping[str, WorkerReport], durable_step: int | None, now: float,
+        reports: Mapping[str, WorkerReport], durable: Age | None, now: float,
     ) -> list[str]:  # fmt: skip
         """One round; returns the nodes whose agents may end."""
-        prune = self.upkeep.prune(reports, durable_step)
+        prune = self.upkeep.prune(reports, durable)
         if prune is not None:
             for agent in agents.values():
                 agent.prune.remote(prune)
@@ -65,7 +65,7 @@ class AgentErrands:
             if node in self.upkeep.leaving:
                 self.upkeep.leaving[node].newest_copy, self.upkeep.leaving[node].told = newest, True
         self._hand_over(agents, endpoints, frozenset(leaving) & frozenset(agents), reports, now)
-        ended = self.upkeep.unneeded(reports, durable_step, now)
+        ended = self.upkeep.unneeded(reports, durable, now)
         for node in ended:
             self.forget(node)
         return ended

@@ -256,8 +256,9 @@ class RayWorkforce:
         agents = {name: seat.agent for name, seat in self._seats.items()}
         views = {name: self._view(seat) for name, seat in self._seats.items()}
         endpoints = {name: view.endpoint for name, view in views.items() if view.endpoint is not None}
-        durable_step = self.durable.state().step
-        for name in self._errands.run(agents, endpoints, self._notices, reports, durable_step, now):
+        manifest = self.durable.state().manifest
+        durable = None if manifest is None else (manifest.generation, manifest.step)
+        for name in self._errands.run(agents, endpoints, self._notices, reports, durable, now):
             if name in self._seats:
                 ray.kill(self._seats[name].agent)
 

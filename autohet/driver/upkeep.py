@@ -59,13 +59,13 @@ class Farewell:
 @dataclass
 class Upkeep:
     """Follows one job's generations. Asks for a pruning when a generation is settled for the first time, and when a durable
-    step is new.
+    step is new; ages of durable steps are those of their manifests.
     """
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
     leaving: dict[str, Farewell] = field(default_factory=dict)
     _first_steps: dict[int, int] = field(default_factory=dict)
-    _pruned: tuple[int, int | None] | None = None
+    _pruned: tuple[int | None, Age | None] | None = None
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self.orders = dict(orders)
@@ -76,14 +76,16 @@ class Upkeep:
     def generation(self) -> int:
         return next((order.generation for order in self.orders.values()), 0)
 
-    def prune(self, reports: Mapping[str, WorkerReport], durable_step: int | None) -> Prune | None:
-        """What to tell every agent now, if anything."""
-        age = settled_age(self.orders, reports)
-        state = (self.generation, durable_step)
-        if age is None or state == self._pruned:
+    def prune(self, reports: Mapping[str, WorkerReport], durable: Age | None) -> Prune | None:
+        """What to tell every agent now, if anything. A restore never goes back behind the newest `durable` state."""
+        settled = settled_age(self.orders, reports)
+        known = [age for age in (settled, durable) if age is not None]
+        state = (self.generation if settled is not None else None, durable)
+        if not self.orders or not known or state == self._pruned:
             return None
         self._pruned = state
-        return Prune(age, durable_step or 0, frozenset(next(iter(self.orders.values())).plan.workers))
+        living = frozenset(next(iter(self.orders.values())).plan.workers)
+        return Prune(max(known), 0 if durable is None else durable[1], living)
 
     def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
         """Whether nobody trains or rebuilds, and some member's live state is gone: state is where agents keep it."""
@@ -116,12 +118,12 @@ class Upkeep:
             found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
         return found
 
-    def unneeded(self, reports: Mapping[str, WorkerReport], durable_step: int | None, now: float) -> list[str]:
+    def unneeded(self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float) -> list[str]:
         """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has lasted too long."""
         age = settled_age(self.orders, reports)
-        return [name for name, farewell in self.leaving.items() if self._over(farewell, age, durable_step, now)]
+        return [name for name, farewell in self.leaving.items() if self._over(farewell, age, durable, now)]
 
-    def _over(self, farewell: Farewell, age: Age | None, durable_step: int | None, now: float) -> bool:
+    def _over(self, farewell: Farewell, age: Age | None, durable: Age | None, now: float) -> bool:
         if now >= farewell.until:
             return True
         if not farewell.told or not self.orders:
@@ -130,4 +132,4 @@ class Upkeep:
         if age is not None and age[0] >= farewell.generation and (newest is None or age > newest):
             return True
         start = next(iter(self.orders.values())).start_step
-        return durable_step is not None and durable_step >= max(start, 0 if newest is None else newest[1])
+        return durable is not None and durable[1] >= max(start, 0 if newest is None else newest[1])

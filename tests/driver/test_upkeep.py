@@ -51,17 +51,21 @@ def test_without_rounds_it_is_settled_by_snapshots():
 
 def test_agents_are_told_once_a_generation_and_once_a_durable_step():
     upkeep = Upkeep()
+    assert upkeep.prune({}, (1, 5)) is None, "nobody works yet"
     upkeep.begin(orders())
-    assert upkeep.prune(reports((12, None), (12, None)), 5) is None
-    told = upkeep.prune(reports((12, 11), (12, 11)), 5)
+    assert upkeep.prune(reports((12, None), (12, None)), None) is None
+    told = upkeep.prune(reports((12, 11), (12, 11)), (1, 5))
     assert told is not None
     assert (told.memory_before, told.disk_before, told.living) == ((2, 11), 5, frozenset(PLAN.workers))
-    assert upkeep.prune(reports((13, 12), (13, 12)), 5) is None
-    later = upkeep.prune(reports((13, 12), (13, 12)), 10)
+    assert upkeep.prune(reports((13, 12), (13, 12)), (1, 5)) is None
+    later = upkeep.prune(reports((13, 12), (13, 12)), (2, 20))
     assert later is not None
-    assert later.disk_before == 10
+    assert (later.memory_before, later.disk_before) == ((2, 20), 20)
     upkeep.begin(orders(3))
-    assert upkeep.prune(reports((13, 12), (13, 12)), 10) is None, "not settled yet"
+    unsettled = upkeep.prune(reports((13, 12), (13, 12)), (2, 20))
+    assert unsettled is not None
+    assert unsettled.memory_before == (2, 20), "no restore goes back behind a durable step"
+    assert upkeep.prune(reports((13, 12), (13, 12)), (2, 20)) is None
 
 
 def leaving(**farewell):
@@ -79,16 +83,16 @@ def test_a_leaving_node_stays_until_newer_copies_are_complete_elsewhere():
 
 def test_a_leaving_node_goes_when_a_durable_step_covers_it_or_its_time_has_come():
     never = reports((None, None), (None, None))
-    assert leaving().unneeded(never, 9, 1.0) == []
-    assert leaving().unneeded(never, 10, 1.0) == ["c"]
-    assert leaving(newest_copy=(2, 12)).unneeded(never, 11, 1.0) == []
-    assert leaving(newest_copy=(2, 12)).unneeded(never, 12, 1.0) == ["c"]
+    assert leaving().unneeded(never, (2, 9), 1.0) == []
+    assert leaving().unneeded(never, (2, 10), 1.0) == ["c"]
+    assert leaving(newest_copy=(2, 12)).unneeded(never, (2, 11), 1.0) == []
+    assert leaving(newest_copy=(2, 12)).unneeded(never, (2, 12), 1.0) == ["c"]
     assert leaving().unneeded(never, None, 99.0) == []
     assert leaving().unneeded(never, None, 100.0) == ["c"]
 
 
 def test_before_its_agent_has_answered_nothing_is_known_of_its_copies():
-    assert leaving(told=False).unneeded(reports((13, 12), (13, 12)), 50, 1.0) == []
+    assert leaving(told=False).unneeded(reports((13, 12), (13, 12)), (2, 50), 1.0) == []
 
 
 W, B = ShardId("param/w", 0), ShardId("param/b", 0)
