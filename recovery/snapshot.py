@@ -172,8 +172,7 @@ class SnapshotWriter:
             with self._changed:
                 self._error = error
         for buffer in list(self._buffers):
-            if not self._closed and not self.busy:
-                buffer.file.populate()
+            buffer.file.populate(lambda: self._closed or self.busy)
 
     def _run(self) -> None:
         self._prepare()

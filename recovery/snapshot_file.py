@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import errno
 import mmap
 import os
@@ -42,8 +43,10 @@ _RECORD_OFFSET = 256
 _HEADER_OFFSET = 4096
 _ALIGNMENT = 64
 MADV_POPULATE_WRITE = 23
-POPULATE_BYTES = 2 << 20
+POPULATE_BYTES = 64 << 20
 CLAIM_BYTES = 256 << 20
+
+_LIBC = ctypes.CDLL(None)
 
 Checksums = npt.NDArray[np.uint32]
 
@@ -248,13 +251,19 @@ class SnapshotFileWriter:
         """The whole file; shards lie at `map.extents`."""
         return self._map
 
-    def populate(self) -> None:
-        """Map every page now, for writing: page by page, at the first copy, it takes five times as long as the copy."""
-        for start in range(0, len(self._map), POPULATE_BYTES):  # in parts: the interpreter stands still meanwhile
-            try:
-                self._map.madvise(MADV_POPULATE_WRITE, start, min(POPULATE_BYTES, len(self._map) - start))
-            except (OSError, ValueError):  # Linux before 5.14
-                return
+    def populate(self, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Map every page now, for writing, while other threads run: page by page, at the first copy, it takes five times as
+        long as the copy. False where it was told to give up or the system cannot (Linux before 5.14).
+        """
+        address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        for start in range(0, len(self._map), POPULATE_BYTES):
+            length = min(POPULATE_BYTES, len(self._map) - start)
+            # By ctypes, since mmap.madvise would keep the interpreter to itself.
+            if give_up() or _LIBC.madvise(
+                ctypes.c_void_p(address + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE
+            ):
+                return False
+        return True
 
     def begin(self) -> None:
         """Declare what the file holds void; from here until `commit` a reader finds nothing in it."""

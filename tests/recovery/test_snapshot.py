@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,9 +16,9 @@ import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.holdings import Source
-from recovery.layout import ShardId
+from recovery.layout import ShardId, TensorSpec
 from recovery.snapshot import SnapshotWriter, file_name, remove_older
-from recovery.snapshot_file import SnapshotFile
+from recovery.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
 WORKER = "node/0"
@@ -345,3 +346,19 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
     closing.join(20)
     assert not writer.ready
     assert list(tmp_path.iterdir()) == []
+
+
+def test_populating_maps_every_page_and_stops_when_told(tmp_path: Path) -> None:
+    directory = Path("/dev/shm") / f"autohet-test-{os.getpid()}-populate"  # pages of a disk's file are mapped anyhow
+    spec = TensorSpec("w", (1 << 20,), "float32")
+    try:
+        for give_up, mapped_kb in ((lambda: True, 8), (lambda: False, 4096)):
+            writer = SnapshotFileWriter(directory / "x.snapshot", FileMap.of(WORKER, {"w": spec}, spec.shards))
+            if writer.populate(give_up) == give_up():
+                pytest.skip("this system cannot map pages beforehand")
+            maps = Path("/proc/self/smaps").read_text().split(f"{directory}/")[1]
+            rss = int(maps.split("Rss:")[1].split()[0])
+            assert rss <= mapped_kb if give_up() else rss >= mapped_kb
+            writer.close()
+    finally:
+        shutil.rmtree(directory)
