@@ -15,14 +15,13 @@ from planner.strategies.engine import Effort, Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
+from planner.strategies.rivals import rival_plans
 from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
 _POLISH_ROUNDS = 4
 _MOST_FOR_GRIDS = 128
-_MOST_FOR_FASOP = 32
-_MOST_FOR_METIS = 32
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )  # fmt: skip
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
     drafts = [d for d in (draft_of(tables, plan, request.fleet) for plan in known) if d is not None]
-    grids = [*_grids(request, tables, engine.estimator), *_other_searches(request)]
+    grids = [*_grids(request, tables, engine.estimator), *rival_plans(request)]
     found = engine.run(
         tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in grids) if d is not None])
     )
@@ -110,22 +109,6 @@ def _grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]
             max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=balanced,
         )  # fmt: skip
         out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator)[:3]]
-    return out
-
-
-def _other_searches(request: Request) -> list[Plan]:
-    """On small fleets what the other searches find: they cost milliseconds there and look where columns do not."""
-    from planner.strategies.fasop import search_fasop
-    from planner.strategies.metis import search_metis
-
-    out = []
-    gpus = len(request.fleet.workers)
-    for search, most in ((search_fasop, _MOST_FOR_FASOP), (search_metis, _MOST_FOR_METIS)):
-        if gpus <= most:
-            try:
-                out.append(search(request).plan)
-            except InfeasibleError:
-                continue
     return out
 
 

@@ -1,0 +1,68 @@
+"""What the other searches find: seeds of ours, so that no comparison under one cost model ever ends below them.
+
+They cost milliseconds to seconds and look where columns do not: at grids over a part of the fleet, at groups without pipelines, at
+fleets without their slowest types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from planner.cluster import Fleet, NodeType
+from planner.errors import InfeasibleError
+from planner.plan import Plan
+from planner.strategies.cost_tables import microbatch_sizes
+from planner.strategies.request import Answer, Request
+
+Search = Callable[[Request], Answer]
+MOST_GPUS = 512  # beyond, grids and groups of equal workers are not what a fleet of several types wants
+MOST_FOR_METIS = 32
+TIME_SHARE = 0.5  # of the request's limit
+
+
+def rival_plans(request: Request) -> list[Plan]:
+    """One plan of each other search on the whole fleet and on its fastest types; none where a search finds none."""
+    if len(request.fleet.workers) > MOST_GPUS:
+        return []
+    begin, found = request.clock(), []
+    for search, asked in _rounds(request):
+        if request.clock() - begin > TIME_SHARE * request.time_limit_s:
+            break
+        try:
+            found.append(search(asked).plan)
+        except InfeasibleError:
+            continue
+    return found
+
+
+def _rounds(request: Request) -> Iterator[tuple[Search, Request]]:
+    from planner.strategies.fasop import narrowed, search_fasop
+    from planner.strategies.grids import search_megatron, search_varuna
+    from planner.strategies.hap import search_hap
+    from planner.strategies.metis import search_metis
+
+    quick: tuple[Search, ...] = (search_hap, search_varuna, search_megatron, search_fasop)
+    yield from ((search, request) for search in quick)
+    for fleet in fastest_types(request):
+        if fleet.workers and len(fleet.workers) >= request.min_node_disjoint_holders:
+            yield from ((search, narrowed(request, fleet)) for search in quick)
+    if len(request.fleet.workers) <= MOST_FOR_METIS:
+        yield search_metis, replace(request, time_limit_s=TIME_SHARE * request.time_limit_s)
+
+
+def fastest_types(request: Request) -> list[Fleet]:
+    """The fleet without its slowest type of GPU, without its two slowest, ..., down to the fastest alone."""
+    seconds: dict[str, float] = {}
+    kinds: dict[str, NodeType] = {node.node_type.gpu_type: node.node_type for node in request.fleet.nodes}
+    size = microbatch_sizes(request)[0]
+    for gpu_type, kind in kinds.items():
+        costs = request.cost.layer_costs(kind, 1, size)
+        seconds[gpu_type] = float(costs.forward_s[1:-1].sum() + costs.backward_s[1:-1].sum())
+    ordered = sorted(seconds, key=lambda name: (seconds[name], name))
+    return [
+        Fleet(
+            request.fleet.generation, tuple(n for n in request.fleet.nodes if n.node_type.gpu_type in ordered[:count])
+        )
+        for count in range(1, len(ordered))
+    ]

@@ -1,0 +1,37 @@
+"""`autohet` is never worse than another strategy under the same cost model, on fleets where its own columns are weak too."""
+
+import pytest
+
+from autohet.driver.planning import make_planning
+from autohet.runtime.job import Job
+from planner.cluster import cluster_from_yaml
+from planner.errors import InfeasibleError
+from planner.strategies import STRATEGIES, plan_with
+from planner.strategies.rivals import fastest_types
+
+
+def request_of(job, cluster):
+    planning = make_planning(Job.from_yaml(f"cluster_configs/jobs/{job}.yaml"))
+    fleet = cluster_from_yaml(f"cluster_configs/{cluster}.yaml").fleet()
+    return planning.request(fleet, planning.make_cost(fleet))
+
+
+@pytest.mark.parametrize(
+    ("job", "cluster"), [("llama-1b-bf16", "aws-mixed-spot"), ("demo", "local-emulated"), ("gpt2", "aws-mixed-spot")]
+)
+def test_no_other_strategy_is_faster(job, cluster):
+    request = request_of(job, cluster)
+    ours = plan_with("autohet", request).prediction.step_time_s
+    for strategy in STRATEGIES.keys() - {"autohet", "exhaustive", "metis"}:
+        try:
+            assert ours <= plan_with(strategy, request).prediction.step_time_s * (1 + 1e-9), strategy
+        except InfeasibleError:
+            continue
+
+
+def test_the_slowest_types_are_left_out_one_after_another():
+    fleets = fastest_types(request_of("llama-1b-bf16", "aws-mixed-spot"))
+    assert [sorted({n.node_type.gpu_type for n in fleet.nodes}) for fleet in fleets] == [
+        ["A100-40"],
+        ["A100-40", "L40S"],
+    ]
