@@ -61,7 +61,7 @@ def main() -> None:
     document = {
         "what": "death to first new step, 8 workers, CPU, gloo",
         "heartbeat_s": options.heartbeat_s,
-        "where": _where(),
+        "where": _where(options.commit),
         "cases": cases,
     }
     if options.json:
@@ -72,6 +72,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--heartbeat-s", type=float, default=3.0)
+    parser.add_argument("--commit", default="", help="of the tree that is run, where it is no git checkout")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -109,7 +110,7 @@ def _strike(mode: str, victim: str, heartbeat_s: float) -> dict[str, Any]:
         shutil.rmtree(memory, ignore_errors=True)
 
 
-def _where() -> dict[str, Any]:
+def _where(commit: str) -> dict[str, Any]:
     head = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, timeout=10
     )
@@ -119,7 +120,7 @@ def _where() -> dict[str, Any]:
         if line.startswith("model name")
     }
     return {
-        "commit": head.stdout.strip(),
+        "commit": commit or head.stdout.strip(),
         "cpu": sorted(models),
         "num_cpus": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),

@@ -25,9 +25,8 @@ def strike_of(point: str, scope: str, mode: str) -> Strike:
 
 MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOPES, MODES)}
 COVERING = (
-    "forward-worker-kill", "forward-driver-notice", "backward-node-kill", "backward-worker-freeze", "gradient_sync-pipeline-kill",
-    "gradient_sync-node-notice", "apply-worker-kill", "apply-pipeline-freeze", "apply-driver-kill", "snapshot-node-freeze",
+    "forward-worker-kill", "forward-driver-notice", "backward-node-kill", "backward-worker-freeze",
+    "gradient_sync-node-notice", "apply-worker-kill", "apply-driver-kill", "snapshot-node-freeze",
     "snapshot-pipeline-notice", "upload-worker-kill", "upload-driver-freeze", "manifest-driver-kill", "manifest-node-kill",
     "restore-worker-kill", "restore-node-freeze", "rebuild-pipeline-kill", "rebuild-worker-notice", "replan-node-kill",
-    "replan-driver-kill",
 )  # fmt: skip

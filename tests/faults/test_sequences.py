@@ -78,6 +78,7 @@ def test_faults_in_a_row(
     nothing_lost(run_through(scene, tmp_path, memory, events))
 
 
+@pytest.mark.slow
 def test_a_notice_that_is_too_short(scene: Scene, tmp_path: Path, memory: Path) -> None:
     """Two nodes are warned and gone before anything could be moved; the third pipeline holds it all."""
     events = Interference()

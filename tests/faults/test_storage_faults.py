@@ -13,7 +13,7 @@ import pytest
 
 from autohet.driver.observation import Observation
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import BATCH, EVERY, LENGTH, STEPS, differing_shards, exact_job
+from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
@@ -22,12 +22,6 @@ from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
 DEADLINE_S = 60.0
-CHAIN: dict[str, Any] = {
-    "version": 1, "model": "exact", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
-    "pipelines": [{"num_microbatches": 8, "stages": [
-        {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]}]}],
-}  # fmt: skip
-"""One pipeline over two nodes: what one holds, the other does not."""
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +163,7 @@ def damage(files: list[Path], how: str) -> None:
             file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated"])
+@pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
 def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
     """A worker dies that alone held its layers; of its two snapshots on its node, the newest is damaged. What is used is whole."""
     events = Interference()

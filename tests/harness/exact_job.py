@@ -48,6 +48,14 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 
+CHAIN: dict[str, Any] = {
+    "version": 1, "model": "exact", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
+    "pipelines": [{"num_microbatches": 8, "stages": [
+        {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]}]}],
+}  # fmt: skip
+"""One pipeline over two nodes: what one holds, the other does not."""
+
+
 def exact_job(
     directory: Path, shared: Path, memory: Path, plan: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]
 ) -> Job:

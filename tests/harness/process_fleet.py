@@ -7,11 +7,9 @@ started it can kill, freeze and thaw, and knows by id.
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import shutil
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,62 +20,17 @@ from typing import Any
 
 from autohet.driver.durable import Durable
 from autohet.driver.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.ray_workforce import RayWorkforce
 from autohet.driver.rendezvous import Rendezvous
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Node, NodeType
-from tests.harness.fault_points import FaultPoint, Gate, install
+from tests.harness.fault_points import FaultPoint
 from tests.harness.remote_process import NEWS, RemoteProcess
+from tests.harness.served_objects import ServedWorker, served_agent
 
 NODE_POLL_S = 0.25
 CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
-SILENT_NODE_S = 4.0  # after which a node that does not answer is taken for dead, as Ray's health check does
-
-
-class ServedWorker:
-    """A worker's process: the product's worker, and at most one place where it stops and says so."""
-
-    def __init__(
-        self,
-        tell: Callable[[Any], None],
-        place: WorkerPlace,
-        job: Job,
-        points: tuple[FaultPoint, ...],
-        clock_offset_s: float,
-        environment: Mapping[str, str],
-    ) -> None:
-        os.environ.update(environment)
-        if clock_offset_s:
-            true_time = time.time
-            time.time = lambda: true_time() + clock_offset_s
-        from tests.harness import toy_model  # noqa: F401  registers the exact model
-
-        mine = [point for point in points if point.worker == place.worker]
-        self._gates = {point: Gate(point, tell) for point in mine}
-        hooks = [install(point, gate.arrive) for point, gate in self._gates.items()]
-        from autohet.runtime.worker import Worker
-
-        self._worker = Worker(place, job, phase_hook=next((hook for hook in hooks if hook), None))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def request_stop(self, checkpoint: bool) -> None:
-        self._worker.request_stop(checkpoint=checkpoint)
-
-    def open_gate(self, point: FaultPoint) -> None:
-        self._gates[point].open()
-
-    def resources(self) -> tuple[int, int]:
-        """Open files, and threads."""
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-
-def served_agent(tell: Callable[[Any], None], *arguments: Any) -> Any:
-    """The product's agent, without the Ray around it."""
-    from autohet.driver.agent_actor import AgentActor
-
-    return AgentActor.__ray_metadata__.modified_class(*arguments)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -87,7 +40,6 @@ class Seat:
     view: NodeView
     agent: RemoteProcess
     directories: tuple[Path, Path]
-    inventory_call: int | None = None
     dead: bool = False
     silent_since: float | None = None
 
@@ -118,6 +70,8 @@ class ProcessFleet:
     stop_reason: str | None = None
     complaints: list[str] = field(default_factory=list)
     process_ids: list[int] = field(default_factory=list)
+    silent_node_s: float = 4.0
+    """After which a node that does not answer is taken for dead: Ray's health check."""
     environment: dict[str, str] = field(default_factory=dict)
     """For the workers: where their storage is."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
@@ -133,6 +87,7 @@ class ProcessFleet:
         self._workers: dict[str, Member] = {}
         self._losses: dict[str, Loss] = {}
         self._inventories: dict[str, Any] | None = None
+        self._asked: dict[tuple[str, int], str] = {}
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous("127.0.0.1")
@@ -213,7 +168,7 @@ class ProcessFleet:
             if notice.deadline is not None and now >= notice.deadline:
                 self.kill_node(name)
         for name, seat in list(self._seats.items()):
-            if not seat.dead and seat.silent_since is not None and now - seat.silent_since > SILENT_NODE_S:
+            if not seat.dead and seat.silent_since is not None and now - seat.silent_since > self.silent_node_s:
                 self.kill_node(name)
             if seat.dead:
                 self._forget(name, now)
@@ -221,6 +176,7 @@ class ProcessFleet:
     def _forget(self, name: str, now: float) -> None:
         seat = self._seats.pop(name)
         self._ended.append(seat.agent)
+        self._asked = {call: node for call, node in self._asked.items() if node != name}
         self.notices.pop(name, None)
         for worker in seat.view.workers:
             if worker in self._workers:
@@ -294,10 +250,8 @@ class ProcessFleet:
         for answer in seat.agent.take():
             if not answer.good:
                 self.complaints.append(f"agent of {name}: {answer.value}")
-            elif answer.number == seat.inventory_call:
-                seat.inventory_call = None
-                if self._inventories is not None:
-                    self._inventories[name] = answer.value
+            elif self._asked.pop((name, answer.number), None) is not None and self._inventories is not None:
+                self._inventories[name] = answer.value
             elif hasattr(answer.value, "endpoint"):
                 seat.view = replace(seat.view, endpoint=_checked(answer.value.endpoint))
         if seat.agent.gone:
@@ -321,13 +275,12 @@ class ProcessFleet:
 
     def request_inventories(self) -> None:
         self._inventories = {}
-        for seat in self._seats.values():
-            seat.inventory_call = seat.agent.ask("inventory")
+        self._asked = {(name, seat.agent.ask("inventory")): name for name, seat in self._seats.items()}
         self.durable.refresh()
 
     def _ready_inventories(self) -> Mapping[str, Any] | None:
-        asked = any(seat.inventory_call is not None for seat in self._seats.values())
-        return self._inventories if self._inventories is not None and not asked and self.durable.fresh() else None
+        """By the rule of the product's own workforce."""
+        return RayWorkforce._ready_inventories(self)  # type: ignore[arg-type]
 
     # acting ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+"""What the processes of a fleet serve: the product's worker and agent, without Ray around them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autohet.runtime.job import Job
+from autohet.runtime.messages import WorkerPlace
+from tests.harness.fault_points import FaultPoint, Gate, install
+
+
+class ServedWorker:
+    """A worker's process: the product's worker, and at most one place where it stops and says so."""
+
+    def __init__(
+        self,
+        tell: Callable[[Any], None],
+        place: WorkerPlace,
+        job: Job,
+        points: tuple[FaultPoint, ...],
+        clock_offset_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        os.environ.update(environment)
+        if clock_offset_s:
+            true_time = time.time
+            time.time = lambda: true_time() + clock_offset_s
+        from tests.harness import toy_model  # noqa: F401  registers the exact model
+
+        mine = [point for point in points if point.worker == place.worker]
+        self._gates = {point: Gate(point, tell) for point in mine}
+        hooks = [install(point, gate.arrive) for point, gate in self._gates.items()]
+        from autohet.runtime.worker import Worker
+
+        self._worker = Worker(place, job, phase_hook=next((hook for hook in hooks if hook), None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def request_stop(self, checkpoint: bool) -> None:
+        self._worker.request_stop(checkpoint=checkpoint)
+
+    def open_gate(self, point: FaultPoint) -> None:
+        self._gates[point].open()
+
+    def resources(self) -> tuple[int, int]:
+        """Open files, and threads."""
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def served_agent(tell: Callable[[Any], None], *arguments: Any) -> Any:
+    """The product's agent, without the Ray around it."""
+    from autohet.driver.agent_actor import AgentActor
+
+    return AgentActor.__ray_metadata__.modified_class(*arguments)  # type: ignore[attr-defined]
