@@ -75,10 +75,12 @@ class Pushed(msgspec.Struct, frozen=True):
 
 
 def write_duties(directory: Path | str, duties: Duties) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
     _write(Path(directory), duties.worker, "duties", duties)
 
 
 def write_round(directory: Path | str, opened: Round) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
     _write(Path(directory), opened.worker, "round", opened)
 
 
@@ -232,7 +234,6 @@ def _path(directory: Path, worker: str, kind: str) -> Path:
 
 
 def _write(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     path = _path(directory, worker, kind)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(msgspec.msgpack.encode(document))
