@@ -33,7 +33,7 @@ class Balancer:
 
     def __init__(self, tables: Tables, max_stages: int):
         self.tables = tables
-        self.fits = tables.last_layer_that_fits(max_stages)
+        self.fits = tables.fitting(max_stages)
         sums = tables.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()

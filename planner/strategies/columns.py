@@ -64,7 +64,7 @@ class ColumnMaker:
         self.max_stages = max_stages
         self.budget = budget
         self.supply = supply
-        self.fits = tables.last_layer_that_fits(max_stages)
+        self.fits = tables.fitting(max_stages)
         self._prepare()
 
     def _prepare(self) -> None:

@@ -11,6 +11,7 @@ from planner.strategies.request import Request
 from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
 
 GIB = 2**30
+MANY_GPUS = 64
 
 
 def tables_of(request: Request) -> Tables:
@@ -34,6 +35,9 @@ def tables_of(request: Request) -> Tables:
     return Tables(
         resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
         _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
+        crossing_s=_crossing(cost, resources, kinds, rows),
+        least_ring_s=_least_ring(cost, resources),
+        ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > MANY_GPUS else None,
     )  # fmt: skip
 
 
@@ -126,6 +130,60 @@ def _boundary(
         same = a.resource == b.resource and a.tp_degree + b.tp_degree <= sender.num_gpus
         flows = 1.0 if same else float(b.tp_degree)
         return 2 * cost.boundary_s(sender, receiver, rows[one].microbatch, same_node=same, flows=flows)
+
+    return seconds
+
+
+def _crossing(
+    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row]
+) -> Callable[[int], float]:
+    """Both directions of a boundary between equal groups on two nodes; a node of one node type has none."""
+
+    def seconds(row: int) -> float:
+        kind = kinds[rows[row].kind]
+        resource = resources[kind.resource]
+        node, same = resource.node_type, len(resource.node_names) == 1
+        flows = 1.0 if same else float(kind.tp_degree)
+        return 2 * cost.boundary_s(node, node, rows[row].microbatch, same_node=same, flows=flows)
+
+    return seconds
+
+
+def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozenset[int], float, int], float]:
+    """One all-reduce while every GPU of each node takes part in another: the NIC is shared by all of them."""
+    rates: dict[tuple[frozenset[int], int], tuple[float, float]] = {}
+
+    def seconds(used: frozenset[int], num_bytes: float, pipelines: int) -> float:
+        if pipelines < 2:
+            return 0.0
+        if (used, pipelines) not in rates:
+            types = [resources[r].node_type for r in sorted(used)]
+            members = [(str(i), types[i % len(types)]) for i in range(max(pipelines, len(types)))]
+            flows = float(max(kind.num_gpus for kind in types))
+            low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
+            rates[used, pipelines] = (2 * low - high, (high - low) / 1e9)
+        latency, each = rates[used, pipelines]
+        return latency + each * num_bytes
+
+    return seconds
+
+
+def _least_ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[int, float, int, int], float]:
+    """A worker's ring has a link between two nodes like its own, or stays in its node. The node's NIC is shared by at least as
+    many rings as its groups have workers on average, and all its other groups may be of one worker."""
+    layers = cost.layer_costs(resources[0].node_type, 1, 1)
+    whole = max(float(layers.sync_bytes.sum()), 1.0)
+
+    def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
+        kind = resources[resource].node_type
+        update = num_bytes * float(cost.layer_costs(kind, 1, 1).update_s.sum()) / whole
+        if pipelines < 2:
+            return update
+        flows = kind.num_gpus / (1 + kind.num_gpus - degree)
+        across = cost.sync_s([(str(i), kind) for i in range(pipelines)], num_bytes, flows=flows)
+        if pipelines <= max(r.node_type.num_gpus for r in resources):
+            across = min(across, cost.sync_s([("node", kind)] * pipelines, num_bytes))
+        return across + update
 
     return seconds
 

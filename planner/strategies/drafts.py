@@ -5,9 +5,10 @@ should do.
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.pipeline_simulation import Transfers
+from planner.strategies.chain import Member, block_bytes, chain_s
 from planner.strategies.tables import SyncShape, Tables
 
 
@@ -36,6 +37,7 @@ class Estimator:
     def __init__(self, tables: Tables):
         self.tables = tables
         self._times: dict[tuple[Shape, int], float] = {}
+        self._ends: dict[Shape, tuple[list[float], list[float]]] = {}
         self._stages: dict[Shape, tuple[list[float], list[float], list[float]]] = {}
         self.evaluated = 0
 
@@ -45,10 +47,19 @@ class Estimator:
             time, forward = self.tables.time_sums, self.tables.forward_sums
             first = [float(forward[r, e] - forward[r, s]) for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
             both = [float(time[r, e] - time[r, s]) for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
-            send = [float(self.tables.boundaries[a, b]) for a, b in zip(shape.rows[:-1], shape.rows[1:])]
+            send = self._transfers(shape.rows)
             half = self.tables.stage_overhead_s / 2
             self._stages[shape] = ([f + half for f in first], [b - f + half for b, f in zip(both, first)], send)
         return self._stages[shape]
+
+    def _transfers(self, rows: tuple[int, ...]) -> list[float]:
+        """Seconds of each boundary; equal neighbours fill one node after the other, as `place` does."""
+        tables, out, inside = self.tables, [], 1
+        for one, other in itertools.pairwise(rows):
+            inside = inside % int(tables.groups_a_node[one]) + 1 if one == other else 1
+            crosses = one == other and inside == 1
+            out.append(float(tables.crossings[one] if crosses else tables.boundaries[one, other]))
+        return out
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
         """Seconds of one pipeline's part of a step, without gradient sync."""
@@ -65,9 +76,18 @@ class Estimator:
         depth = len(forward)
         near = 4 * depth + 4
         if microbatches <= near + depth:
-            return _simulate(forward, backward, send, microbatches, self.tables.transfers)
-        low, high = (_simulate(forward, backward, send, k, self.tables.transfers) for k in (near, near + depth))
+            return max(_simulate(forward, backward, send, microbatches, self.tables.transfers))
+        low, high = (max(ends) for ends in self._far(shape))
         return high + (microbatches - near - depth) * (high - low) / depth
+
+    def _far(self, shape: Shape) -> tuple[list[float], list[float]]:
+        """When each stage ends with so many microbatches that the warm-up is over, and with one a stage more."""
+        if shape not in self._ends:
+            forward, backward, send = self.stages(shape)
+            near, depth = 4 * len(forward) + 4, len(forward)
+            low, high = (_simulate(forward, backward, send, k, self.tables.transfers) for k in (near, near + depth))
+            self._ends[shape] = (low, high)
+        return self._ends[shape]
 
     def quick_s(self, shape: Shape, microbatches: int) -> float:
         """A lower bound of `pipeline_s`, by the inequality of `Columns.microbatches_in` for every stage."""
@@ -82,7 +102,25 @@ class Estimator:
 
     def sync_s(self, draft: Draft) -> float:
         """Estimated seconds after the pipelines end."""
-        return self.tables.sync_s(self.sync_shape(draft))
+        shape, ring = self.sync_shape(draft), self.tables.ring_s
+        if ring is None or shape.pipelines < 2:
+            return self.tables.sync_s(shape)
+        ends = {pair: self.pipeline_s(*pair) for pair in set(draft.pipelines)}
+        members = list(dict.fromkeys(self._member(s, ends[s, k]) for s, k in draft.pipelines))
+        row = draft.pipelines[0][0].rows[0]
+        whole = block_bytes(self.tables.sync_sums, row, self.tables.kinds[self.tables.rows[row].kind].tp_degree)
+        update = self.tables.sync_s(replace(shape, pipelines=1))
+        return chain_s(members, shape.pipelines, whole, ring) - max(ends.values()) + update
+
+    def _member(self, shape: Shape, end: float) -> Member:
+        """When its stages end: as long before the pipeline's end as with fewer microbatches."""
+        tables = self.tables
+        stage_ends = self._far(shape)[1]
+        kinds = [tables.kinds[tables.rows[row].kind] for row in shape.rows]
+        ends = (*(e - 1 for e in shape.ends[:-1]), tables.num_blocks)
+        degrees, resources = tuple(k.tp_degree for k in kinds), tuple(k.resource for k in kinds)
+        last = max(stage_ends)
+        return Member(ends, degrees, resources, tuple(end - (last - e) for e in stage_ends))
 
     def sync_shape(self, draft: Draft) -> SyncShape:
         tables = self.tables
@@ -135,8 +173,10 @@ class Estimator:
         return guess
 
 
-def _simulate(forward: list[float], backward: list[float], send: list[float], k: int, transfers: Transfers) -> float:
-    """End of the last backward under 1F1B, as `planner.pipeline_simulation` has it, on plain floats."""
+def _simulate(
+    forward: list[float], backward: list[float], send: list[float], k: int, transfers: Transfers
+) -> list[float]:
+    """End of each stage's last backward under 1F1B, as `planner.pipeline_simulation` has it, on plain floats."""
     depth = len(forward)
     half = [0.0, *(s / 2 for s in send), 0.0]
     wait = 1.0 if transfers != "none" else 0.0
@@ -146,7 +186,6 @@ def _simulate(forward: list[float], backward: list[float], send: list[float], k:
     free = [0.0] * depth
     next_f, next_b = [0] * depth, [0] * depth
     todo = list(range(depth - 1, -1, -1))
-    end = 0.0
     while todo:
         s = todo.pop()
         f, b = next_f[s], next_b[s]
@@ -168,12 +207,11 @@ def _simulate(forward: list[float], backward: list[float], send: list[float], k:
                 at = (ready if ready > free[s] else free[s]) + wait * half[s + 1] + backward[s]
                 done_b[s][b] = at
                 free[s] = at + hold * half[s]
-                end = at if at > end else end
                 b += 1
                 if s:
                     todo.append(s - 1)
             next_f[s], next_b[s] = f, b
-    return end
+    return [done[-1] for done in done_b]
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:

@@ -16,13 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.strategies.balance import Balancer
+from planner.strategies.bound import lower_bound_s
 from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
+from planner.strategies.large import LargeEffort, LargeSearch
 from planner.strategies.packing import Packer
 from planner.strategies.refine import refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
+
+MIXED_GPUS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Effort:
     candidates: int = 4
     sets: int = 40
     integer_program_nodes: int = 150
+    families: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +82,42 @@ class Engine:
 
     def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
         """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
-        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
-        drafts: dict[Draft, float] = {seed: self.estimator.draft_s(seed) for seed in seeds}
-        for seed in seeds:
+        drafts = {seed: self.estimator.draft_s(seed) for seed in seeds}
+        large = self.tables.ring_s is not None and self.effort.families > 0
+        for seed in (*seeds, *(self._large() if large else ())):
             better = refine(self.estimator, seed, self.batch)
-            drafts[better] = self.estimator.draft_s(better)
+            drafts[seed], drafts[better] = self.estimator.draft_s(seed), self.estimator.draft_s(better)
+        bound = 0.0
+        if large:
+            bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
+            if self.supply.sum() > MIXED_GPUS:
+                return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
+        return self._by_columns(drafts, bound)
+
+    def _by_columns(self, drafts: dict[Draft, float], known_bound: float) -> Found:
+        """Adds what packings of listed columns give; their relaxation is the bound where none is known."""
+        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         if len(columns) == 0:
-            return Found((), 0.0, 0)
+            return Found(self._ranked(drafts), known_bound, 0)
         bound, prices = self._lower_bound(columns)
         if bound == 0.0:
-            return Found(self._ranked(drafts), 0.0, len(columns))
+            return Found(self._ranked(drafts), known_bound, len(columns))
         exact = self._promising(columns, bound, prices)
         if len(exact):
             few = self._few(exact) if self.supply.sum() <= FEW_GPUS else iter(())
             for draft in itertools.chain(few, self._pack_levels(exact)):
                 better = refine(self.estimator, draft, self.batch)
                 drafts[better] = self.estimator.draft_s(better)
-        return Found(self._ranked(drafts), bound, len(columns) + self.estimator.evaluated, self.hurry())
+        evaluated = len(columns) + self.estimator.evaluated
+        return Found(self._ranked(drafts), known_bound or bound, evaluated, self.hurry())
+
+    def _large(self) -> Iterator[Draft]:
+        """Drafts of pipelines cut alike, where the fleet is large enough for gradient sync to decide."""
+        search = LargeSearch(
+            self.tables, self.batch, self.supply, self.max_stages, self.estimator, self.hurry, self.mixed_microbatch,
+            self.mixed_tp, self.least_pipelines, LargeEffort(packed=self.effort.families),
+        )  # fmt: skip
+        yield from search.drafts()
 
     def _ranked(self, drafts: dict[Draft, float]) -> tuple[tuple[float, Draft], ...]:
         order = sorted(drafts.items(), key=lambda item: (item[1], item[0].pipelines.__len__(), repr(item[0])))

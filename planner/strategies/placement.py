@@ -11,21 +11,33 @@ class _Nodes:
     """Free GPUs of one resource's nodes. A tensor-parallel group never leaves its node."""
 
     def __init__(self, names: Sequence[str], num_gpus: int, taken: Set[str]):
-        self._names = names
+        self._names, self._num_gpus = names, num_gpus
         self._free = [[g for g in range(num_gpus) if f"{name}/{g}" not in taken] for name in names]
-        self._first = 0
+        self._by_free: dict[int, list[int]] = {}
+        for node in range(len(names) - 1, -1, -1):
+            self._by_free.setdefault(len(self._free[node]), []).append(node)
 
-    def take(self, degree: int, last: int | None) -> tuple[int, tuple[str, ...]] | None:
-        """`degree` workers of one node, the node `last` if it has room, else the first that has."""
-        while self._first < len(self._free) and not self._free[self._first]:
-            self._first += 1
-        order = [last] if last is not None and len(self._free[last]) >= degree else range(self._first, len(self._free))
-        for node in order:
-            free = self._free[node]
-            if len(free) >= degree:
-                taken, self._free[node] = free[:degree], free[degree:]
-                return node, tuple(f"{self._names[node]}/{gpu}" for gpu in taken)
-        return None
+    def take(self, degree: int, last: int | None, wanted: int) -> tuple[int, tuple[str, ...]] | None:
+        """`degree` workers of one node, the node `last` if it has room; else the fullest that has room for all of `wanted` GPUs,
+        which the pipeline still asks of this resource; else the emptiest, so that few nodes are shared.
+        """
+        node = last if last is not None and len(self._free[last]) >= degree else self._next(degree, wanted)
+        if node is None:
+            return None
+        free = self._free[node]
+        self._by_free[len(free)].remove(node)
+        taken, self._free[node] = free[:degree], free[degree:]
+        self._by_free.setdefault(len(free) - degree, []).append(node)
+        return node, tuple(f"{self._names[node]}/{gpu}" for gpu in taken)
+
+    def _next(self, degree: int, wanted: int) -> int | None:
+        sizes = sorted(size for size, nodes in self._by_free.items() if nodes and size >= degree)
+        if not sizes:
+            return None
+        rest = wanted % self._num_gpus
+        # a node shared with another pipeline comes first here where it came last there, so that their transfers do not meet
+        size = rest if rest in sizes else next((size for size in sizes if size >= wanted), sizes[-1])
+        return self._by_free[size][-1]
 
 
 def place(
@@ -36,15 +48,13 @@ def place(
     Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages share a node where
     they can.
     """
-    nodes = [_Nodes(r.node_names, r.node_type.num_gpus, taken) for r in tables.resources]
-    degrees = [max(_degree(tables, row) for row in shape.rows) for shape, _ in draft.pipelines]
-    order = sorted(range(len(degrees)), key=lambda i: (-degrees[i], i))
-    placed: dict[int, list[tuple[str, ...]]] = {}
-    for i in order:
-        workers = _place_pipeline(tables, draft.pipelines[i][0], nodes)
-        if workers is None:
-            return None
-        placed[i] = workers
+    placed = (
+        _by_pipeline(tables, draft, taken, in_order=True)
+        or _by_pipeline(tables, draft, taken, in_order=False)
+        or _by_degree(tables, draft, taken)
+    )
+    if placed is None:
+        return None
     sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
     common = min(sizes, key=lambda b: (-sizes.count(b), b))
     pipelines = tuple(
@@ -57,14 +67,61 @@ def _degree(tables: Tables, row: int) -> int:
     return tables.kinds[tables.rows[row].kind].tp_degree
 
 
-def _place_pipeline(tables: Tables, shape: Shape, nodes: list[_Nodes]) -> list[tuple[str, ...]] | None:
-    by_stage: dict[int, tuple[str, ...]] = {}
-    last: dict[int, int] = {}
-    for stage in sorted(range(len(shape.rows)), key=lambda s: (-_degree(tables, shape.rows[s]), s)):
-        resource = tables.kinds[tables.rows[shape.rows[stage]].kind].resource
-        found = nodes[resource].take(_degree(tables, shape.rows[stage]), last.get(resource))
+def _free_nodes(tables: Tables, taken: Set[str]) -> list[_Nodes]:
+    return [_Nodes(r.node_names, r.node_type.num_gpus, taken) for r in tables.resources]
+
+
+def _by_pipeline(
+    tables: Tables, draft: Draft, taken: Set[str], *, in_order: bool
+) -> dict[int, list[tuple[str, ...]]] | None:
+    """Workers of each pipeline, one pipeline after the other; those with the largest groups and the most GPUs first. in_order: stages
+    in their order, so that neighbours share a node; else the largest groups first."""
+    nodes = _free_nodes(tables, taken)
+    degrees = [[_degree(tables, row) for row in shape.rows] for shape, _ in draft.pipelines]
+    placed: dict[int, list[tuple[str, ...]]] = {}
+    for i in sorted(range(len(degrees)), key=lambda i: (-max(degrees[i]), -sum(degrees[i]), i)):
+        workers = _place_pipeline(tables, draft.pipelines[i][0], nodes, in_order)
+        if workers is None:
+            return None
+        placed[i] = workers
+    return placed
+
+
+def _by_degree(tables: Tables, draft: Draft, taken: Set[str]) -> dict[int, list[tuple[str, ...]]] | None:
+    """All groups of all pipelines, the largest first: where degrees are powers of two this leaves no hole."""
+    nodes = _free_nodes(tables, taken)
+    placed: dict[int, list[tuple[str, ...]]] = {i: [()] * len(s.rows) for i, (s, _) in enumerate(draft.pipelines)}
+    stages = [
+        (-_degree(tables, row), i, s, row)
+        for i, (shape, _) in enumerate(draft.pipelines)
+        for s, row in enumerate(shape.rows)
+    ]
+    last: dict[tuple[int, int], int] = {}
+    for degree, i, s, row in sorted(stages):
+        resource = _resource(tables, row)
+        found = nodes[resource].take(-degree, last.get((i, resource)), -degree)
         if found is None:
             return None
+        last[i, resource], placed[i][s] = found
+    return placed
+
+
+def _resource(tables: Tables, row: int) -> int:
+    return tables.kinds[tables.rows[row].kind].resource
+
+
+def _place_pipeline(tables: Tables, shape: Shape, nodes: list[_Nodes], in_order: bool) -> list[tuple[str, ...]] | None:
+    by_stage: dict[int, tuple[str, ...]] = {}
+    last: dict[int, int] = {}
+    wanted: dict[int, int] = {}
+    for row in shape.rows:
+        wanted[_resource(tables, row)] = wanted.get(_resource(tables, row), 0) + _degree(tables, row)
+    for stage in sorted(range(len(shape.rows)), key=lambda s: (0 if in_order else -_degree(tables, shape.rows[s]), s)):
+        resource, degree = _resource(tables, shape.rows[stage]), _degree(tables, shape.rows[stage])
+        found = nodes[resource].take(degree, last.get(resource), wanted[resource])
+        if found is None:
+            return None
+        wanted[resource] -= degree
         last[resource], by_stage[stage] = found
     return [by_stage[stage] for stage in range(len(shape.rows))]
 

@@ -95,7 +95,11 @@ class Tables:
     pipeline is timed
     as the 1F1B simulation does, where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill.
     boundary_ends(stages): weight
-    of the boundary's half that the first and the last stage bear.
+    of the boundary's half that the first and the last stage bear. crossing_s(row): a boundary between two groups of one
+    row on two nodes; None where boundary_s says it all. ring_s(resources, bytes, pipelines): one all-reduce over
+    pipelines on these node types while all GPUs of their nodes send; None: `sync_s` estimates drafts of any size.
+    least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a worker of a group of
+    that degree, with so many gradient bytes, where at least so many pipelines share the model.
     """
 
     resources: tuple[Resource, ...]
@@ -107,6 +111,9 @@ class Tables:
     overlaps_warmup: bool = True
     stage_overhead_s: float = 0.0
     boundary_ends: Callable[[int], tuple[float, float]] = lambda stages: (1.0, 1.0)
+    crossing_s: Callable[[int], float] | None = None
+    ring_s: Callable[[frozenset[int], float, int], float] | None = None
+    least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
 
     @cached_property
     def num_layers(self) -> int:
@@ -145,6 +152,29 @@ class Tables:
                 if one.microbatch == other.microbatch:
                     out[i, j] = self.boundary_s(i, j)
         return out
+
+    @cached_property
+    def crossings(self) -> Floats:
+        """(rows,) seconds of a boundary between equal groups on two nodes."""
+        if self.crossing_s is None:
+            return np.asarray(np.diagonal(self.boundaries))
+        return np.array([self.crossing_s(row) for row in range(len(self.rows))])
+
+    @cached_property
+    def groups_a_node(self) -> Ints:
+        """(rows,) tensor-parallel groups that one node holds."""
+        kinds = [self.kinds[row.kind] for row in self.rows]
+        return np.array([max(1, self.resources[k.resource].node_type.num_gpus // k.tp_degree) for k in kinds])
+
+    def fitting(self, max_in_flight: int) -> Ints:
+        """`last_layer_that_fits`, computed once for each number."""
+        if max_in_flight not in self._fitting:
+            self._fitting[max_in_flight] = self.last_layer_that_fits(max_in_flight)
+        return self._fitting[max_in_flight]
+
+    @cached_property
+    def _fitting(self) -> dict[int, Ints]:
+        return {}
 
     def last_layer_that_fits(self, max_in_flight: int) -> Ints:
         """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many
