@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from recovery.checkpoint import newest_checkpoint
+from recovery.storage import open_storage
 from tests.faults.conftest import Scene
 from tests.faults.fault_matrix import COVERING, MATRIX
 from tests.harness.driver_life import DriverLife, state_of
-from tests.harness.exact_job import EVERY, STEPS, Reference, differing_shards, exact_job
+from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import VICTIMS, Result, Strike, StruckRun, losses_by_step
 
@@ -87,16 +89,25 @@ def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_pat
         return
     assert first.wait(DEADLINE_S) == (-signal.SIGKILL if strike.mode == "kill" else 0)
     committed = max((event["step"] + 1 for event in first.events if event["kind"] == "step"), default=0)
+    durable = newest_durable(job.checkpoint_storage)
     lives.append(DriverLife(job, tmp_path / "second", None, DEADLINE_S))
     assert lives[1].wait(DEADLINE_S) == 0
     begun = next(event["step"] for event in lives[1].events if event["kind"] == "started")
     if strike.mode == "notice":
         assert first.result["reason"] == "stopped by SIGTERM"
         assert begun == committed
-    else:
-        # Without a driver nothing is committed: the newest durable step counts, and it is at most two periods old.
-        assert committed - 2 * EVERY <= begun <= committed
-        assert begun > 0
+    # Without a driver nothing is committed: it goes on from the newest durable step, and from no older one.
+    assert begun == durable <= committed
+
+
+def newest_durable(uri: str) -> int:
+    """The newest committed step in a storage; 0 where there is none (yet)."""
+    storage = open_storage(uri)
+    try:
+        newest = newest_checkpoint(storage)
+        return 0 if newest is None else newest.step
+    finally:
+        storage.close()
 
 
 def check_survivors(strike: Strike, result: Result) -> None:
