@@ -49,7 +49,12 @@ class Ledger:
     def begin_generation(self, generation: int, change: Change) -> None:
         """The generation stands at its first step; steps that were run beyond it are forgotten."""
         assert change.restore_step is not None
-        self.records = {step: r for step, r in self.records.items() if step < change.restore_step}
+        self.records = {
+            step: record
+            for step, record in self.records.items()
+            if step < change.restore_step
+            or record.generation == generation  # its first steps came with the news of readiness
+        }
         self._first_step = change.restore_step
         self._generation, self.newest_vote = generation, None
         self.forget_pace()
@@ -93,14 +98,14 @@ class Ledger:
                 self.newest_vote = max(report.vote, self.newest_vote or report.vote, key=lambda vote: vote[0])
             for record in report.steps:
                 self._take_pace(report.worker, record, self._first_step)
-                self._take_step(record, controller)
+                self._take_step(record, controller, seen.now)
             for receipt in report.receipts:
                 self._take_receipt(report.worker, receipt, controller)
         if seen.checkpoint.step is not None and seen.checkpoint.step != self.checkpoint_step:
             self.checkpoint_step, self.checkpoint_uri = seen.checkpoint.step, seen.checkpoint.uri
             self.events.emit("checkpoint", controller.generation, step=seen.checkpoint.step, uri=seen.checkpoint.uri)
 
-    def _take_step(self, record: StepRecord, controller: Controller) -> None:
+    def _take_step(self, record: StepRecord, controller: Controller, now: float) -> None:
         if record.generation < self._generation:
             return  # of a generation that has been gone back behind
         if record.generation != controller.generation and record.step in self.records:
@@ -115,13 +120,14 @@ class Ledger:
         )  # fmt: skip
         if record.generation == controller.generation:
             controller.failures_in_a_row = 0
-            self._close_change(record, controller)
+            self._close_change(controller, now)
 
-    def _close_change(self, record: StepRecord, controller: Controller) -> None:
+    def _close_change(self, controller: Controller, now: float) -> None:
+        """The first step is done, by the driver's clock as all other moments of a change: workers' clocks may disagree."""
         change = self.open_change
         if change is None:
             return
-        change.first_step_at = record.ended_at
+        change.first_step_at = now
         self.open_change = None
         self._record(change, controller.generation)
 

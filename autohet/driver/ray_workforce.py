@@ -82,6 +82,7 @@ class RayWorkforce:
         self._reports = Poller(lambda handle: handle.report.remote())
         self._inventories: dict[str, Any] | None = None
         self._asked: dict[Any, str] = {}
+        self._inventories_asked_at = 0.0
         self._rendezvous = Rendezvous(ray_cluster.head_address())
         self._nodes_read_at = 0.0
         self._observed_at = 0.0
@@ -234,7 +235,7 @@ class RayWorkforce:
     # inventories -----------------------------------------------------------------------------------------------------
 
     def request_inventories(self) -> None:
-        self._inventories = {}
+        self._inventories, self._inventories_asked_at = {}, self.clock()
         self._asked = {seat.agent.inventory.remote(): name for name, seat in self._seats.items()}
         self.durable.refresh()
 
@@ -250,7 +251,12 @@ class RayWorkforce:
                 logger.warning("The agent of %s gives no inventory: %s", name, error)
 
     def _ready_inventories(self) -> Mapping[str, Any] | None:
-        return self._inventories if self._inventories is not None and not self._asked and self.durable.fresh() else None
+        """What the agents hold, once all have answered, or those that do have been waited for: one that is silent hides nothing."""
+        if self._inventories is None or not self.durable.fresh():
+            return None
+        patience_s = min(self.timeouts.heartbeat_s, self.timeouts.quiesce_s / 2)
+        waited = self.clock() - self._inventories_asked_at > patience_s
+        return dict(self._inventories) if waited or not self._asked else None
 
     def _run_errands(self, reports: Mapping[str, WorkerReport], now: float) -> None:
         agents = {name: seat.agent for name, seat in self._seats.items()}

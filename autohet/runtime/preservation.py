@@ -13,7 +13,7 @@ from torch import Tensor
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from recovery.checkpoint_upload import Uploader, UploaderBusy
-from recovery.errors import RecoveryError
+from recovery.errors import RecoveryError, SnapshotError
 from recovery.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
 from recovery.rounds import Rounds, Standing
 from recovery.snapshot import SnapshotWriter, remove_older
@@ -58,12 +58,20 @@ class Preservation:
         self._close_snapshots()
         self._order = order
         self._begin_rounds(order)
-        if self._every:
-            self._snapshots = SnapshotWriter(
-                self._place.memory_directory, self._place.worker, order.layout, order.generation,
+        self._snapshots = self._in_memory(order) if self._every else None
+        self._disk = self._on_disk(order)
+
+    def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:
+        """The writer of snapshots; None, with a warning, where host memory has no room: the run goes on with what others keep."""
+        place = self._place
+        try:
+            return SnapshotWriter(
+                place.memory_directory, place.worker, order.layout, order.generation,
                 keep_older=order.replicates, in_background=True,
             )  # fmt: skip
-        self._disk = self._on_disk(order)
+        except RecoveryError as error:
+            logger.warning("no snapshots are kept in this node's memory: %s", error)
+            return None
 
     def _begin_rounds(self, order: GenerationOrder) -> None:
         """All have the state of the first step. Of what was written before, what still serves are the two newest steps and
@@ -111,14 +119,30 @@ class Preservation:
     def before_update(self) -> None:
         """Blocks until the state may change: the snapshot of the step before is copied."""
         for writer in (self._snapshots, self._disk):
-            if writer is not None:
+            if writer is None:
+                continue
+            try:
                 writer.wait_copied(self._timeout_s)
+            except SnapshotError as error:
+                self._do_without(writer, error)
+
+    def _do_without(self, writer: SnapshotWriter, error: RecoveryError) -> None:
+        """A copy that cannot be written is no reason to stop: the run goes on with what others keep."""
+        kind = "snapshots in this node's memory" if writer is self._snapshots else "copies on this node's disk"
+        logger.warning("no more %s in this generation: %s", kind, error)
+        if writer is self._snapshots:
+            self._snapshots = None
+        else:
+            self._disk = None
+        writer.close()
 
     def standing(self) -> Standing:
         """This worker's part of the open round, for the vote: its snapshot is there, and what its agent has to copy is."""
         step, order = self._rounds.open, self._order
-        if step is None or self._snapshots is None or order is None:
+        if step is None or order is None:
             return Standing()
+        if self._snapshots is None:
+            return Standing(failed=True)
         if not self._snapshots.has(step):
             return Standing(pending=self._snapshots.busy, failed=not self._snapshots.busy)
         if not order.duties:
@@ -141,19 +165,24 @@ class Preservation:
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
         """After the step's update: start its snapshot; with `durable`, start to upload this worker's shards."""
         assert self._order is not None
-        if self._snapshots is not None and (step % self._every == 0 or durable):
-            self._snapshot(self._snapshots, self._order, step, state)
+        if self._every and (step % self._every == 0 or durable):
+            self._snapshot(self._order, step, state)
         if durable:
             self._spill(step, state)
             self._upload(self._order, step, state)
 
-    def _snapshot(self, writer: SnapshotWriter, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
-        """Begin the snapshot; where it opens a round, hold it, and tell the agent."""
-        opened = self._rounds.snapshot(step)
+    def _snapshot(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
+        """Begin the snapshot; where it opens a round (for all workers, also those that keep none), hold it, and tell the agent."""
+        opened, writer = self._rounds.snapshot(step), self._snapshots
+        if writer is None:
+            return
         writer.hold(self._rounds.held)
         if opened and order.duties:
             write_round(self._place.memory_directory, Round(self._place.worker, order.generation, step, self._complete))
-        writer.start(step, state, self._timeout_s)
+        try:
+            writer.start(step, state, self._timeout_s)
+        except SnapshotError as error:
+            self._do_without(writer, error)
 
     def _spill(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A

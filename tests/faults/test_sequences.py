@@ -155,9 +155,6 @@ def test_clocks_that_disagree_change_no_step(scene: Scene, tmp_path: Path, memor
     nothing_lost(run_through(scene, tmp_path, memory, events, skew))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a change's first step is stamped by the worker's clock, the rest by the driver's"
-)
 def test_clocks_that_disagree_change_no_figure(scene: Scene, tmp_path: Path, memory: Path) -> None:
     def skew(run: StruckRun) -> None:
         run.fleet.clock_offsets.update({"b": 3600.0, "c": 3600.0, "d": 3600.0})

@@ -213,12 +213,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-MEMORY_FULL = pytest.mark.xfail(
-    strict=True, reason="Preservation.begin raises where host memory has no room for snapshots, and the job ends"
-)
-
-
-@pytest.mark.parametrize("which", ["local_directory", pytest.param("memory_directory", marks=MEMORY_FULL)])
+@pytest.mark.parametrize("which", ["local_directory", "memory_directory"])
 def test_a_full_disk_or_memory_of_a_node_stops_nothing(
     which: str, small_disk: Path, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:

@@ -88,6 +88,7 @@ class ProcessFleet:
         self._losses: dict[str, Loss] = {}
         self._inventories: dict[str, Any] | None = None
         self._asked: dict[tuple[str, int], str] = {}
+        self._inventories_asked_at = 0.0
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous("127.0.0.1")
@@ -274,7 +275,7 @@ class ProcessFleet:
         self._losses.setdefault(worker, Loss(worker, reason, now, heard))
 
     def request_inventories(self) -> None:
-        self._inventories = {}
+        self._inventories, self._inventories_asked_at = {}, self.clock()
         self._asked = {(name, seat.agent.ask("inventory")): name for name, seat in self._seats.items()}
         self.durable.refresh()
 

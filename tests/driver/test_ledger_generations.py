@@ -1,0 +1,22 @@
+"""What a ledger keeps when one generation follows another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from autohet.driver.change import Change
+from autohet.driver.events import EventLog
+from autohet.driver.ledger import Ledger
+from autohet.driver.observation import Observation
+from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+
+
+def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
+    ledger = Ledger(None, EventLog(None))  # type: ignore[arg-type]
+    controller = SimpleNamespace(generation=2, failures_in_a_row=0, members=("a/0",))
+    record = StepRecord(16, 1.0, 1.0, 64, 0.01, 2, 10.0)
+    report = WorkerReport("a/0", 1, 2, Phase.TRAINING, 17, 2, steps=(record,))
+    ledger.take(Observation(10.0, {}, reports={"a/0": report}), controller)  # type: ignore[arg-type]
+    change = Change("notice", ("b",), 9.0, 9.0, 16, None, restore_step=16)
+    ledger.begin_generation(2, change)
+    assert ledger.committed_steps == 17
