@@ -24,22 +24,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def main() -> int:
     options = _options()
-    rounds: list[dict[str, Any]] = []
+    rounds: list[dict[str, Any]] = json.loads(options.json.read_text())["rounds"] if options.append else []
+    earlier = len(rounds)
     for _ in range(options.times):
-        rounds.append(_run(options.only))
-        document = {
-            "what": "fault matrix on the exact model, real processes",
-            "where": _where(options.commit),
-            "rounds": rounds,
-        }
+        rounds.append({"where": _where(options.commit), **_run(options.only)})
+        document = {"what": "fault matrix on the exact model, real processes", "rounds": rounds}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{rounds[-1]['passed']} of {rounds[-1]['cells']} cells in {rounds[-1]['seconds']:.0f} s", flush=True)
-    return 0 if all(each["passed"] == each["cells"] for each in rounds) else 1
+    return 0 if all(each["passed"] == each["cells"] for each in rounds[earlier:]) else 1
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--append", action="store_true", help="to the rounds that the document has already")
     parser.add_argument("--only", default="", help="as pytest's -k")
     parser.add_argument("--commit", default="", help="of the tree that is run, where it is no git checkout")
     parser.add_argument("--json", type=Path, default=REPOSITORY / "scripts/benchmarks/results/fault_matrix.json")
