@@ -5,7 +5,7 @@ For a plan with step time t that needs m seconds to move to and is expected to l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cost import CostModel, Prediction
@@ -13,9 +13,14 @@ from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
 from planner.strategies.autohet import search_autohet, unacceptable
+from planner.strategies.engine import Effort
 from planner.strategies.extension import extend
+from planner.strategies.recut import recut
 from planner.strategies.request import Answer, Request, SearchReport
 
+# a step's share above what the previous plan's rate lets expect: from where on new pipelines, a whole search are tried
+_HARDLY, _CLEARLY = 0.03, 0.06
+_SYNC_SHARE = 0.07
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
 
@@ -65,14 +70,18 @@ def replan(
     horizon_s: float = 3600.0,
     migration: MigrationCost | None = None,
     thorough: bool | None = None,
+    search_s: float = 10.0,
 ) -> ReplanDecision:
     """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
 
     holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan
     if all its
-    workers live; its repair (lost pipelines dropped, batch shared again); the repair with new pipelines of the GPUs
+    workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left; the batch shared
+    anew); the repair with new pipelines of the GPUs
     that are left over
-    (`extend`); with `thorough` (by default on fleets of up to 64 GPUs) a whole search seeded with these.
+    (`extend`); with `thorough` a whole search seeded with these. By default that is on fleets of up to 64 GPUs, and on larger ones
+    where the best of these is clearly slower than whole pipelines' share of the work lets expect; there it takes about
+    `search_s` seconds of the request's clock at most.
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
@@ -81,16 +90,18 @@ def replan(
     held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
     begin = request.clock()
     candidates = _candidates(previous, request, alive)
-    candidates += extend(candidates[-1] if candidates else None, request)
+    scored = _scores(candidates, previous, request, held, horizon_s, migration)
+    small = len(alive) <= 64
+    if small or _slow(scored, previous, request, alive, _HARDLY):
+        added = [plan for plan in extend(candidates[0] if candidates else None, request) if plan not in candidates]
+        candidates += added
+        scored += _scores(added, previous, request, held, horizon_s, migration)
     if thorough is None:
-        thorough = len(alive) <= 64 or not candidates
-    searched = _search(request, candidates) if thorough else None
+        thorough = small or _slow(scored, previous, request, alive, _CLEARLY)
+    searched = _search(request, candidates, None if small else search_s) if thorough else None
     if searched is not None:
-        candidates.append(align(searched.plan, request, held))
-        candidates.append(searched.plan)
-    scored = [
-        s for s in (_score(plan, previous, request, held, horizon_s, migration) for plan in _unique(candidates)) if s
-    ]
+        more = [align(searched.plan, request, held), searched.plan]
+        scored += _scores([p for p in more if p not in candidates], previous, request, held, horizon_s, migration)
     if not scored:
         raise InfeasibleError("no plan fits the fleet that is left; see the plan command for the tightest limit")
     scored.sort(key=lambda s: (-s.useful, s.seconds))
@@ -108,11 +119,50 @@ class _Scored:
     useful: float
 
 
-def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
+def _search(request: Request, seeds: Sequence[Plan], search_s: float | None) -> Answer | None:
+    """A whole search; with `search_s` one that stops about then and proves nothing."""
+    effort = None
+    if search_s is not None:
+        request, effort = replace(request, time_limit_s=search_s), Effort(families=1, bounded=False)
     try:
-        return search_autohet(request, seeds)
+        return search_autohet(request, seeds, effort)
     except InfeasibleError:
         return None
+
+
+def _scores(
+    plans: Sequence[Plan], previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
+) -> list["_Scored"]:
+    found = (_score(plan, previous, request, held, horizon_s, migration) for plan in _unique(plans))
+    return [scored for scored in found if scored is not None]
+
+
+def _slow(scored: Sequence["_Scored"], previous: Plan, request: Request, alive: set[str], by: float) -> bool:
+    """Whether the best candidate takes so much longer than all GPUs would at the rate at which the previous plan used those
+    of its whole pipelines."""
+    whole = [p for p in previous.pipelines if set(p.workers) <= alive]
+    if not scored or not whole:
+        return True
+    best = min(scored, key=lambda s: s.prediction.step_time_s)
+    speed = _speeds(request)
+    rate = sum(p.num_sequences for p in whole) / sum(speed[worker] for p in whole for worker in p.workers)
+    seconds = max(
+        fill + (p.num_microbatches - 1) * step for p in whole for fill, step in [_seconds_of(request.cost, p)]
+    )
+    expected = seconds * request.global_batch_sequences / (rate * sum(speed.values()))
+    after = best.prediction.step_time_s - best.prediction.breakdown_s["pipeline"]
+    return best.prediction.step_time_s > expected * (1 + by) + min(after, expected * _SYNC_SHARE)
+
+
+def _speeds(request: Request) -> dict[str, float]:
+    """Blocks a second that each GPU does alone, one sequence at a time."""
+    cost = request.cost
+    known = {
+        kind: 1.0 / max(float((c.forward_s + c.backward_s).sum()), 1e-30)
+        for kind in dict.fromkeys(node.node_type for node in request.fleet.nodes)
+        for c in [cost.layer_costs(kind, 1, 1)]
+    }
+    return {worker: known[node.node_type] for node in request.fleet.nodes for worker in node.workers}
 
 
 def _unique(plans: Sequence[Plan]) -> list[Plan]:
@@ -120,13 +170,12 @@ def _unique(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _candidates(previous: Plan, request: Request, alive: set[str]) -> list[Plan]:
-    """The previous plan where its workers live and its batch is the request's, and its repair."""
+    """The previous plan where its workers live and its batch is the request's, and its repairs."""
     out = []
     if set(previous.workers) <= alive and previous.global_batch_sequences == request.global_batch_sequences:
         out.append(previous)
-    repaired = repair(previous, request, alive)
-    if repaired is not None and repaired not in out:
-        out.append(repaired)
+    repaired, cut_again = repair(previous, request, alive), recut(previous, request, alive)
+    out += [plan for plan in (repaired, cut_again) if plan is not None and plan not in out]
     return out
 
 

@@ -6,6 +6,7 @@ for all
 pipelines together, stage by stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +30,16 @@ class Cuts:
 
 
 class Balancer:
-    """Cuts pipelines over one set of tables. `max_stages` is the deepest pipeline asked for."""
+    """Cuts pipelines over one set of tables. `max_stages` is the deepest pipeline asked for; no stage reaches over a wall, a
+    block after which every pipeline is to be cut."""
 
-    def __init__(self, tables: Tables, max_stages: int):
+    def __init__(self, tables: Tables, max_stages: int, walls: Sequence[int] = ()):
         self.tables = tables
-        self.fits = tables.fitting(max_stages)
+        until = [
+            min((w + 1 for w in walls if w + 1 > start), default=tables.num_layers)
+            for start in range(tables.num_layers + 1)
+        ]
+        self.fits = np.minimum(tables.fitting(max_stages), np.array(until))
         sums = tables.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()

@@ -42,6 +42,7 @@ class Effort:
     sets: int = 40
     integer_program_nodes: int = 150
     families: int = 2
+    bounded: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class Engine:
             drafts[seed], drafts[better] = self.estimator.draft_s(seed), self.estimator.draft_s(better)
         bound = 0.0
         if large:
-            bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
+            if self.effort.bounded:
+                bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
             if self.supply.sum() > MIXED_GPUS:
                 return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
         return self._by_columns(drafts, bound)

@@ -3,10 +3,11 @@
 import dataclasses
 
 from planner.cluster import Fleet
-from planner.plan import check_plan
+from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.replan import MigrationCost, replan
 from planner.strategies import plan_with
+from planner.strategies.recut import recut
 from tests.planner.cases import DEMO, fleet, request
 
 
@@ -66,3 +67,19 @@ def test_redundancy_names_what_a_node_would_take_along() -> None:
         assert not report.survives_any_node
         lost = sum(len(shards) for shards in report.lost_by_node.values())
         assert lost == 10  # eight blocks, the embedding and the head have one holder each
+
+
+def test_a_pipeline_that_lost_a_node_is_cut_again_over_its_other_workers() -> None:
+    whole = fleet(("A10G", 4, 1))
+    asked = request(whole, 16)
+    stages = tuple(Stage(2 * i, 2, (f"a10g-{i}/0",)) for i in range(4))
+    previous = Plan("tiny", 16, 1, 128, (Pipeline(stages, 16, 1),))
+    smaller = request(without(whole, "a10g-2"), 16)
+    plan = recut(previous, smaller, set(smaller.fleet.workers))
+    assert plan is not None
+    check_plan(plan, 8)
+    assert [stage.workers for stage in plan.pipelines[0].stages] == [("a10g-0/0",), ("a10g-1/0",), ("a10g-3/0",)]
+    assert recut(previous, asked, set(whole.workers)) is None
+    decision = replan(previous, smaller, thorough=False)
+    assert len(decision.answer.plan.workers) == 3
+    assert decision.answer.prediction.step_time_s <= smaller.cost.predict(plan).step_time_s
