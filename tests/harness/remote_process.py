@@ -23,7 +23,6 @@ PRELOAD = (
     "torch.optim.adamw",
     "boto3",
     "pytest",  # a child imports its parent's main module again
-    "pandas",  # pyarrow imports it in a new process's first step
     "autohet.runtime.worker",
     "autohet.driver.agent_actor",
     "autohet.driver.controller",

@@ -99,9 +99,12 @@ class TokenDataset:
     def _batch(self, index: int) -> NDArray[Any]:
         """A record batch as a view of the mapped file, shape [rows, sequence_length + 1]."""
         if index not in self._batches:
-            column = self._reader.get_batch(index).column(0)
-            tokens = column.flatten().to_numpy(zero_copy_only=True)
-            self._batches[index] = tokens.reshape(-1, self.facts.row_tokens)
+            tokens = self._reader.get_batch(index).column(0).flatten()
+            # Not `to_numpy`: it imports pandas, a second of a worker's first step.
+            _, data = tokens.buffers()
+            width = np.dtype(self.facts.token_dtype)
+            view = np.frombuffer(data, width, len(tokens), tokens.offset * width.itemsize)
+            self._batches[index] = view.reshape(-1, self.facts.row_tokens)
         return self._batches[index]
 
     def verify(self) -> None:

@@ -217,6 +217,18 @@ def test_the_wait_for_another_builder_ends(tmp_path: Path, make_data: MakeData) 
     assert len(prepare_dataset(data, 15)) == len(expected_rows(TEXTS, 16))
 
 
+def test_reading_a_batch_imports_no_pandas(tmp_path: Path, make_data: MakeData) -> None:
+    """Its import would be paid by every worker's first step; only a process of its own can tell."""
+    dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS)), 15)
+    program = (
+        "import sys, torch; from autohet.runtime.batches import Batches; from autohet.runtime.data import TokenDataset"
+    )
+    program += "; tokens, _ = Batches(TokenDataset(sys.argv[1]), 0, 2, torch.device('cpu'))(0, range(2))"
+    program += "; print(tuple(tokens.shape), 'pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, str(dataset.path)], stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().split("\n")[0] == "(2, 15) False"
+
+
 def test_disk_full_is_said(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(directory: Path) -> None:
         raise OSError(28, "No space left on device")
