@@ -7,7 +7,8 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -72,16 +73,18 @@ def read_shards(
     ids: Iterable[ShardId] | None = None,
     *,
     max_memory_bytes: int = READ_MEMORY_BYTES,
+    requests: Executor | None = None,
 ) -> Iterator[tuple[ShardId, torch.Tensor]]:
     """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape, checked, in file order.
 
-    Up to `storage.options.concurrency` requests fly while the caller works; at most `max_memory_bytes` (or one shard,
+    Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own or in `requests`,
+    which several readers may share; at most `max_memory_bytes` (or one shard,
     if that is larger) are read ahead of it. Each tensor owns its memory. Close the iterator to stop early.
 
     Raises:
         CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError: the storage failed.
     """
-    for shard, outcome in _read(storage, manifest, ids, max_memory_bytes, whole_items=False):
+    for shard, outcome in _read(storage, manifest, ids, max_memory_bytes, whole_items=False, requests=requests):
         if isinstance(outcome, Exception):
             raise outcome
         yield shard, outcome
@@ -155,24 +158,34 @@ class _Fetch:
 
 
 def _read(
-    storage: Storage, manifest: Manifest, ids: Iterable[ShardId] | None, max_memory_bytes: int, whole_items: bool
-) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
+    storage: Storage, manifest: Manifest, ids: Iterable[ShardId] | None, max_memory_bytes: int, whole_items: bool,
+    requests: Executor | None = None,
+) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:  # fmt: skip
     ids = manifest.locations if ids is None else ids
     spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
     flying: deque[_Fetch] = deque()
     reader = _Reader(storage, manifest, whole_items)
-    pool = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
+    own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read") if requests is None else None
     ahead = 0
-    try:
-        while spans or flying:
-            while spans and (not flying or ahead + spans[0].end - spans[0].start <= max_memory_bytes):
-                flying.append(reader.start(pool, spans.popleft()))
-                ahead += flying[-1].num_bytes
-            fetch = flying.popleft()
-            yield from reader.finish(fetch)
-            ahead -= fetch.num_bytes
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with own or nullcontext(requests) as pool:
+        assert pool is not None
+        try:
+            while spans or flying:
+                while spans and (not flying or ahead + spans[0].end - spans[0].start <= max_memory_bytes):
+                    flying.append(reader.start(pool, spans.popleft()))
+                    ahead += flying[-1].num_bytes
+                yield from reader.finish(flying[0])
+                ahead -= flying.popleft().num_bytes
+        finally:
+            _call_off(flying)
+
+
+def _call_off(fetches: Iterable[_Fetch]) -> None:
+    """Cancel the requests that have not begun, and wait for those that have: each has the storage's own deadline."""
+    parts = [part for fetch in fetches for part in fetch.parts]
+    for part in parts:
+        part.cancel()
+    wait(parts)
 
 
 class _Reader:
@@ -184,7 +197,7 @@ class _Reader:
         self._whole_items = whole_items
         self._prefix = step_prefix(manifest.step)
 
-    def start(self, pool: ThreadPoolExecutor, span: Span) -> _Fetch:
+    def start(self, pool: Executor, span: Span) -> _Fetch:
         stride = self._storage.options.part_bytes
         starts = range(span.start, max(span.end, span.start + 1), stride)
         fetch = _Fetch(span, torch.empty(span.end - span.start, dtype=torch.uint8), len(starts))

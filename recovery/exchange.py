@@ -44,7 +44,8 @@ class Exchange:
     """Runs one worker's messages once. Blocks only for older messages of the common order: no deadlock.
 
     `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had.
-    `take(message, shard, data)` gets what has come: its bytes, or None when they are damaged or were not available.
+    `take(message, shard, data)` gets the bytes of a shard that has come; `miss(message, shards)` names those of a message
+    that came damaged or were not available.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Exchange:
         group: MessageGroup,
         device: torch.device,
         view_of: Callable[[ShardId], Tensor | None],
-        take: Callable[[Message, ShardId, Tensor | None], None],
+        take: Callable[[Message, ShardId, Tensor], None],
+        miss: Callable[[Message, Sequence[ShardId]], None],
     ) -> None:
         self._worker, self._layout, self._group, self._device = worker, layout, group, device
-        self._view_of, self._take = view_of, take
+        self._view_of, self._take, self._miss = view_of, take, miss
         self._flights: deque[_Flight] = deque()
         self._coming: dict[ShardId, int] = {}
         self._bytes = 0
@@ -137,7 +139,10 @@ class Exchange:
         sent = flight.buffer[trailer:].view(torch.int64)
         good = (torch.stack([fingerprint(piece) for piece in pieces]) == sent).tolist()
         for shard, piece, whole in zip(shards, pieces, good, strict=True):
-            self._take(flight.message, shard, piece if whole else None)
+            if whole:
+                self._take(flight.message, shard, piece)
+        if missed := [shard for shard, whole in zip(shards, good, strict=True) if not whole]:
+            self._miss(flight.message, missed)
 
 
 def fingerprint(piece: Tensor) -> Tensor:

@@ -157,16 +157,14 @@ class _Restore:
     @torch.no_grad()
     def run(self) -> Restored:
         began = time.monotonic()
-        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="restore") as pool:
+        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="restore") as self._pool:
             for fetch in self._pieces_of(self._part.fetches):
-                done = pool.submit(self._fetch, fetch)
-                self._fetched.update(dict.fromkeys(fetch.shards, done))
+                self._start(fetch)
             for shard in self._part.keep:
                 if shard.tensor not in self._in_place:
                     self._targets[shard].copy_(self._live[shard])
-            view_of, take = self._view_of, self._take
-            worker, layout = self._part.worker, self._layout
-            Exchange(worker, layout, self._group, self._device, view_of, take).run(self._part.messages)
+            worker, layout, calls = self._part.worker, self._layout, (self._view_of, self._take, self._miss)
+            Exchange(worker, layout, self._group, self._device, *calls).run(self._part.messages)
             for done in set(self._fetched.values()):
                 done.result()
         if self._missing:
@@ -212,19 +210,28 @@ class _Restore:
         if done.done():
             done.result()
 
-    def _take(self, message: Message, shard: ShardId, data: Tensor | None) -> None:
-        if data is not None:
-            same_node = self._node_by_worker.get(message.source) == self._part.node
-            self._put(shard, data, "memory" if same_node else "peer")
-            return
-        first, *others = self._schedule.sources_of(self._part.worker, shard)
-        with self._lock:
-            self._failures.append(f"{shard} from {first} arrived damaged or not at all")
-            self._bad.append((first, shard))
-        logger.warning("%s from %s arrived damaged or not at all", shard, first)
-        self._fetch(Fetch(tuple(others), (shard,)))
+    def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
+        same_node = self._node_by_worker.get(message.source) == self._part.node
+        self._put(shard, data, "memory" if same_node else "peer")
+
+    def _miss(self, message: Message, shards: Sequence[ShardId]) -> None:
+        """Read what came damaged or not at all from its next sources: what has the same ones together, while messages go on."""
+        shards_by_sources: dict[tuple[Source, ...], list[ShardId]] = {}
+        for shard in shards:
+            shards_by_sources.setdefault(self._schedule.sources_of(self._part.worker, shard), []).append(shard)
+        for (first, *others), group in shards_by_sources.items():
+            logger.warning("%d shards from %s arrived damaged or not at all", len(group), first)
+            with self._lock:
+                self._failures += [f"{shard} from {first} arrived damaged or not at all" for shard in group]
+                self._bad += [(first, shard) for shard in group]
+            self._start(Fetch(tuple(others), tuple(group)))
 
     # reads
+
+    def _start(self, fetch: Fetch) -> None:
+        """In the calling thread, which is the messages' too: `_fetched` is its alone."""
+        done = self._pool.submit(self._fetch, fetch)
+        self._fetched.update(dict.fromkeys(fetch.shards, done))
 
     def _fetch(self, fetch: Fetch) -> None:
         """Get these shards from the first source that gives each of them; those that none gives are missing."""

@@ -17,7 +17,7 @@ from recovery.errors import RecoveryError, SnapshotError
 from recovery.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
 from recovery.rounds import Rounds, Standing
 from recovery.snapshot import SnapshotWriter, remove_older
-from recovery.storage import open_storage
+from recovery.storage import Storage
 
 logger = logging.getLogger("autohet.worker")
 RECEIPT_POLL_S = 0.0
@@ -28,11 +28,11 @@ class Preservation:
     the rest by reports.
     """
 
-    def __init__(self, place: WorkerPlace, job: Job) -> None:
+    def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
         self._place = place
         self._every = job.checkpoint.snapshot_every_steps
         self._replicate_every = job.checkpoint.replicate_every_steps
-        self._uploader = Uploader(open_storage(job.checkpoint_storage))
+        self._uploader = Uploader(storage)
         self._push_timeout_s = job.elastic.timeouts().step_s
         self._timeout_s = job.elastic.timeouts().checkpoint_s
         self._snapshots: SnapshotWriter | None = None

@@ -16,13 +16,17 @@ from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.restoration import restore_state
 from recovery.layout import Layout, ShardId
 from recovery.restore import LiveState, Restored
+from recovery.storage import Storage
 
 
 class StateSource:
     """One worker's way to its state in one generation."""
 
-    def __init__(self, place: WorkerPlace, job: Job, config: PreTrainedConfig, device: torch.device) -> None:
+    def __init__(
+        self, place: WorkerPlace, job: Job, config: PreTrainedConfig, device: torch.device, storage: Storage
+    ) -> None:
         self.place, self.job, self.config, self.device = place, job, config, device
+        self._storage = storage
 
     def fill(
         self, order: GenerationOrder, live: LiveState | None, world: Group, arrived: dict[ShardId, Tensor]
@@ -34,7 +38,8 @@ class StateSource:
         """
         if order.transfers is None:
             return Restored(self._first(order.layout))
-        return restore_state(self.place, self.job, order, live, world, self.device, arrived)
+        timeout_s = self.job.elastic.timeouts().transfer_s
+        return restore_state(self.place, order, live, world, self.device, arrived, self._storage, timeout_s)
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
         """State before the first step: drawn or pretrained masters, moments of zero."""

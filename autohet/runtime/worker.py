@@ -38,6 +38,7 @@ from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
 from recovery.errors import RecoveryError, RestoreError
 from recovery.layout import Layout, ShardId
 from recovery.restore import LiveState
+from recovery.storage import open_storage
 
 logger = logging.getLogger("autohet.worker")
 
@@ -67,7 +68,8 @@ class Worker:
             vocab_size=int(self.config.vocab_size), global_batch_sequences=job.training.global_batch_sequences
         )
         self._batches = Batches(dataset, job.training.seed, job.training.global_batch_sequences, self.device)
-        self._preservation = Preservation(place, job)
+        self._storage = open_storage(job.checkpoint_storage)  # one client for checkpoints and restores
+        self._preservation = Preservation(place, job, self._storage)
         self._hook = phase_hook
         self._lock = threading.Lock()
         self._live: Live | None = None
@@ -150,6 +152,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join(5)
         self._preservation.close()
+        self._storage.close()
 
     # a generation's thread -------------------------------------------------------------------------------------------
 
@@ -176,7 +179,7 @@ class Worker:
         world = groups.group(order.participants, "world")
         self._set(order.generation, Phase.RESTORING)
         grouped = time.perf_counter()
-        source = StateSource(self.place, self.job, self.config, self.device)
+        source = StateSource(self.place, self.job, self.config, self.device, self._storage)
         arrived: dict[ShardId, Tensor] = {}
         try:
             filled = source.fill(order, self._known(order.start_step), world, arrived)

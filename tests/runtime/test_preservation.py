@@ -16,6 +16,7 @@ from recovery.layout import Layout, TensorSpec
 from recovery.replication import Replicator
 from recovery.rounds import Standing
 from recovery.shard_server import ShardServer
+from recovery.storage import open_storage
 
 ME, SPEC = "a/0", TensorSpec("param/w", (64,), "float32")
 LAYOUT = Layout({SPEC.name: SPEC}, {ME: frozenset(SPEC.shards)})
@@ -51,7 +52,8 @@ def preservation(tmp_path):
             "checkpoint": {"storage": str(tmp_path / "checkpoints"), "every_steps": 100},
         }
     )
-    found = Preservation(WorkerPlace(ME, "a", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job)
+    place = WorkerPlace(ME, "a", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    found = Preservation(place, job, open_storage(job.checkpoint_storage))
     yield found
     found.close()
 

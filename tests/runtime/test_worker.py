@@ -1,6 +1,7 @@
 """One worker's process logic, in this process: orders in, reports out."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,16 @@ from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
+from recovery import storage_s3
 from recovery.agent_store import AgentStore
+from recovery.checkpoint import commit_checkpoint
+from recovery.checkpoint_write import write_shards
 from recovery.holdings import Holding, Source
 from recovery.schedule import schedule
 from recovery.snapshot import SnapshotWriter
 from recovery.snapshot_file import SnapshotFile
+from recovery.storage import open_storage
+from tests.harness.s3_server import s3_server
 
 ME = "node/0"
 DEADLINE_S = 60
@@ -151,3 +157,34 @@ def test_a_restore_that_fails_tells_which_copies_were_bad_and_the_next_goes_on_f
     assert report.restore.bytes_by_tier == {"memory": raw_bytes, "disk": 0, "peer": 0, "s3": 0}
     assert [record.step for record in steps] == [2]
     assert report.broken is None
+
+
+def test_one_storage_client_serves_a_workers_checkpoints_and_restores(job, store, tmp_path, monkeypatch):
+    """Its state was to come from an agent that is gone: all of it falls back to S3, and the last step goes there."""
+    with s3_server() as server:
+        uri = server.create_bucket("runs")
+        job = replace(job, checkpoint=replace(job.checkpoint, storage=uri))
+        layout = order(job, store, 1, 0).layout
+        state = {name: torch.ones(layout.tensors[name].shape) for name in layout.units_of(ME)}
+        storage = open_storage(uri)
+        receipt = write_shards(storage, 2, ME, state, layout, layout.shards_by_worker[ME])
+        commit_checkpoint(storage, 2, layout, [receipt], {}, {})
+        storage.close()
+        clients = counted(monkeypatch, storage_s3, "_make_client")
+        sources = [Source("memory", "gone", "gone/0", 2, 1), Source("s3", "", uri, 2)]
+        holdings = [Holding(source, layout.shards_by_worker[ME]) for source in sources]
+        worker = Worker(WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk")), job)
+        try:
+            worker.begin(order(job, store, 2, 2, schedule(layout, {ME: "node"}, holdings, 2)))
+            report, _, _ = follow(worker, Phase.FINISHED)
+        finally:
+            worker.close()
+    assert report.restore.bytes_by_tier["s3"] == layout.num_bytes
+    assert len(clients) == 1
+
+
+def counted(monkeypatch, module, name):
+    """The calls of a module's function from now on, as a list that grows."""
+    calls, real = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: calls.append(given) or real(*given))
+    return calls

@@ -1,0 +1,141 @@
+"""Many shards fall back to S3 at once: one client, one lease, requests side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from torch import Tensor
+
+from recovery import exchange
+from recovery.agent_store import AgentStore
+from recovery.checkpoint import commit_checkpoint
+from recovery.checkpoint_errors import CheckpointMissing
+from recovery.checkpoint_write import write_shards
+from recovery.durable_reads import DurableReads
+from recovery.holdings import Holding, Source
+from recovery.restore import Access, LiveState, Restored, restore
+from recovery.schedule import schedule
+from recovery.storage import Storage, open_storage
+from tests.harness.state_cases import Member, PostOffice, placed, state_of, tensors_of, unit
+
+STEP, ME, PEER = 6, "n0/0", "n1/0"
+TENSORS = tensors_of(3)
+AFTER, BEFORE = placed(TENSORS, 3, [[(3, [ME])]]), placed(TENSORS, 3, [[(3, [PEER])]])
+SHARDS = AFTER.layout.shards_by_worker[ME]
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many clients of each service are made from now on."""
+    made: Counter[str] = Counter()
+    make = boto3.session.Session.client
+
+    def counted(session: boto3.session.Session, service: str, **given: Any) -> Any:
+        made[service] += 1
+        return make(session, service, **given)
+
+    monkeypatch.setattr(boto3.session.Session, "client", counted)
+    return made
+
+
+@pytest.fixture
+def committed(s3_uri: str) -> str:
+    """The URI of a storage that has the whole state of STEP."""
+    storage = open_storage(s3_uri)
+    receipt = write_shards(storage, STEP, ME, state_of(AFTER.layout, ME, STEP), AFTER.layout, SHARDS)
+    commit_checkpoint(storage, STEP, AFTER.layout, [receipt], {"step": STEP}, {})
+    storage.close()
+    return s3_uri
+
+
+class Watched:
+    """A storage that counts calls, and whose first two reads of data wait for each other."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner, self.calls, self.meeting = inner, Counter[str](), threading.Barrier(2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, name: str, *data: Any, **given: Any) -> None:
+        self.calls["lease" if name.endswith(".lease") else "put"] += 1
+        self._inner.put(name, *data, **given)
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.calls["data"] += 1
+        if self.calls["data"] <= 2:
+            self.meeting.wait(timeout=10)
+        self._inner.get_into(name, start, buffer)
+
+
+class Liar(Member):
+    """A live worker of whose messages nothing is to be used."""
+
+    def send(self, tensor: Tensor, to: str, tag: int) -> Any:
+        return super().send(torch.full_like(tensor, 0x55), to, tag)
+
+
+def restore_from_liar(durable: DurableReads, directory: Path, uri: str) -> Restored:
+    """`ME` gets all its shards from a live worker, whose every message is damaged, or else from storage."""
+    source = Source("worker", "n1", PEER, STEP, 1)
+    holdings = [Holding(source, SHARDS), Holding(Source("s3", "", uri, STEP), SHARDS)]
+    plan = schedule(AFTER.layout, AFTER.node_by_worker | BEFORE.node_by_worker, holdings, STEP)
+    office = PostOffice()
+    with closing(AgentStore(directory / "memory", directory / "disk", "n0")) as store, ThreadPoolExecutor(2) as pool:
+        access = Access(store, {}, durable, 20)
+        theirs = LiveState(BEFORE.layout, state_of(BEFORE.layout, PEER, STEP))
+        giving = pool.submit(restore, plan, PEER, AFTER.layout, theirs, Liar(office, PEER), access)
+        taken = restore(plan, ME, AFTER.layout, None, Member(office, ME), access)
+        giving.result(20)
+    return taken
+
+
+def test_shards_that_fall_back_share_one_client(
+    clients: Counter[str], committed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.messages.make_messages.__defaults__", (64,))
+    monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
+    clients.clear()
+    storage = Watched(open_storage(committed))
+    with DurableReads(storage) as durable:  # type: ignore[arg-type]
+        restored = restore_from_liar(durable, tmp_path, committed)
+    expected = state_of(AFTER.layout, ME, STEP)
+    assert all(torch.equal(restored.state[name], tensor) for name, tensor in expected.items())
+    assert len(restored.bad) == len(SHARDS) > 20
+    assert restored.bytes_by_tier["s3"] == AFTER.layout.num_bytes
+    assert clients == {"s3": 1}
+    assert storage.calls["lease"] == 1
+    assert storage.calls["data"] > 2, "and the first two were under way together"
+    assert not [item.name for item in storage.list() if item.name.endswith(".lease")]
+    storage.close()
+
+
+@pytest.fixture
+def durable(committed: str) -> Iterator[DurableReads]:
+    storage = open_storage(committed)
+    with DurableReads(storage) as reads:
+        yield reads
+    storage.close()
+
+
+def test_a_reader_that_stops_early_disturbs_no_other(durable: DurableReads, committed: str) -> None:
+    stopped, whole = (durable(committed, STEP, sorted(SHARDS)) for _ in range(2))
+    next(iter(stopped))
+    stopped.close()  # type: ignore[attr-defined]
+    for shard, tensor in whole:
+        assert torch.equal(tensor, unit(TENSORS[shard.tensor], shard, STEP))
+
+
+def test_a_step_that_is_not_there_says_so_and_others_still_come(durable: DurableReads, committed: str) -> None:
+    with pytest.raises(CheckpointMissing):
+        list(durable(committed, STEP + 1, sorted(SHARDS)))
+    assert {shard for shard, _ in durable(committed, STEP, sorted(SHARDS))} == SHARDS
