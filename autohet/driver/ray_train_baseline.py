@@ -76,7 +76,7 @@ def _run(fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Pat
     training.start()
     deadline = time.monotonic() + DEADLINE_S
     _until(lambda: _newest(directory) >= WARM_STEPS, deadline, "the first steps")
-    struck = time.time()
+    struck = time.monotonic()  # which all processes of one machine share
     _take_a_node(fleet, cause)
     _until(lambda: _found(directory, struck) is not None, deadline, f"a step after the {cause}")
     (directory / "stop").touch()
@@ -120,7 +120,7 @@ def _train(settings: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.1)
-        log.write(f"{step} {time.time()} {os.getpid()}\n")
+        log.write(f"{step} {time.monotonic()} {os.getpid()}\n")
         if (directory / "stop").exists():
             return
         if step % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:

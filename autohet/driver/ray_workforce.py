@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -50,7 +51,10 @@ class Seat:
 
 
 class RayWorkforce:
-    """Implements `Workforce` over Ray. All calls come from the driver's one thread."""
+    """Implements `Workforce` over Ray. All calls come from the driver's one thread.
+
+    `clock` measures silence and deadlines: never the wall clock, which is set while a job runs.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class RayWorkforce:
         cluster: Cluster | None,
         *,
         worker_threads: int,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
         self.run_id = run_id
@@ -82,10 +86,9 @@ class RayWorkforce:
         self._reports = Poller(lambda handle: handle.report.remote())
         self._inventories: dict[str, Any] | None = None
         self._asked: dict[Any, str] = {}
-        self._inventories_asked_at = 0.0
+        self._inventories_asked_at = -math.inf
         self._rendezvous = Rendezvous(ray_cluster.head_address())
-        self._nodes_read_at = 0.0
-        self._observed_at = 0.0
+        self._nodes_read_at = self._observed_at = -math.inf
         self._drains: dict[str, float | None] = {}
         self._agent_starts: Counter[str] = Counter()
         self._errands = AgentErrands(self.timeouts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import signal
 import threading
@@ -62,7 +63,7 @@ class JobRun:
         cluster: Cluster | None,
         fleet: EmulatedFleet | None,
         events: EventLog,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
@@ -83,7 +84,7 @@ class JobRun:
         self.rehearsal = Rehearsal(
             job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
         )
-        self._published_at = 0.0
+        self._published_at = -math.inf
         self._clock = clock
 
     def start(self) -> None:

@@ -80,7 +80,9 @@ class GenerationOrder:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its own."""
+    """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its own. `ended_at` is on that
+    process's monotonic clock: only its differences mean something.
+    """
 
     step: int
     loss: float

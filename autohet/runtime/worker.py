@@ -248,7 +248,7 @@ class Worker:
             result.tokens,
             result.seconds,
             order.generation,
-            time.time(),
+            time.monotonic(),
             result.parts_s,
         )
         with self._lock:

@@ -66,7 +66,7 @@ class ProcessFleet:
     logs: Path
     points: tuple[FaultPoint, ...] = ()
     act: Callable[[FaultPoint], None] | None = None
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     stop_reason: str | None = None
     complaints: list[str] = field(default_factory=list)
     process_ids: list[int] = field(default_factory=list)

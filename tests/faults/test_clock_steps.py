@@ -1,0 +1,69 @@
+"""The wall clock is set while a job runs: nobody is taken for dead, and no duration changes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+ROOT = Path(__file__).parents[2]
+
+STEP_THE_CLOCK = """
+import sys, time
+true_time, step_s = time.time, float(sys.argv[1])
+ahead = [0.0]
+time.time = lambda: true_time() + ahead[0]  # before anything binds it
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+from autohet.driver import ray_cluster, ray_workforce
+from autohet.driver.polling import Answer
+from autohet.runtime.job.elastic import ElasticSection
+
+ray_cluster.head_address = lambda: "127.0.0.1"
+job = SimpleNamespace(elastic=ElasticSection())
+force = ray_workforce.RayWorkforce(job, "run", Mock(), None, worker_threads=1)
+now = force.clock()
+force._reports.answers = {"heard": Answer(now, heard_at=now), "starts": Answer(now)}
+ahead[0] = step_s
+force._find_losses(force.clock())
+print(sorted(force._losses))
+force._find_losses(force.clock() + 3600.0)
+print(sorted(force._losses))
+"""
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
+    """In a process of its own, whose wall clock jumps between a worker's answer and the look for the silent ones."""
+    program = [sys.executable, "-c", STEP_THE_CLOCK, str(step_s)]
+    done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=100)
+    assert done.stdout.decode().splitlines()[-2:] == ["[]", "['heard', 'starts']"]
+
+
+DATES = {
+    "autohet/driver/events.py": "when an event happened, for its reader",
+    "autohet/driver/ray_cluster.py": "Ray's deadlines of a drain are dates",
+    "autohet/driver/agent_actor.py": "EC2 names the moment of an interruption as a date",
+    "recovery/checkpoint.py": "when a checkpoint was made, for its reader",
+    "recovery/storage_s3.py": "the date of a server that sends none",
+    "recovery/storage_directory.py": "the date of a file system where no file can be made",
+}
+"""Where the wall clock may be read, and why."""
+
+
+def test_durations_are_measured_by_the_monotonic_clock() -> None:
+    """Whoever reads the wall clock wants a date."""
+    readers = set()
+    for package in ("autohet/driver", "autohet/runtime", "recovery"):
+        for path in (ROOT / package).rglob("*.py"):
+            names = [
+                ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            ]
+            if "time.time" in names:
+                readers.add(str(path.relative_to(ROOT)))
+    assert readers == set(DATES)
