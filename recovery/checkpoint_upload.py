@@ -12,7 +12,8 @@ import torch
 from recovery.checkpoint_errors import UploadFailed
 from recovery.checkpoint_write import MAX_FILE_BYTES, WorkerReceipt, write_views
 from recovery.errors import RecoveryError
-from recovery.layout import Layout, ShardId, TensorSpec
+from recovery.layout import Layout, ShardId
+from recovery.lent import Lent
 from recovery.slices import shard_views
 from recovery.storage import Storage
 from recovery.storage_errors import StorageTimeout
@@ -37,16 +38,21 @@ class UploaderBusy(RecoveryError):
 class _Task:
     step: int
     worker: str
-    views: Mapping[ShardId, torch.Tensor]
-    specs: Mapping[str, TensorSpec]
+    lent: Lent
+    layout: Layout
+    ids: Collection[ShardId]
 
 
 class Uploader:
     """One owned thread that writes one checkpoint's shards at a time.
 
+    Call order in the training loop: `submit(s, state)` after the update of step s, forward and backward of step s + 1
+    while the thread copies, `wait_copied()`, the next update. An update that does not wait shows: the tensors' version
+    counters differ, and the upload fails.
+
     Memory: a copy of the shards this worker writes (not of all it holds), plus concurrency x part_bytes of the storage.
-    Bandwidth: the storage's `max_bytes_per_s`. `submit` copies and returns; `wait` gives the receipt or raises what
-    went wrong; `close` joins the thread.
+    Bandwidth: the storage's `max_bytes_per_s`. `wait` gives the receipt or raises what went wrong; `close` joins the
+    thread.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Uploader:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._busy_with: int | None = None
+        self._copied = True
         self._outcome: WorkerReceipt | Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
@@ -69,34 +76,30 @@ class Uploader:
         return self._busy_with is not None
 
     def submit(
-        self,
-        step: int,
-        worker: str,
-        state: Mapping[str, torch.Tensor],
-        layout: Layout,
-        ids: Collection[ShardId],
-        *,
-        copy: bool = True,
+        self, step: int, worker: str, state: Mapping[str, torch.Tensor], layout: Layout, ids: Collection[ShardId]
     ) -> None:
-        """Start to write `ids` of `state` (see `write_shards`). Blocks for the copy to host memory only.
-
-        With `copy=False` the tensors are read in place: they must not change until `wait` returns.
+        """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not change until `wait_copied`
+        returns.
 
         Raises:
-            UploaderBusy: the one before is not done: nothing was copied.
+            UploaderBusy: the one before is not done: nothing was started.
         """
         with self._changed:
             assert not self._closed, "submit after close"
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
-            self._busy_with, self._outcome = step, None
-        try:
-            held = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
-            views = {shard: _host_copy(held[shard]) if copy else held[shard] for shard in ids}
-        except BaseException:
-            self._finish(None)
-            raise
-        self._tasks.put(_Task(step, worker, views, layout.tensors))
+            self._busy_with, self._outcome, self._copied = step, None, False
+        self._tasks.put(_Task(step, worker, Lent(state), layout, ids))
+
+    def wait_copied(self, timeout_s: float = 60.0) -> None:
+        """Block until the tensors given to `submit` may change; at once if there are none.
+
+        Raises:
+            StorageTimeout: not within `timeout_s`. If they change now, the upload fails.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._copied, timeout_s):
+                raise StorageTimeout(self._storage.uri, f"step {self._busy_with} is not copied after {timeout_s:.3g} s")
 
     def wait(self, timeout_s: float) -> WorkerReceipt:
         """Block until the upload is done; its receipt. May be called again, from any thread.
@@ -153,9 +156,24 @@ class Uploader:
     def _write(self, task: _Task) -> WorkerReceipt:
         report = self._progress
         progress = (lambda done, total: report(task.step, done, total)) if report else None
-        return write_views(
-            self._storage, task.step, task.worker, task.views, task.specs, self._max_file_bytes, progress
-        )
+        views, specs = self._copies(task), task.layout.tensors
+        return write_views(self._storage, task.step, task.worker, views, specs, self._max_file_bytes, progress)
+
+    @torch.no_grad()
+    def _copies(self, task: _Task) -> dict[ShardId, torch.Tensor]:
+        """The shards in host memory; the tensors that they are of are let go."""
+        try:
+            with task.lent.reading() as state:
+                held = shard_views(task.layout.tensors, task.layout.shards_by_worker[task.worker], state)
+                views = {shard: _host_copy(held[shard]) for shard in task.ids}
+            if task.lent.changed:
+                raise UploadFailed(f"the state of step {task.step} was changed while it was being copied")
+            return views
+        finally:
+            task.lent.release()
+            with self._changed:
+                self._copied = True
+                self._changed.notify_all()
 
     def _finish(self, outcome: WorkerReceipt | Exception | None) -> None:
         with self._changed:

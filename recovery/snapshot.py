@@ -19,6 +19,7 @@ import torch
 
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.layout import Layout, TensorSpec, units_by_tensor
+from recovery.lent import Lent
 from recovery.slices import TORCH_DTYPES, check_local, unit_views
 from recovery.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
 
@@ -66,7 +67,7 @@ class SnapshotWriter:
         self._held: frozenset[int] = frozenset()
         self._keep_older, self._commits = keep_older, 0
         self._changed = threading.Condition()
-        self._job: tuple[int, Mapping[str, torch.Tensor], torch.cuda.Event | None] | None = None
+        self._job: tuple[int, Lent] | None = None
         self._copied = True
         self._error: RecoveryError | None = None
         self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
@@ -134,7 +135,7 @@ class SnapshotWriter:
         with self._changed:
             assert not self._closed, "start() after close()"
             self._copied = False
-            self._job = (step, dict(state), _event_on(state))
+            self._job = (step, Lent(state))
             self._changed.notify_all()
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
@@ -181,18 +182,18 @@ class SnapshotWriter:
                 self._changed.wait_for(lambda: self._job is not None or self._closed)
                 if self._job is None:
                     return
-                step, state, event = self._job
+                step, lent = self._job
             error: RecoveryError | None = None
             buffer: _Buffer | None = None
             try:
                 buffer = self._free_buffer(step)
                 if buffer is not None:
-                    self._take(buffer, step, state, event)
+                    self._take(buffer, step, lent)
             except (RecoveryError, ValueError, RuntimeError, OSError) as failure:
                 why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
                 path = self.directory if buffer is None else buffer.file.path
                 error = SnapshotError(str(path), f"step {step} was not taken: {why}")
-            del state
+            lent.release()
             with self._changed:
                 self._job, self._copied = None, True
                 self._error = error or self._error
@@ -217,15 +218,12 @@ class SnapshotWriter:
                 logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
         return None
 
-    def _take(
-        self, buffer: _Buffer, step: int, state: Mapping[str, torch.Tensor], event: torch.cuda.Event | None
-    ) -> None:
+    def _take(self, buffer: _Buffer, step: int, lent: Lent) -> None:
         buffer.file.begin()
         with self._changed:
             buffer.step = None
-        versions = _versions(state)
-        buffer.copy_from(state, event)
-        if _versions(state) != versions:
+        buffer.copy_from(lent)
+        if lent.changed:
             raise SnapshotError(str(buffer.file.path), "the state was changed while it was being copied")
         with self._changed:
             self._copied = True
@@ -289,17 +287,12 @@ class _Buffer:
         return self._bytes[offset : offset + num_bytes].view(TORCH_DTYPES[spec.dtype]).view(shape)
 
     @torch.no_grad()
-    def copy_from(self, state: Mapping[str, torch.Tensor], event: torch.cuda.Event | None) -> None:
+    def copy_from(self, lent: Lent) -> None:
         """Fill the file from the worker's local tensors; returns when they may change."""
-        if event is None:
-            self._copy_all(state, non_blocking=False)
-            return
-        self._register()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            stream.wait_event(event)
-            self._copy_all(state, non_blocking=True)
-        stream.synchronize()
+        if lent.on_device:
+            self._register()
+        with lent.reading() as state:
+            self._copy_all(state, non_blocking=lent.on_device)
 
     def _copy_all(self, state: Mapping[str, torch.Tensor], non_blocking: bool) -> None:
         for name, targets in self._targets.items():
@@ -335,16 +328,3 @@ def _escaped(worker: str) -> str:
 def file_name(worker: str, generation: int, slot: int) -> str:
     """Name of one of a worker's two files in the host-memory directory."""
     return f"{_escaped(worker)}.g{generation}.{slot}{SUFFIX}"
-
-
-def _versions(state: Mapping[str, torch.Tensor]) -> int:
-    # Every in-place operation raises a tensor's version counter: their sum tells whether any has changed.
-    return sum(tensor._version for tensor in state.values())
-
-
-def _event_on(state: Mapping[str, torch.Tensor]) -> torch.cuda.Event | None:
-    if not any(tensor.is_cuda for tensor in state.values()):
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -117,7 +117,11 @@ class Preservation:
             return None
 
     def before_update(self) -> None:
-        """Blocks until the state may change: the snapshot of the step before is copied."""
+        """Blocks until the state may change: what is to be kept of the step before is copied."""
+        try:
+            self._uploader.wait_copied(self._timeout_s)
+        except RecoveryError as error:
+            logger.warning("the upload under way is given up: %s", error)  # by itself, once the state has changed
         for writer in (self._snapshots, self._disk):
             if writer is None:
                 continue

@@ -34,11 +34,10 @@ from recovery.checkpoint_errors import (
     ManifestInvalid,
 )
 from recovery.checkpoint_read import plan_reads, read_shards, verify
-from recovery.checkpoint_upload import Uploader, UploaderBusy
 from recovery.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec
 from recovery.manifest import decode_manifest, encode_manifest
 from recovery.storage import Storage
-from recovery.storage_errors import StorageFull, StorageTimeout, StorageUnreachable
+from recovery.storage_errors import StorageFull, StorageUnreachable
 from tests.harness.checkpoint_cases import (
     commit,
     full_state,
@@ -354,55 +353,6 @@ def test_a_nodes_link_counts_before_its_workers() -> None:
     nodes = {"big/0": "big", "big/1": "big", "big/2": "big", "small/0": "small"}
     written = assign_writers(Layout(specs, dict.fromkeys(nodes, everything)), nodes)
     assert len(written["small/0"]) == 4
-
-
-def test_uploader_copies_then_writes_in_the_background_and_says_how_far(storage: Storage) -> None:
-    layout = two_worker_layout(state_specs())
-    full = full_state(layout.tensors)
-    seen: list[tuple[int, int, int]] = []
-    with Uploader(storage, progress=lambda *told: seen.append(told)) as uploader:
-        receipts = []
-        for worker, ids in assign_writers(layout).items():
-            state = local_state(layout, worker, full)
-            uploader.submit(6, worker, state, layout, ids)
-            for tensor in state.values():
-                tensor.fill_(float("nan"))  # training goes on
-            receipts.append(uploader.wait(30))
-            assert uploader.poll() == receipts[-1]
-    manifest = commit(storage, 6, layout, pickle.loads(pickle.dumps(receipts)))
-    for shard, unit in read_shards(storage, manifest):
-        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
-    assert seen[-1][0] == 6
-    assert seen[-1][1] == seen[-1][2] > 0
-
-
-def test_uploader_is_bounded_reports_failure_and_works_again(directory: Storage) -> None:
-    layout = two_worker_layout(state_specs())
-    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
-    faulty, started, release = FaultyStorage(directory), threading.Event(), threading.Event()
-
-    def blocks(name: str, call: Any) -> None:
-        started.set()
-        assert release.wait(30)
-        raise StorageFull(name, "no space left")
-
-    faulty.fault("put", blocks)
-    uploader = Uploader(faulty)
-    uploader.submit(1, "a/0", state, layout, ids)
-    assert started.wait(30)
-    assert uploader.poll() is None
-    with pytest.raises(UploaderBusy, match="step 1 is still"):
-        uploader.submit(2, "a/0", state, layout, ids)
-    with pytest.raises(StorageTimeout, match="step 1 is not uploaded"):
-        uploader.wait(0.01)
-    release.set()
-    with pytest.raises(StorageFull):
-        uploader.wait(30)
-    uploader.submit(2, "a/0", state, layout, ids)
-    assert uploader.wait(30).step == 2
-    uploader.close()
-    uploader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-upload"]
 
 
 def test_commit_is_refused_for_state_that_nobody_holds(directory: Storage) -> None:

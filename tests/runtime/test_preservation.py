@@ -1,5 +1,6 @@
 """What a worker keeps of its state beyond its own memory: snapshots, rounds with its agent, and what stays of older generations."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerPlace
 from autohet.runtime.preservation import Preservation
 from planner.plan import Pipeline, Plan, Stage
+from recovery import checkpoint_upload
 from recovery.agent_store import AgentStore
 from recovery.duties import Duty
 from recovery.layout import Layout, TensorSpec
@@ -108,6 +110,29 @@ def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, a
         keep(preservation, step)
     assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, "the complete one, the open one, the two newest"
     assert preservation.replicated_step == 1
+
+
+def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, peer, monkeypatch):
+    """The copy is not the training thread's work, nor is the upload waited for."""
+    copying, copied, stored = threading.Event(), threading.Event(), threading.Event()
+    copy, write = checkpoint_upload._host_copy, checkpoint_upload.write_views
+    monkeypatch.setattr(checkpoint_upload, "_host_copy", lambda view: copying.set() or (copied.wait(20) and copy(view)))
+    monkeypatch.setattr(checkpoint_upload, "write_views", lambda *given: stored.wait(20) and write(*given))
+    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
+    assert copying.wait(20)
+    updating = threading.Thread(target=preservation.before_update)
+    updating.start()
+    updating.join(0.2)
+    assert updating.is_alive()
+    copied.set()
+    updating.join(20)
+    assert not updating.is_alive()
+    assert preservation.take_receipts() == []
+    stored.set()
+    until(lambda: not preservation._uploader.busy)
+    ((_, step, receipt),) = preservation.take_receipts()
+    assert (step, receipt.shards) == (1, frozenset(SPEC.shards))
 
 
 def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):

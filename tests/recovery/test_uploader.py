@@ -1,0 +1,122 @@
+"""Uploads beside training: copied and written in the uploader's thread, bounded, and never of a state that has moved on."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from recovery import checkpoint_upload
+from recovery.checkpoint import assign_writers
+from recovery.checkpoint_errors import UploadFailed
+from recovery.checkpoint_read import read_shards
+from recovery.checkpoint_upload import Uploader, UploaderBusy
+from recovery.storage import Storage
+from recovery.storage_errors import StorageFull, StorageTimeout
+from tests.harness.checkpoint_cases import commit, full_state, local_state, state_specs, two_worker_layout
+from tests.harness.faulty_storage import FaultyStorage
+
+
+def test_uploader_copies_then_writes_in_the_background_and_says_how_far(storage: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    full = full_state(layout.tensors)
+    seen: list[tuple[int, int, int]] = []
+    with Uploader(storage, progress=lambda *told: seen.append(told)) as uploader:
+        receipts = []
+        for worker, ids in assign_writers(layout).items():
+            state = local_state(layout, worker, full)
+            uploader.submit(6, worker, state, layout, ids)
+            uploader.wait_copied(30)
+            for tensor in state.values():
+                tensor.fill_(float("nan"))  # training goes on
+            receipts.append(uploader.wait(30))
+            assert uploader.poll() == receipts[-1]
+    manifest = commit(storage, 6, layout, pickle.loads(pickle.dumps(receipts)))
+    for shard, unit in read_shards(storage, manifest):
+        assert torch.equal(unit, full[shard.tensor][manifest.specs[shard.tensor].unit_slices(shard.unit)])
+    assert seen[-1][0] == 6
+    assert seen[-1][1] == seen[-1][2] > 0
+
+
+def test_uploader_is_bounded_reports_failure_and_works_again(directory: Storage) -> None:
+    layout = two_worker_layout(state_specs())
+    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    faulty, started, release = FaultyStorage(directory), threading.Event(), threading.Event()
+
+    def blocks(name: str, call: Any) -> None:
+        started.set()
+        assert release.wait(30)
+        raise StorageFull(name, "no space left")
+
+    faulty.fault("put", blocks)
+    uploader = Uploader(faulty)
+    uploader.submit(1, "a/0", state, layout, ids)
+    assert started.wait(30)
+    assert uploader.poll() is None
+    with pytest.raises(UploaderBusy, match="step 1 is still"):
+        uploader.submit(2, "a/0", state, layout, ids)
+    with pytest.raises(StorageTimeout, match="step 1 is not uploaded"):
+        uploader.wait(0.01)
+    release.set()
+    with pytest.raises(StorageFull):
+        uploader.wait(30)
+    uploader.submit(2, "a/0", state, layout, ids)
+    assert uploader.wait(30).step == 2
+    uploader.close()
+    uploader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-upload"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies of an upload are held up until it is set."""
+    found, copy = threading.Event(), checkpoint_upload._host_copy
+
+    def held(view: torch.Tensor) -> torch.Tensor:
+        assert threading.current_thread().name == "checkpoint-upload"
+        assert found.wait(30)
+        return copy(view)
+
+    monkeypatch.setattr(checkpoint_upload, "_host_copy", held)
+    yield found
+    found.set()
+
+
+def test_uploader_copies_in_its_own_thread_and_then_lets_go(directory: Storage, gate: threading.Event) -> None:
+    """The training thread is back before the first byte is copied; when all is copied, nothing keeps its tensors."""
+    layout = two_worker_layout(state_specs())
+    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    watched = [weakref.ref(tensor) for tensor in state.values()]
+    faulty, writing, release = FaultyStorage(directory), threading.Event(), threading.Event()
+    faulty.fault("put", lambda name, call: writing.set() or (release.wait(30) and call()))
+    with Uploader(faulty) as uploader:
+        uploader.wait_copied(0)
+        uploader.submit(3, "a/0", state, layout, ids)
+        with pytest.raises(StorageTimeout, match="step 3 is not copied"):
+            uploader.wait_copied(0.01)
+        gate.set()
+        uploader.wait_copied(30)
+        assert writing.wait(30)
+        del state
+        assert not [tensor for tensor in watched if tensor() is not None]
+        release.set()
+        assert uploader.wait(30).shards == ids
+
+
+def test_state_that_changes_while_it_is_copied_is_not_uploaded(directory: Storage, gate: threading.Event) -> None:
+    layout = two_worker_layout(state_specs())
+    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    with Uploader(directory) as uploader:
+        uploader.submit(3, "a/0", state, layout, ids)
+        next(iter(state.values())).add_(1.0)
+        gate.set()
+        with pytest.raises(UploadFailed, match="changed while it was being copied"):
+            uploader.wait(30)
+        uploader.submit(4, "a/0", state, layout, ids)
+        assert uploader.wait(30).step == 4
+    assert not [item.name for item in directory.list() if item.name.startswith("step-00000003")]
