@@ -150,7 +150,7 @@ def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_p
         events.when(back, kill)
         events.when(lambda run, seen: len(run.controller.members) == 2, lambda run, seen: None)
     events.when(back, stop)
-    outcome, log = run_job(job, fleet, tmp_path, events)
+    outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=300)
     print(f"{files} snapshot files before each death, {outcome.summary['steps_lost']} steps lost")
     assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0, log
     assert max(files) <= 3 * (4 + 2 * 3), "three workers' own files, and copies of three rounds on two nodes each"
