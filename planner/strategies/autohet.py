@@ -14,6 +14,7 @@ from planner.strategies.drafts import Estimator
 from planner.strategies.engine import Effort, Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
+from planner.strategies.rebalance import rebalanced
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.rivals import rival_plans
 from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
@@ -21,6 +22,7 @@ from planner.strategies.tables import Tables
 
 CANDIDATES = 6
 _POLISH_ROUNDS = 4
+_SHARE_ROUNDS = 3
 _MOST_FOR_GRIDS = 128
 
 
@@ -55,6 +57,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         raise InfeasibleError(why_infeasible(request, tables))
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _polish(request, best)
+    best = _share_anew(request, best)
     bound = found.lower_bound_s or None
     step = best.prediction.step_time_s
     gap = None if bound is None else max(0.0, step / bound - 1)
@@ -68,6 +71,17 @@ def _polish(request: Request, best: Costed) -> Costed:
     """Single blocks moved between neighbouring stages under the full prediction, where updates and sync overlap other stages."""
     for _ in range(_POLISH_ROUNDS):
         moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
+        if moved is None or moved.plan == best.plan:
+            return best
+        best = moved
+    return best
+
+
+def _share_anew(request: Request, best: Costed) -> Costed:
+    """Microbatches by what the placed pipelines take."""
+    for _ in range(_SHARE_ROUNDS):
+        ends = [timeline.total_s for timeline in request.cost.simulate(best.plan).pipelines]
+        moved, _ = choose(request, [best.plan, rebalanced(best.plan, ends)])
         if moved is None or moved.plan == best.plan:
             return best
         best = moved
@@ -108,7 +122,7 @@ def _grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]
             request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
             max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=balanced,
         )  # fmt: skip
-        out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator)[:3]]
+        out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, 3)]
     return out
 
 

@@ -13,6 +13,7 @@ a shortest path over the block at which each stage starts, for each m. m lies in
 planes: every path is a linear inequality in T and p. Only sync of the first stage is in it, at least what its node's NIC must carry.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,11 +24,15 @@ from planner.strategies.stages import BANDS, StageTable
 from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
-_FINE = 1.003
+_FINE = 1.004
 _ROUNDS = 60
-_DEPTHS = (14, 32)
-_CLOSE = 1e-3
-_OTHERS = 4
+_DEPTHS = (6, 10, 14, 19, 25, 32, 42, 56)
+_CLOSE = 3e-3
+_ALONE = 3
+_INWARD = 0.3
+_NEAR = 1.04
+_IDLE = 1
+_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -68,24 +73,29 @@ class Bound:
     def seconds(self, target: float = np.inf, rounds: int = _ROUNDS) -> float:
         """The bound, or any number from `target` on once that is reached. Zero where no pipeline holds the model.
 
-        Intervals far above the present bound are looked at again only when the others have settled.
+        Rounds look at the intervals near the present bound alone; once prices are about the best for those, at all.
         """
         if not self.intervals:
             return 0.0
-        best, settled = 0.0, True
-        prices = self._by_speed() if self.prices is None else self.prices
+        best, level, idle, whole = 0.0, 0.0, 0, True
+        prices = centre = self._by_speed() if self.prices is None else self.prices
         for _ in range(rounds):
-            found = self._price(prices, np.inf if settled else 1.1 * max(best, self.work_s))
-            if settled and min(found) > best:
-                best, self.prices = min(found), prices
-            if best >= target:
-                return best
-            top, prices = self._best_prices()
-            halved = self._halve(found, max(best, self.work_s))
-            done = not halved and min(found) >= top * (1 - _CLOSE)
-            if settled and (done or top <= best * (1 + _CLOSE)):
-                return best
-            settled = done
+            found = self._price(prices, np.inf if whole else _NEAR * max(best, self.work_s))
+            least = min(found)
+            if whole:
+                idle = 0 if least > best * (1 + _CLOSE) else idle + 1
+                if least > best:
+                    best, self.prices = least, prices
+                if best >= target or idle > _IDLE:
+                    return best
+            if least > level:
+                centre, level = prices, least
+            top, corner = self._best_prices()
+            level *= 0.999 if self._halve(found, max(best, self.work_s)) else 1.0
+            whole = not whole and least >= top * (1 - _CLOSE)
+            if not whole:
+                # part of the way back to the best prices so far: corners of the cuts alone swing to and fro
+                prices = _INWARD * centre + (1 - _INWARD) * corner
         last = min(self._price(prices, np.inf))
         if last > best:
             best, self.prices = last, prices
@@ -201,6 +211,8 @@ class _Stages:
         self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, np.isfinite(seconds), 0.0)
         room = [part[held] & np.isfinite(seconds) for part in table.room]
         self.room = [_by_place(np.where(part, 0.0, np.inf), part, np.inf) == 0.0 for part in room]
+        self.held_busy = [np.where(part, self.busy, np.inf) for part in self.room]
+        self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
         # every transfer of the fill occupies a stage beside each microbatch, so F <= sum of the stages' seconds
         self.bounded = tables.transfers != "none" and tables.overlaps_warmup
         self._limits()
@@ -232,16 +244,31 @@ class _Stages:
         """
         cost = prices[self.resource] * self.degree
         fewest = self._fewest_microbatches(cost, extra)
-        finite = np.where(np.isfinite(high), high, 1.0)
-        found: list[Floats] = []
-        classes: list[_Paths] = []
-        for depth in [d for d in _DEPTHS if d < self.stages] + [self.stages]:
-            longest = depth / (1 - self.share) if self.bounded else np.inf
-            after = np.maximum(fewest - 1, np.where(np.isfinite(high), step_s / finite, 0.0) - longest)
-            paths = _Paths(self, self.microbatch / low, high, cost, np.maximum(after, 1e-9), depth)
-            found.append(paths.solve())
-            classes.append(paths)
-        return np.min(found, axis=0), Chosen(classes, np.argmin(found, axis=0))
+        steady = np.where(np.isfinite(high), step_s / np.where(np.isfinite(high), high, 1.0), 0.0)
+        order = np.argsort(high, kind="stable")
+        parts = [order[i : i + _TOGETHER] for i in range(0, len(order), _TOGETHER)]
+        chosen: list[tuple[_Paths, int] | None] = [None] * len(low)
+        least = np.full(len(low), np.inf)
+        for mine in parts:
+            first = 1
+            for depth in [d for d in _DEPTHS if d < self.stages] + [self.stages]:
+                after = self._after(steady[mine], depth, fewest)
+                paths = _Paths(self, self.microbatch / low[mine], high[mine], cost, after, first, depth)
+                for at, (i, found) in enumerate(zip(mine, paths.solve(least[mine]), strict=True)):
+                    if found < least[i]:
+                        least[i], chosen[i] = found, (paths, at)
+                first = depth + 1
+        return least, Chosen(chosen)
+
+    def _after(self, steady: Floats, depth: int, fewest: float) -> Floats:
+        """(intervals,) microbatches that a pipeline of at most so many stages does at least after its first: (T - F) / m, where F
+        is at most its stages' seconds, and each stage's at most m and what the warm-up hides of it."""
+        after = np.full(len(steady), max(fewest - 1, 1e-9))
+        if self.bounded:
+            for _ in range(4):
+                hidden = np.minimum(1.0, (depth - 1) / after)
+                after = np.maximum(after, steady - depth / (1 - self.share * hidden))
+        return after
 
     def _fewest_microbatches(self, cost: Floats, extra: float) -> float:
         """A pipeline of fewer microbatches does not pay for the memory that the model needs."""
@@ -267,90 +294,117 @@ def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Flo
 class Chosen:
     """The path of each interval: one of those of several classes of depth."""
 
-    classes: "list[_Paths]"
-    best: Ints
+    paths: "list[tuple[_Paths, int] | None]"
 
     def totals(self, at: int) -> tuple[Floats, float]:
         """GPUs of each resource and fill."""
-        return self.classes[int(self.best[at])].totals(at)
+        found = self.paths[at]
+        assert found is not None
+        return found[0].totals(found[1])
 
 
 class _Paths:
-    """Shortest paths of at most `most` stages from the last to the first, for all intervals at once.
+    """Shortest paths of `least` to `most` stages from the last to the first, for all intervals at once.
 
     after: (intervals,) microbatches that each pipeline does at least after its first.
     """
 
-    def __init__(self, stages: _Stages, weight: Floats, high: Floats, cost: Floats, after: Floats, most: int):
-        self.stages, self.weight, self.high, self.cost, self.after, self.most = stages, weight, high, cost, after, most
-        self.picks: list[Ints] = []
-        self.rows: list[Ints] = []
-        self._arcs: dict[int, tuple[Floats, Ints]] = {}
+    def __init__(
+        self, stages: _Stages, weight: Floats, high: Floats, cost: Floats, after: Floats, least: int, most: int
+    ):
+        self.stages, self.weight, self.high, self.cost, self.after = stages, weight, high, cost, after
+        self.least, self.most = least, most
+        shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
+        self.wide = max(1, int((shortest <= high.max() * (1 + 1e-9)).sum()))
+        self.afters: list[Floats] = []
+        self.arcs: list[Floats] = []
+        self._arcs: dict[int, Floats] = {}
 
-    def _arc(self, depth: int) -> tuple[Floats, Ints]:
-        """(intervals, place, size) least cost of a stage with about `depth` stages after it, and its row."""
-        band = int(np.searchsorted(BANDS, depth, side="right")) - 1
+    def _arc(self, band: int, which: slice = slice(None)) -> Floats:
+        """(intervals, rows, place, size) cost of a stage with as many stages after it as the band says."""
+        stages, wide, after = self.stages, self.wide, self.after[which]
+        last = min(BANDS[band + 1] - 1 if band + 1 < len(BANDS) else self.most - 1, self.most - 1)
+        few = int(min(BANDS[band], max(float(self.after.min()), 0.0)))
+        places = slice(0, 3 if band == 0 else 2)
+        hidden = np.minimum(1.0, last / after)[:, None, None, None] * stages.forward[:, places, :wide]
+        busy = np.subtract(stages.held_busy[_band(few)][:, places, :wide], hidden, out=hidden)
+        value = self.weight[which][:, None, None, None] * stages.finite_fill[:, places, :wide]
+        value += self.cost[:, None, None]
+        limit = np.minimum(self.high[which] * (1 + 1e-9), 1e300)
+        value[busy > limit[:, None, None, None]] = np.inf
+        return np.asarray(value)
+
+    def _least_arc(self, depth: int) -> Floats:
+        """(intervals, place, size) the cheapest row's."""
+        band = _band(depth)
         if band not in self._arcs:
-            stages = self.stages
-            last = min(BANDS[band + 1] - 1 if band + 1 < len(BANDS) else self.most - 1, self.most - 1)
-            hidden = np.minimum(1.0, last / self.after)[:, None, None, None]
-            few = int(min(BANDS[band], max(float(self.after.min()), 0.0)))
-            room = stages.room[int(np.searchsorted(BANDS, few, side="right")) - 1]
-            busy = np.where(room, stages.busy, 0.0) - hidden * stages.forward
-            within = room & (busy <= self.high[:, None, None, None] * (1 + 1e-9))
-            fill = np.where(room, stages.fill, 0.0)
-            value = np.where(within, self.weight[:, None, None, None] * fill + self.cost[:, None, None], np.inf)
-            row = value.argmin(axis=1)
-            self._arcs[band] = (np.take_along_axis(value, row[:, None], axis=1)[:, 0], row)
+            self._arcs[band] = self._arc(band).min(axis=1)
         return self._arcs[band]
 
-    def solve(self) -> Floats:
-        """(intervals,) least cost. after[:, i]: of the blocks from i on, in `step` stages."""
-        m, n, wide = len(self.high), self.stages.blocks, self.stages.table.wide
+    def solve(self, known: Floats) -> Floats:
+        """(intervals,) least cost; anything from `known` on where it is no less. after[:, i]: of the blocks from i on."""
+        m, n, wide = len(self.high), self.stages.blocks, self.wide
         after = np.full((m, n + wide + 1), np.inf)
-        best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
-        sizes = np.arange(1, min(wide, n) + 1)
+        best, self.depth = known.copy(), np.zeros(m, dtype=np.int64)
         for step in range(self.most):
-            arc, row = self._arc(step)
-            total = arc[:, 1][:, None] + np.lib.stride_tricks.sliding_window_view(after[:, 1:], wide, axis=1)[:, :n]
-            total[:, 0] = arc[:, 0] + after[:, 1 : wide + 1]
-            if step == 0:
-                total[:, n - sizes, sizes - 1] = arc[:, 2][:, sizes - 1]
-            pick = total.argmin(axis=2)
-            value = np.take_along_axis(total, pick[:, :, None], axis=2)[:, :, 0]
-            self.picks.append(pick)
-            self.rows.append(row)
-            better = value[:, 0] < best
-            best, self.depth = np.where(better, value[:, 0], best), np.where(better, step, self.depth)
-            after[:, 1:n] = value[:, 1:]
-            if (value[:, 1:].min(axis=1, initial=np.inf) >= best).all():
+            arc = self._least_arc(step)
+            self.afters.append(after)
+            first, after = self._further(arc, after) if step else self._last(arc, after)
+            better = (first < best) & (step + 1 >= self.least)
+            best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
+            if (after[:, 1:n].min(axis=1, initial=np.inf) >= best).all():
                 break
         return best
+
+    def _last(self, arc: Floats, none: Floats) -> tuple[Floats, Floats]:
+        """One stage with all blocks, or those from each block on."""
+        n, after, wide = self.stages.blocks, none.copy(), min(self.wide, self.stages.blocks)
+        after[:, n - wide : n] = arc[:, 2, :wide][:, ::-1]
+        return after[:, 0].copy(), after
+
+    def _further(self, arc: Floats, after: Floats) -> tuple[Floats, Floats]:
+        """One stage more: (cost from the first block on, from each other)."""
+        n, out = self.stages.blocks, np.full_like(after, np.inf)
+        inner, total = out[:, 1:n], np.empty((len(after), n - 1))
+        for size in np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)):
+            np.add(after[:, size + 2 : size + 1 + n], arc[:, 1, size, None], out=total)
+            np.minimum(inner, total, out=inner)
+        return (arc[:, 0] + after[:, 1 : self.wide + 1]).min(axis=1), out
+
+    def stages_of(self, at: int) -> Iterator[tuple[int, int, int]]:
+        """(row, place, blocks - 1) of each stage of one interval's path, first stage first; rows as in `stages.rows`."""
+        n, block = self.stages.blocks, 0
+        rows: dict[int, Ints] = {}
+        for step in range(int(self.depth[at]), -1, -1):
+            band, place = _band(step), 2 if step == 0 else 0 if block == 0 else 1
+            if band not in rows:
+                rows[band] = self._arc(band, slice(at, at + 1))[0].argmin(axis=0)
+            beyond = self.afters[step][at, block + 1 : block + 1 + self.wide]
+            size = n - block - 1 if step == 0 else int((self._arcs[band][at, place] + beyond).argmin())
+            yield int(rows[band][place, size]), place, size
+            block += size + 1
 
     def totals(self, at: int) -> tuple[Floats, float]:
         """GPUs of each resource and fill of one interval's path."""
         stages = self.stages
-        gpus, fill, block = np.zeros(len(stages.table.tables.resources)), 0.0, 0
-        for step in range(int(self.depth[at]), -1, -1):
-            size = int(self.picks[step][at, block])
-            place = 0 if block == 0 else 2 if block + size + 1 == stages.blocks else 1
-            place = 2 if step == 0 else place
-            row = int(self.rows[step][at, place, size])
+        gpus, fill = np.zeros(len(stages.table.tables.resources)), 0.0
+        for row, place, size in self.stages_of(at):
             gpus[stages.resource[row]] += stages.degree[row]
             fill += float(stages.fill[row, place, size])
-            block += size + 1
         return gpus, fill
 
 
+def _band(depth: int) -> int:
+    return bisect.bisect_right(BANDS, depth) - 1
+
+
 def lower_bound_s(tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int) -> float:
-    """The least step time of any plan: over ranges of the number of pipelines, on which the least sync depends."""
+    """The least step time of any plan: of those of one pipeline, which sync nothing, and of all others."""
     fleet = np.asarray(supply)
-    main = Bound(tables, batch, fleet, max_stages, 9)
+    main = Bound(tables, batch, fleet, max_stages, 2)
     least = main.seconds()
-    for low, high in ((4, 8), (2, 3), (1, 1)):
-        other = Bound(tables, batch, fleet, max_stages, low, high)
-        if main.prices is not None:
-            other.prices, other.intervals = np.append(main.prices, 0.0), [replace(i) for i in main.intervals]
-        found = other.seconds(least, _OTHERS)
-        least = min(least, found) if least > 0 else found
-    return least
+    alone = Bound(tables, batch, fleet, max_stages, 1, 1)
+    if main.prices is not None:
+        alone.prices, alone.intervals = np.append(main.prices, 0.0), [replace(i) for i in main.intervals]
+    found = alone.seconds(least, _ALONE)
+    return min(least, found) if least > 0 else found

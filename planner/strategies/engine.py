@@ -26,7 +26,8 @@ from planner.strategies.packing import Packer
 from planner.strategies.refine import refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
-MIXED_GPUS = 512
+COLUMNS_GPUS = 512  # at most, for packings of listed columns
+FAMILIES_GPUS = 256  # more than these, for families of equal cuts: their integer programs round little off
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Effort:
     candidates: int = 4
     sets: int = 40
     integer_program_nodes: int = 150
-    families: int = 2
+    families: int = 6
     bounded: bool = True
 
 
@@ -84,16 +85,16 @@ class Engine:
     def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
         """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
         drafts = {seed: self.estimator.draft_s(seed) for seed in seeds}
-        large = self.tables.ring_s is not None and self.effort.families > 0
-        for seed in (*seeds, *(self._large() if large else ())):
+        gpus = int(self.supply.sum())
+        families = self._large() if self.effort.families > 0 and gpus > FAMILIES_GPUS else ()
+        for seed in (*seeds, *families):
             better = refine(self.estimator, seed, self.batch)
             drafts[seed], drafts[better] = self.estimator.draft_s(seed), self.estimator.draft_s(better)
         bound = 0.0
-        if large:
-            if self.effort.bounded:
-                bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
-            if self.supply.sum() > MIXED_GPUS:
-                return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
+        if self.tables.ring_s is not None and self.effort.bounded:
+            bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
+        if self.effort.families > 0 and gpus > COLUMNS_GPUS:
+            return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
         return self._by_columns(drafts, bound)
 
     def _by_columns(self, drafts: dict[Draft, float], known_bound: float) -> Found:

@@ -10,8 +10,9 @@ from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 
 _EFFORT = Effort(
-    columns=10_000, exact=150, packed=50, orders=2, levels=1, candidates=1, integer_program_nodes=50, families=0
-)
+    columns=10_000, exact=150, packed=50, orders=2, levels=1, candidates=1, integer_program_nodes=50, families=0,
+    bounded=False,
+)  # fmt: skip
 
 
 def extend(kept: Plan | None, request: Request) -> list[Plan]:

@@ -28,8 +28,8 @@ def _search(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answ
         request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
         max_tp=max_tp, balanced=balanced,
     )  # fmt: skip
-    ranked = ranked_grids(request.fleet, tables, plans, Estimator(tables))
-    best, rejected = choose(request, [plan for _, plan in ranked[:_CANDIDATES]])
+    ranked = ranked_grids(request.fleet, tables, plans, Estimator(tables), _CANDIDATES)
+    best, rejected = choose(request, [plan for _, plan in ranked])
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables))
     report = SearchReport(request.clock() - begin, len(ranked), None, None)

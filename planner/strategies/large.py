@@ -24,9 +24,9 @@ _SYNC_SHARE = 0.15
 class LargeEffort:
     """How much to look at: families packed, bottlenecks and nodes of each integer program."""
 
-    packed: int = 2
-    lanes: int = 10
-    nodes: int = 30
+    packed: int = 6
+    lanes: int = 6
+    nodes: int = 10
 
 
 @dataclass(frozen=True)

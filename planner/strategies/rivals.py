@@ -16,7 +16,7 @@ from planner.strategies.cost_tables import microbatch_sizes
 from planner.strategies.request import Answer, Request
 
 Search = Callable[[Request], Answer]
-MOST_GPUS = 512  # beyond, grids and groups of equal workers are not what a fleet of several types wants
+MOST_GPUS = 128  # beyond, what they find is far behind
 MOST_FOR_METIS = 32
 TIME_SHARE = 0.5  # of the request's limit
 

@@ -102,11 +102,19 @@ def draft_of(tables: Tables, plan: Plan, fleet: Fleet) -> Draft | None:
     return Draft(tuple(out))
 
 
-def ranked_grids(fleet: Fleet, tables: Tables, plans: Iterator[Plan], estimator: Estimator) -> list[tuple[float, Plan]]:
-    """Grids that fit memory by the tables, fastest estimate first."""
-    found = []
+def ranked_grids(
+    fleet: Fleet, tables: Tables, plans: Iterator[Plan], estimator: Estimator, keep: int
+) -> list[tuple[float, Plan]]:
+    """The `keep` fastest grids that fit memory by the tables; only those whose bound allows it are simulated."""
+    bounded = []
     for number, plan in enumerate(plans):
         draft = draft_of(tables, plan, fleet)
         if draft is not None and all(fits(estimator, shape, k) for shape, k in set(draft.pipelines)):
-            found.append((estimator.draft_s(draft), number, plan))
-    return [(seconds, plan) for seconds, _, plan in sorted(found, key=lambda item: item[:2])]
+            least = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
+            bounded.append((least, number, draft, plan))
+    found: list[tuple[float, int, Plan]] = []
+    for least, number, draft, plan in sorted(bounded, key=lambda item: item[:2]):
+        if len(found) >= keep and least >= found[keep - 1][0]:
+            break
+        found = sorted([*found, (estimator.draft_s(draft), number, plan)], key=lambda item: item[:2])
+    return [(seconds, plan) for seconds, _, plan in found[:keep]]

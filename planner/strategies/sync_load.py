@@ -1,0 +1,59 @@
+"""Gradient sync of a draft of many pipelines: how long each worker is occupied by the all-reduces that it takes part in.
+
+A layer is summed over its holders, one all-reduce for each finest slice; a worker takes part in one at a time, in the order of
+`planner.step_simulation`, which leaves the fullest worker hardly idle: so its load tells when sync ends.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.strategies.tables import Floats, Ints
+
+Ring = Callable[[frozenset[int], float, int], float]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A pipeline's shape in the sync. ends: block after which each stage ends; degrees, resources: of each stage;
+    ready_s: when each stage has done its last backward."""
+
+    ends: tuple[int, ...]
+    degrees: tuple[int, ...]
+    resources: tuple[int, ...]
+    ready_s: tuple[float, ...]
+
+
+def sync_end_s(
+    members: Sequence[Member], pipelines: int, segment_bytes: Callable[[int, int], float], ring: Ring
+) -> float:
+    """When the last all-reduce ends. segment_bytes(first, end): gradient bytes of blocks [first, end), whole; ring: seconds of
+    one all-reduce of so many bytes over so many pipelines on these node types. Equal pipelines count as one member."""
+    cuts = sorted({0, *itertools.chain.from_iterable(member.ends for member in members)})
+    stages = [np.searchsorted(np.array(member.ends), np.array(cuts[:-1]), side="right") for member in members]
+    load = [np.zeros(len(member.ends)) for member in members]
+    end = max(max(member.ready_s) for member in members)
+    for i in range(len(cuts) - 1):
+        held = [int(s[i]) for s in stages]
+        kinds = frozenset(m.resources[s] for m, s in zip(members, held, strict=True))
+        degrees = [m.degrees[s] for m, s in zip(members, held, strict=True)]
+        slices = max(degrees)
+        seconds = ring(kinds, segment_bytes(cuts[i], cuts[i + 1]) / slices, pipelines)
+        ready = max(m.ready_s[s] for m, s in zip(members, held, strict=True))
+        end = max(end, ready + seconds * slices / min(degrees))
+        for total, stage, degree in zip(load, held, degrees, strict=True):
+            total[stage] += seconds * slices / degree
+    return max(end, *(float((np.array(m.ready_s) + total).max()) for m, total in zip(members, load, strict=True)))
+
+
+def block_bytes(sync_sums: Floats, row: int, degree: int) -> Callable[[int, int], float]:
+    """Gradient bytes of blocks [first, end), with the embedding before block 0 and the head after the last."""
+    sums: Ints | Floats = sync_sums[row] * degree
+    last = len(sums) - 3
+
+    def between(first: int, end: int) -> float:
+        return float(sums[end + 2 if end == last else end + 1] - sums[0 if first == 0 else first + 1])
+
+    return between

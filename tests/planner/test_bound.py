@@ -1,0 +1,25 @@
+"""The path bound of large fleets, on fleets small enough for every plan to be tried."""
+
+import pytest
+
+from planner.strategies import plan_with
+from planner.strategies.bound import lower_bound_s
+from planner.strategies.cost_tables import tables_of
+from tests.planner.cases import fleet, model, request
+
+
+@pytest.mark.parametrize(
+    ("types", "batch", "layers"),
+    [
+        ((("A100", 2, 1), ("T4", 1, 1)), 5, 3),
+        ((("A100", 1, 2), ("A10G", 1, 1)), 12, 4),
+        ((("T4", 3, 1),), 3, 3),
+        ((("T4", 1, 2), ("A10G", 2, 1)), 8, 4),
+    ],
+)
+def test_no_plan_is_faster_than_the_bound(types: tuple, batch: int, layers: int) -> None:
+    asked = request(fleet(*types), batch, model(layers), max_microbatch_sequences=4)
+    tables = tables_of(asked)
+    bound = lower_bound_s(tables, batch, [r.num_gpus for r in tables.resources], tables.num_blocks)
+    best = plan_with("exhaustive", asked).prediction.step_time_s
+    assert 0 < bound <= best * (1 + 1e-9)
