@@ -7,30 +7,20 @@ from autohet.driver.events import EventLog
 from autohet.driver.orders import OrderBook
 from autohet.driver.planning import make_planning
 from autohet.driver.states import Training, Waiting
-from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase
 from autohet.runtime.models import load_config
 from planner.cluster import NodeType
+from tests.harness.fake_job import fake_job
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 
 
-def make(steps=40, min_workers=1, nodes=4, **elastic):
-    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    model |= {"num_attention_heads": 2, "vocab_size": 256}
-    job = Job.from_document(
-        {
-            "name": "fake",
-            "model": {"config": model},
-            "training": {"global_batch_sequences": 8, "sequence_length": 16, "steps": steps, "precision": "fp32"},
-            "data": {"source": "unused"},
-            "elastic": {"min_workers": min_workers, "step_timeout_s": 30, "debounce_s": 0.2, **elastic},
-            "parallelism": {"microbatch_sequences": 1, "min_pipelines": 2, "max_tp_degree": 1, "horizon_s": 1e5},
-            "emulation": {"relative_speed_by_gpu_type": {"A10G": 1.0}, "block_forward_s": 0.01},
-        }
+def make(steps=40, min_workers=1, nodes=4, workforce=None, **elastic):
+    job = fake_job(
+        steps=steps, elastic={"min_workers": min_workers, "step_timeout_s": 30, "debounce_s": 0.2, **elastic}
     )
-    workforce = ScriptedWorkforce(KIND)
+    workforce = workforce or ScriptedWorkforce(KIND)
     for index in range(nodes):
         workforce.join(f"small-{index}")
     controller = Controller(job, workforce, make_planning(job), OrderBook(job, load_config(job.model)), EventLog(None))

@@ -7,7 +7,6 @@ import pytest
 from autohet.driver.observation import CheckpointState, NodeView, Notice, Observation
 from autohet.driver.orders import OrderBook
 from autohet.driver.planning import Proposal
-from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import AgentEndpoint, Broken, Phase, WorkerReport
 from autohet.runtime.models import load_config
@@ -15,6 +14,7 @@ from planner.cluster import Node, NodeType
 from planner.plan import Pipeline, Plan, Stage
 from recovery.errors import NotRestorable
 from recovery.holdings import Holding, Source
+from tests.harness.fake_job import fake_job
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 4e8)
 A, B, C = "a/0", "b/0", "c/0"
@@ -22,17 +22,7 @@ STEP = 7
 
 
 def make_book(**checkpoint):
-    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    model |= {"num_attention_heads": 2, "vocab_size": 256}
-    job = Job.from_document(
-        {
-            "name": "fake",
-            "model": {"config": model},
-            "training": {"global_batch_sequences": 8, "sequence_length": 16, "steps": 40, "precision": "fp32"},
-            "data": {"source": "unused"},
-            "checkpoint": checkpoint,
-        }
-    )
+    job = fake_job(checkpoint=checkpoint)
     return OrderBook(job, load_config(job.model))
 
 

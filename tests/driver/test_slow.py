@@ -6,11 +6,6 @@ from statistics import median
 import pytest
 
 from autohet.driver import policy
-from autohet.driver.controller import Controller
-from autohet.driver.events import EventLog
-from autohet.driver.orders import OrderBook
-from autohet.driver.planning import make_planning
-from autohet.runtime.models import load_config
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
@@ -18,35 +13,22 @@ from tests.harness.scripted_workforce import ScriptedWorkforce
 class PacedWorkforce(ScriptedWorkforce):
     """Each step's compute is what the plan says of it, times `machine` for all and `slow` for some nodes."""
 
-    def __init__(self, planning, machine=1.0):
+    def __init__(self, machine):
         super().__init__(KIND)
-        self.slow, self.machine, self.planning = {}, machine, planning
+        self.slow, self.machine, self.controller = {}, machine, None
 
     def _step(self, process):
-        plan, worker = process.order.plan, process.report.worker
         report = super()._step(process)
-        cost = self.planning.make_cost(
-            policy.fleet_of(self.observe_nodes(), {w.split("/")[0] for w in plan.workers}, 1)
-        )
-        pipeline, index = next((p, i) for p in plan.pipelines for i, s in enumerate(p.stages) if worker in s.workers)
-        rated = pipeline.num_microbatches * sum(cost.stage_seconds(pipeline, index))
-        compute = rated * self.machine * self.slow.get(worker.split("/")[0], 1.0)
+        rated = self.controller.proposal.compute_s({})[report.worker]
+        compute = rated * self.machine * self.slow.get(report.worker.split("/")[0], 1.0)
         return replace(report, steps=tuple(replace(r, parts_s={"compute": compute}) for r in report.steps))
-
-    def observe_nodes(self):
-        from autohet.driver.observation import Observation
-
-        return Observation(self.now, dict(self.nodes))
 
 
 def make_paced(steps=300, nodes=4, machine=1.0, **elastic):
-    controller, _ = make(steps=steps, slow_ratio=1.5, slow_steps=5, **elastic)
-    planning = make_planning(controller.job)
-    workforce = PacedWorkforce(planning, machine)
-    for index in range(nodes):
-        workforce.join(f"small-{index}")
-    orders = OrderBook(controller.job, load_config(controller.job.model))
-    return Controller(controller.job, workforce, planning, orders, EventLog(None)), workforce
+    workforce = PacedWorkforce(machine)
+    controller, _ = make(steps, nodes=nodes, workforce=workforce, slow_ratio=1.5, slow_steps=5, **elastic)
+    workforce.controller = controller
+    return controller, workforce
 
 
 def sequences_of(controller, node):
