@@ -72,6 +72,7 @@ class Worker:
         self._preservation = Preservation(place, job, self._storage)
         self._hook = phase_hook
         self._lock = threading.Lock()
+        self._beginning = threading.RLock()
         self._live: Live | None = None
         self._trainer: StageTrainer | None = None
         self._groups: GenerationGroups | None = None
@@ -99,7 +100,11 @@ class Worker:
             )  # fmt: skip
 
     def begin(self, order: GenerationOrder) -> None:
-        """Start a generation; the one before is interrupted if it still runs."""
+        """Start a generation; the one before is interrupted if it still runs. An interrupt that comes meanwhile ends the new one."""
+        with self._beginning:
+            self._begin(order)
+
+    def _begin(self, order: GenerationOrder) -> None:
         self.interrupt()
         if self._thread is not None:
             self._thread.join(self.timeouts.quiesce_s)
@@ -133,7 +138,8 @@ class Worker:
 
     def interrupt(self) -> None:
         """Leave the generation now; a step that is not committed did not happen."""
-        groups = self._groups
+        with self._beginning:
+            groups = self._groups
         if groups is not None:
             groups.interrupt()
 

@@ -1,5 +1,6 @@
 """One worker's process logic, in this process: orders in, reports out."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.driver.demo import reference_losses
+from autohet.runtime import worker as worker_module
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
@@ -123,6 +125,28 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
     assert [(generation, step) for generation, step, _ in receipts] == [(2, 3)]
     assert report.restore is not None
     assert sum(report.restore.bytes_by_tier.values()) == 0
+
+
+def test_an_interrupt_while_a_generation_begins_ends_that_one(worker, job, store, monkeypatch):
+    """Calls come in threads of their own, and a connection takes a moment: without this the worker would wait for the dead."""
+    connecting, connected = threading.Event(), threading.Event()
+    connect = worker_module.TCPStore
+    monkeypatch.setattr(
+        worker_module, "TCPStore", lambda *a, **n: connecting.set() or (connected.wait(20) and connect(*a, **n))
+    )
+    what = replace(order(job, store, 1, 0), participants=(ME, "other/0"))
+    calls = [threading.Thread(target=worker.begin, args=(what,)), threading.Thread(target=worker.interrupt)]
+    calls[0].start()
+    assert connecting.wait(20)
+    calls[1].start()
+    time.sleep(0.1)
+    connected.set()
+    for call in calls:
+        call.join(20)
+    until = time.monotonic() + 5
+    while (report := worker.report()).phase is not Phase.HALTED:
+        assert time.monotonic() < until, report.phase
+        time.sleep(0.02)
 
 
 def test_a_restore_that_fails_tells_which_copies_were_bad_and_the_next_goes_on_from_it(worker, job, store, tmp_path):
