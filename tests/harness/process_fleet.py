@@ -91,10 +91,14 @@ class ProcessFleet:
         self._inventories_asked_at = 0.0
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
-        self._rendezvous = Rendezvous("127.0.0.1")
+        self._rendezvous = Rendezvous(self.address_of(None))
         self._polled_at = self._observed_at = 0.0
         self._numbers = itertools.count()
         self.logs.mkdir(parents=True, exist_ok=True)
+
+    def address_of(self, name: str | None) -> str:
+        """Where others reach the node, or the driver (None)."""
+        return "127.0.0.1"
 
     # nodes -----------------------------------------------------------------------------------------------------------
 
@@ -102,7 +106,8 @@ class ProcessFleet:
         """A node joins: its agent starts; its workers are hired by the controller."""
         roots = (self.job.checkpoint.memory_directory, self.job.checkpoint.local_directory)
         memory, disk = (Path(root, self.run_id, name) for root in roots)
-        agent = self._spawn(f"agent-{name}", served_agent, name, "127.0.0.1", self._token, str(memory), str(disk), None)
+        address = self.address_of(name)
+        agent = self._spawn(f"agent-{name}", served_agent, name, address, self._token, str(memory), str(disk), None)
         agent.ask("report")
         self._seats[name] = Seat(NodeView(Node(name, kind), self.clock()), agent, (memory, disk))
 

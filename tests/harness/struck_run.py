@@ -77,8 +77,9 @@ class StruckRun:
     """The product's controller, orders, planner, events and durable storage over a fleet of processes."""
 
     def __init__(
-        self, job: Job, directory: Path, strike: Strike | None = None, nodes: dict[str, int] | None = None
-    ) -> None:
+        self, job: Job, directory: Path, strike: Strike | None = None, nodes: dict[str, int] | None = None,
+        fleet: Callable[..., ProcessFleet] = ProcessFleet,
+    ) -> None:  # fmt: skip
         config = load_config(job.model)
         self.job, self.strike = job, strike
         self.durable = Durable(
@@ -89,7 +90,7 @@ class StruckRun:
             job.checkpoint.keep,
         )
         point = None if strike is None else strike.fault_point
-        self.fleet = ProcessFleet(
+        self.fleet = fleet(
             job, "run", self.durable, directory / "logs", () if point is None else (point,), self.at_point
         )
         self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
