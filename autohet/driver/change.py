@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,17 @@ class Change:
     def steps_lost(self) -> int:
         """Committed steps that must be run again."""
         return 0 if self.restore_step is None else max(0, self.step_before - self.restore_step)
+
+    def overtaken(self, nodes: Collection[str], happened_at: float, now: float, reason: str) -> None:
+        """A death came before its first step: from now on it is a death's reconfiguration, timed from that death, or
+        from when all stood for it."""
+        if self.cause != "death" and self.stood_at is None:
+            self.nodes, self.happened_at, self.detected_at = (), happened_at, now
+        elif self.cause != "death" and self.stood_at is not None:
+            self.happened_at = self.detected_at = self.stood_at
+        self.cause, self.reason = "death", reason
+        self.happened_at = min(self.happened_at, happened_at)
+        self.nodes = tuple(sorted({*self.nodes, *nodes}))
 
     def bytes_by_tier(self) -> dict[str, int]:
         total: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)

@@ -133,9 +133,7 @@ class Controller(Rebuild):
         return {name: 1.0 for name in self.slowdowns if name not in used and self._slow_since[name] <= past}
 
     def _on_death(self, trouble: policy.Trouble, seen: Observation) -> State:
-        self.events.emit(
-            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
-        )
+        self._tell_of_death(trouble, seen)
         self.failures_in_a_row += 1
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
@@ -208,7 +206,7 @@ class Controller(Rebuild):
         if state.change.cause == "death" and self._cause_unknown(state, seen):
             return state
         state.change.stood_at = seen.now
-        self.ledger.take(seen, self)
+        state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)
         return self._replan(state, seen)
 
     def _escalate(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> None:
@@ -227,19 +225,8 @@ class Controller(Rebuild):
             self.workforce.interrupt(tuple(survivors))
             state.deadline = seen.now + self.timeouts.quiesce_s
         if new_nodes or state.change.cause != "death":
-            self.events.emit(
-                "death",
-                self.generation,
-                nodes=list(trouble.nodes),
-                workers=list(trouble.workers),
-                reason=trouble.reason,
-            )
-            known = state.change.nodes if state.change.cause == "death" else ()
-            state.change.happened_at = (
-                min(state.change.happened_at, trouble.happened_at) if known else trouble.happened_at
-            )
-            state.change.cause, state.change.reason = "death", trouble.reason
-            state.change.nodes = tuple(sorted({*known, *trouble.nodes}))
+            self._tell_of_death(trouble, seen)
+            state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
 
     def _press(self, state: Quiescing, seen: Observation, survivors: Collection[str], restless: list[str]) -> State:
         """Some still move. At the deadline first an interrupt for all, then the end of those that do not answer it."""
@@ -249,13 +236,8 @@ class Controller(Rebuild):
             state.interrupted = True
             self.workforce.interrupt(tuple(survivors))
         else:
-            self.events.emit(
-                "death",
-                self.generation,
-                workers=restless,
-                nodes=[],
-                reason=f"{', '.join(restless)} did not stop in time",
-            )
+            why = f"{', '.join(restless)} did not stop in time"
+            self._tell_of_death(policy.Trouble("death", (), tuple(restless), seen.now, why), seen)
             self.workforce.dismiss(restless)
         state.deadline = seen.now + self.timeouts.quiesce_s
         return state

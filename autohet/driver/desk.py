@@ -93,6 +93,11 @@ class Desk:
     def _say(self, proposal: Proposal, reason: str) -> None:
         self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
 
+    def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
+        self.events.emit(
+            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
+        )
+
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None
         return Change(

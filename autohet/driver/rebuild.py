@@ -70,13 +70,10 @@ class Rebuild(Desk):
         return self._build_failed(state, trouble, seen) if trouble else state
 
     def _build_failed(self, state: Building, trouble: policy.Trouble, seen: Observation) -> State:
-        self.events.emit(
-            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
-        )
+        self._tell_of_death(trouble, seen)
         change = state.change
         change.attempts += 1
-        change.cause, change.reason = "death", trouble.reason
-        change.nodes = tuple(sorted({*change.nodes, *trouble.nodes}))
+        change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
         self.failures_in_a_row += 1
         if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
             return self._fail(f"{self.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}")

@@ -1,0 +1,66 @@
+"""One reconfiguration overtakes another: what it cost is told of the one that trains, and nothing is forgotten."""
+
+from autohet.driver.states import Building, Quiescing
+from tests.driver.test_controller import KIND, causes, make, run, trained
+from tests.harness.faulty_workforce import FaultyWorkforce
+
+
+def make_faulty(steps=60, nodes=4, **elastic):
+    workforce = FaultyWorkforce(KIND)
+    return make(steps, nodes=nodes, workforce=workforce, step_timeout_s=6, **elastic)
+
+
+def quiescing(controller):
+    return lambda: isinstance(controller.state, Quiescing)
+
+
+def building(controller):
+    return lambda: isinstance(controller.state, Building)
+
+
+def test_a_death_while_a_notice_is_being_served_is_timed_from_the_death():
+    controller, workforce = make_faulty()
+    run(controller, trained(controller, 5))
+    workforce.warn("small-3", 30)
+    workforce.deafen("small-2/0")
+    run(controller, quiescing(controller))
+    run(controller, lambda: workforce.now > controller.state.change.detected_at + 1)
+    workforce.kill("small-1")
+    run(controller, lambda: bool(causes(controller)))
+    (change,) = controller.summary()["reconfigurations"]
+    assert change["cause"] == "death"
+    assert change["seconds"]["detect"] >= 0
+    assert change["seconds"]["total"] < 6, "not from the notice on, which cost nobody a step"
+
+
+def test_a_death_in_an_arrivals_build_counts_the_time_from_which_all_stood():
+    controller, workforce = make_faulty(nodes=3)
+    run(controller, trained(controller, 5))
+    workforce.builds = 20
+    workforce.join("small-9")
+    run(controller, building(controller))
+    run(controller, lambda: workforce.now > controller.state.change.begun_at + 1)
+    workforce.kill("small-1")
+    run(controller, lambda: bool(causes(controller)))
+    (change,) = controller.summary()["reconfigurations"]
+    assert (change["cause"], change["attempts"]) == ("death", 1)
+    assert all(part >= 0 for part in change["seconds"].values())
+    assert change["seconds"]["total"] > 3, "two builds of two seconds, and the wait between"
+
+
+def test_steps_that_were_run_after_a_notice_are_lost_too_when_all_die():
+    controller, workforce = make_faulty()
+    run(controller, trained(controller, 15))
+    workforce.warn("small-3", 30)
+    run(controller, quiescing(controller))
+    told = controller.ledger.committed_steps
+    run(controller, building(controller))
+    done = controller.ledger.committed_steps
+    assert done > told
+    for name in list(workforce.nodes):
+        workforce.kill(name)
+    for index in range(4, 8):
+        workforce.join(f"small-{index}")
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert controller.summary()["steps_lost"] == done - 10

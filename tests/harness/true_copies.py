@@ -1,0 +1,78 @@
+"""What each copy of a scripted job's state truly is: kept beside what the controller is told, to judge its orders by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autohet.driver.orders import without
+from autohet.runtime.messages import GenerationOrder
+from recovery.holdings import Holding, Source, in_lineage, restorable_step
+from recovery.layout import Layout, ShardId
+
+History = tuple[int, ...]
+"""The generation that ran each step: two states of one length are the same state only if these are equal."""
+Copy = tuple[Holding, History]
+SNAPSHOTS = 2  # that a node keeps of each worker
+
+
+@dataclass
+class TrueCopies:
+    """Snapshots by node, checkpoints by URI, what was uploaded; layouts and first steps of
+    the generations; copies that were said to be bad.
+    """
+
+    agents: dict[str, dict[Source, Copy]] = field(default_factory=dict)
+    durable: dict[str, Copy] = field(default_factory=dict)
+    uploaded: dict[tuple[int, int], History] = field(default_factory=dict)
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+    bad: set[tuple[Source, ShardId]] = field(default_factory=set)
+
+    def begin(self, order: GenerationOrder) -> None:
+        self.layouts[order.generation] = order.layout
+        self.starts[order.generation] = order.start_step
+
+    def live(self, worker: str, step: int, generation: int) -> Holding:
+        source = Source("worker", worker.rsplit("/", 1)[0], worker, step, generation)
+        return Holding(source, self.layouts[generation].shards_by_worker[worker])
+
+    def keep(self, holding: Holding, history: History) -> None:
+        """A node keeps the last snapshots of each worker."""
+        store = self.agents.setdefault(holding.source.node, {})
+        store[holding.source] = (holding, history)
+        mine = sorted((s for s in store if s.name == holding.source.name), key=lambda s: (s.generation, s.step))
+        for source in mine[:-SNAPSHOTS]:
+            del store[source]
+
+    def push(self, order: GenerationOrder, history: History, nodes: Iterable[str]) -> None:
+        """Copies of what one node alone holds, at other nodes: of the step before."""
+        step = len(history) - 1
+        for duty in order.duties if step > order.start_step else ():
+            if duty.peers[0] in nodes:
+                source = Source("memory", duty.peers[0], duty.worker, step, order.generation)
+                self.keep(Holding(source, frozenset(duty.shards)), history[:step])
+
+    def read(self, sources: Iterable[Source], shard: ShardId) -> History | None:
+        """The history of what the first source gives that is still there; None where there is none."""
+        for source in sources:
+            store = (
+                self.durable.get(source.name) if source.kind == "s3" else self.agents.get(source.node, {}).get(source)
+            )
+            if store is not None:
+                assert shard in store[0].shards, f"{source} never held {shard}"
+                return store[1]
+        return None
+
+    def newest_whole_step(self, live: Iterable[Copy]) -> int | None:
+        """The newest step of the run's present history of which every shard exists and was not said to be bad."""
+        if not self.layouts:
+            return None
+        by_history: dict[History, list[Holding]] = {}
+        kept = (copy for store in self.agents.values() for copy in store.values())
+        for holding, history in (*live, *kept, *self.durable.values()):
+            if in_lineage(holding.source.generation, holding.step, self.starts):
+                by_history.setdefault(history, []).extend(without([holding], self.bad))
+        shards = next(iter(self.layouts.values())).shards
+        whole = [restorable_step(shards, holdings) for holdings in by_history.values()]
+        return max((step for step in whole if step is not None), default=None)
