@@ -25,6 +25,8 @@ class Controller(Rebuild):
         if hire and isinstance(self.state, (Waiting, Training)):
             self.workforce.hire(hire)
         self.state = self._step(seen)
+        if isinstance(self.state, (Waiting, Sourcing, Building)):
+            self._tell_of_unheeded_deaths(seen)
         return seen
 
     def _step(self, seen: Observation) -> State:

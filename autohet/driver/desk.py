@@ -45,6 +45,7 @@ class Desk:
         self._known_notices: set[str] = set()
         self._known_nodes: set[str] = set()
         self._released: set[str] = set()
+        self._mourned: set[str] = set()
 
     @property
     def ended(self) -> Ended | None:
@@ -97,6 +98,13 @@ class Desk:
         self.events.emit(
             "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
         )
+        self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
+
+    def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
+        """Members whose end changes nothing just now: while all wait, or a generation without them is being built."""
+        trouble = policy.find_deaths(seen, [worker for worker in self.members if worker not in self._mourned])
+        if trouble is not None:
+            self._tell_of_death(trouble, seen)
 
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None

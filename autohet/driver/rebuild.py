@@ -92,6 +92,7 @@ class Rebuild(Desk):
             self._released.add(name)
             self.workforce.release_node(name)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
+        self._mourned.clear()
         self.planned_nodes = frozenset(
             name
             for name in seen.nodes
