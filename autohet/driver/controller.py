@@ -115,7 +115,14 @@ class Controller(Rebuild):
         if leaving is not None:
             return self._on_notice(leaving, seen)
         self._release_idle_leavers(seen)
-        arrived = policy.find_arrivals(seen, self.planned_nodes, state.declined, self.job.elastic.arrivals_debounce_s)
+        state.declined &= seen.nodes.keys()  # who comes again by its old name is asked about again
+        arrived = policy.find_arrivals(
+            seen,
+            self.planned_nodes,
+            state.declined,
+            self.job.elastic.arrivals_debounce_s,
+            self.timeouts.worker_start_s,
+        )
         if arrived:
             return self._on_arrival(state, arrived, seen)
         slowed = self._find_slow() or self._find_forgiven(seen)

@@ -57,6 +57,7 @@ class Desk:
         for known in (self._known_nodes, self._known_notices, self._released):
             known -= gone
         self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
+        self.planned_nodes -= gone
         for name, notice in seen.notices.items():
             if name not in self._known_notices:
                 self._known_notices.add(name)

@@ -106,14 +106,16 @@ def find_leavers(observation: Observation, members: Collection[str], debounce_s:
 
 
 def find_arrivals(
-    observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float
+    observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float, start_s: float
 ) -> tuple[str, ...]:
-    """Usable nodes that the present plan was not made for. More may be on their way: the newest must be `debounce_s` old."""
+    """Usable nodes that the present plan was not made for. More may be on their way: the newest must be `debounce_s` old,
+    and nodes that came less than `start_s` ago are waited for while their processes start."""
     new = [name for name in usable_nodes(observation) if name not in planned and name not in declined]
     if not new or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s:
         return ()
-    starting = [w for w in workers_to_hire(observation) if observation.node_of(w) not in planned]
-    return () if starting else tuple(new)
+    young = {name for name, view in observation.nodes.items() if observation.now - view.joined_at < start_s}
+    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)} - set(planned)
+    return () if starting & young else tuple(new)
 
 
 def find_slow(

@@ -93,11 +93,7 @@ class Rebuild(Desk):
             self.workforce.release_node(name)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
         self._mourned.clear()
-        self.planned_nodes = frozenset(
-            name
-            for name in seen.nodes
-            if name in policy.usable_nodes(seen) or name in {seen.node_of(w) for w in self.members}
-        )
+        self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes)
         self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
         self.orders.confirm()
         self.ledger.begin_generation(state.generation, change)
