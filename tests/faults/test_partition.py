@@ -22,19 +22,15 @@ from tests.harness.namespaces import NamespaceNetwork, namespace_network, why_no
 from tests.harness.remote_process import RemoteProcess
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
-NO_NAMESPACES = why_no_namespaces()
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.slow,
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES)),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(150)]
 DEADLINE_S = 60.0
 HEARTBEAT_S = 2.0
 
 
 @pytest.fixture
 def network() -> Iterator[NamespaceNetwork]:
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
     with namespace_network() as made:
         yield made
 
