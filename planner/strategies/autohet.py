@@ -9,21 +9,21 @@ from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
+from planner.strategies.alike import alike_plans
 from planner.strategies.cost_tables import GIB, check_request, tables_of
-from planner.strategies.drafts import Estimator
 from planner.strategies.engine import Effort, Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
-from planner.strategies.rivals import rival_plans
-from planner.strategies.symmetric import draft_of, grid_plans, ranked_grids
+from planner.strategies.rivals import grids, rival_plans
+from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
 _POLISH_ROUNDS = 4
 _SHARE_ROUNDS = 3
-_MOST_FOR_GRIDS = 128
+_MOST_FOR_ALIKE = 512
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,12 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )  # fmt: skip
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
     drafts = [d for d in (draft_of(tables, plan, request.fleet) for plan in known) if d is not None]
-    grids = [*_grids(request, tables, engine.estimator), *rival_plans(request)]
+    rivals = [*grids(request, tables, engine.estimator), *rival_plans(request)]
     found = engine.run(
-        tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in grids) if d is not None])
+        tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None])
     )
-    plans = [*known, *_placed(request, tables, found), *grids]
+    alike = alike_plans(request, tables, engine.estimator) if len(request.fleet.workers) <= _MOST_FOR_ALIKE else []
+    plans = [*known, *_placed(request, tables, found), *rivals, *alike]
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables))
@@ -110,20 +111,6 @@ def effort_for(tables: Tables) -> Effort:
     return (
         Effort() if gpus > 64 else Effort(columns=40_000, exact=600, candidates=4 if gpus > FEW_GPUS else 2, packed=80)
     )
-
-
-def _grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
-    """The best symmetric grids, equal and balanced: equal GPUs must never get less than those."""
-    if len(request.fleet.workers) > _MOST_FOR_GRIDS:
-        return []
-    out = []
-    for balanced in (False, True):
-        plans = grid_plans(
-            request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
-            max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=balanced,
-        )  # fmt: skip
-        out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, 3)]
-    return out
 
 
 def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:

@@ -53,8 +53,27 @@ def place(
         or _by_pipeline(tables, draft, taken, in_order=False)
         or _by_degree(tables, draft, taken)
     )
-    if placed is None:
-        return None
+    return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
+
+
+def place_by_stage(tables: Tables, draft: Draft, model: str, batch: int, sequence_length: int) -> Plan | None:
+    """The plan of a draft of equally deep pipelines, the same stage of all of them side by side."""
+    nodes, placed = _free_nodes(tables, frozenset()), [list[tuple[str, ...]]() for _ in draft.pipelines]
+    last: dict[int, int] = {}
+    for stage in range(len(draft.pipelines[0][0].rows)):
+        for i, (shape, _) in enumerate(draft.pipelines):
+            resource = _resource(tables, shape.rows[stage])
+            found = nodes[resource].take(_degree(tables, shape.rows[stage]), last.get(resource), 0)
+            if found is None:
+                return None
+            last[resource] = found[0]
+            placed[i].append(found[1])
+    return _plan(tables, draft, dict(enumerate(placed)), model, batch, sequence_length)
+
+
+def _plan(
+    tables: Tables, draft: Draft, placed: dict[int, list[tuple[str, ...]]], model: str, batch: int, sequence_length: int
+) -> Plan:
     sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
     common = min(sizes, key=lambda b: (-sizes.count(b), b))
     pipelines = tuple(

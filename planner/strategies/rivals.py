@@ -1,6 +1,6 @@
 """What the other searches find: seeds of ours, so that no comparison under one cost model ever ends below them.
 
-They cost milliseconds to seconds and look where columns do not: at grids over a part of the fleet, at groups without pipelines, at
+They cost milliseconds to a second and look where columns do not: at grids over a part of the fleet, at groups without pipelines, at
 fleets without their slowest types.
 """
 
@@ -12,12 +12,16 @@ from dataclasses import replace
 from planner.cluster import Fleet, NodeType
 from planner.errors import InfeasibleError
 from planner.plan import Plan
-from planner.strategies.cost_tables import microbatch_sizes
+from planner.strategies.cost_tables import microbatch_sizes, tables_of
+from planner.strategies.drafts import Estimator
 from planner.strategies.request import Answer, Request
+from planner.strategies.symmetric import grid_plans, ranked_grids
+from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, what they find is far behind
-MOST_FOR_METIS = 32
+MOST_FOR_METIS = 24
+_GRIDS = 3
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -37,18 +41,47 @@ def rival_plans(request: Request) -> list[Plan]:
 
 
 def _rounds(request: Request) -> Iterator[tuple[Search, Request]]:
-    from planner.strategies.fasop import narrowed, search_fasop
-    from planner.strategies.grids import search_megatron, search_varuna
+    from planner.strategies.fasop import search_fasop
     from planner.strategies.hap import search_hap
     from planner.strategies.metis import search_metis
 
-    quick: tuple[Search, ...] = (search_hap, search_varuna, search_megatron, search_fasop)
-    yield from ((search, request) for search in quick)
-    for fleet in fastest_types(request):
-        if fleet.workers and len(fleet.workers) >= request.min_node_disjoint_holders:
-            yield from ((search, narrowed(request, fleet)) for search in quick)
+    for asked in (request, *_narrowed(request)):
+        yield from ((search, asked) for search in (search_hap, search_fasop))
     if len(request.fleet.workers) <= MOST_FOR_METIS:
         yield search_metis, replace(request, time_limit_s=TIME_SHARE * request.time_limit_s)
+
+
+def grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
+    """The best symmetric grids, equal and balanced, on the whole fleet and on its fastest types, by the tables."""
+    if len(request.fleet.workers) > MOST_GPUS:
+        return []
+    found = best_grids(request, tables, estimator, _GRIDS)
+    for asked in _narrowed(request):
+        smaller = tables_of(asked)
+        found += best_grids(asked, smaller, Estimator(smaller), 1)
+    return found
+
+
+def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int) -> list[Plan]:
+    """The `keep` best with an equal split and as many with a balanced one."""
+    out = []
+    for balanced in (False, True):
+        plans = grid_plans(
+            request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
+            max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=balanced,
+        )  # fmt: skip
+        out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, keep)]
+    return out
+
+
+def _narrowed(request: Request) -> list[Request]:
+    from planner.strategies.fasop import narrowed
+
+    return [
+        narrowed(request, fleet)
+        for fleet in fastest_types(request)
+        if fleet.workers and len(fleet.workers) >= request.min_node_disjoint_holders
+    ]
 
 
 def fastest_types(request: Request) -> list[Fleet]:
