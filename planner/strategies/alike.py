@@ -99,10 +99,11 @@ def _timed(tables: Tables, batch: int, max_stages: int, mixes: Sequence[Mix]) ->
         rows[i, : len(row)] = row
     cuts = Balancer(tables, max_stages).cut(rows, depth)
     counts = np.array([batch / mixes[m][0] / tables.rows[row[0]].microbatch for m, row in entries])
-    seconds = cuts.fill_s + (np.maximum(counts, 1.0) - 1) * cuts.bottleneck_s
+    held = np.isfinite(cuts.bottleneck_s)
+    seconds = cuts.fill_s + (np.maximum(counts, 1.0) - 1) * np.where(held, cuts.bottleneck_s, 0.0)
     seen: set[int] = set()
     for i in np.argsort(seconds, kind="stable"):
         m, row = entries[i]
-        if np.isfinite(seconds[i]) and m not in seen:
+        if held[i] and m not in seen:
             seen.add(m)
             yield mixes[m][0], Shape(row, tuple(int(e) for e in cuts.ends[i, : depth[i]]))

@@ -2,7 +2,7 @@
 prediction.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost import Prediction
@@ -55,7 +55,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     plans = [*known, *_placed(request, tables, found), *rivals, *alike]
     best, rejected = choose(request, plans)
     if best is None:
-        raise InfeasibleError(why_infeasible(request, tables))
+        raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _polish(request, best)
     best = _share_anew(request, best)
@@ -214,8 +214,8 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
     return tuple(out)
 
 
-def why_infeasible(request: Request, tables: Tables) -> str:
-    """The tightest limit and by how much it is broken."""
+def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected] = ()) -> str:
+    """The tightest limit and by how much it is broken; where plans were found but refused, why the first of them was."""
     wanted = request.min_node_disjoint_holders
     if wanted > len(request.fleet.nodes):
         count = len(request.fleet.nodes)
@@ -225,6 +225,8 @@ def why_infeasible(request: Request, tables: Tables) -> str:
         if prices and min(prices) > request.max_usd_per_hour:
             over = min(prices) - request.max_usd_per_hour
             return f"the cheapest node costs {min(prices):.2f} $/h, {over:.2f} above max_usd_per_hour"
+    if rejected:
+        return f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
     have = sum(r.num_gpus * float(r.node_type.gpu_memory_bytes) for r in tables.resources)
     need = []
     for row in tables.rows:

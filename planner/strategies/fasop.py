@@ -53,7 +53,7 @@ def search_fasop(request: Request) -> Answer:
     few = len(request.fleet.workers) <= _FEW
     best, rejected = choose(request, shortlist.plans(2 * _CANDIDATES if few else _CANDIDATES))
     if best is None:
-        raise InfeasibleError(f"fasop finds no plan that fits: {why_infeasible(request, tables)}")
+        raise InfeasibleError(f"fasop finds no plan that fits: {why_infeasible(request, tables, rejected)}")
     if few:
         best = polish(request, best)
     report = SearchReport(request.clock() - begin, tried, None, None)

@@ -31,6 +31,6 @@ def _search(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answ
     ranked = ranked_grids(request.fleet, tables, plans, Estimator(tables), _CANDIDATES)
     best, rejected = choose(request, [plan for _, plan in ranked])
     if best is None:
-        raise InfeasibleError(why_infeasible(request, tables))
+        raise InfeasibleError(why_infeasible(request, tables, rejected))
     report = SearchReport(request.clock() - begin, len(ranked), None, None)
     return Answer(name, best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan))

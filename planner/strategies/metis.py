@@ -50,7 +50,7 @@ def search_metis(request: Request) -> Answer:
         used -= 1
     best, rejected = choose(request, shortlist.plans(_CANDIDATES))
     if best is None:
-        raise InfeasibleError(f"metis finds no plan that fits: {why_infeasible(request, tables)}")
+        raise InfeasibleError(f"metis finds no plan that fits: {why_infeasible(request, tables, rejected)}")
     report = SearchReport(request.clock() - begin, tried, None, None)
     return Answer(
         "metis", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)

@@ -21,7 +21,7 @@ from planner.strategies.tables import Tables
 Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, what they find is far behind
 MOST_FOR_METIS = 24
-_GRIDS = 3
+_GRIDS = 8
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -58,17 +58,17 @@ def grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
     found = best_grids(request, tables, estimator, _GRIDS)
     for asked in _narrowed(request):
         smaller = tables_of(asked)
-        found += best_grids(asked, smaller, Estimator(smaller), 1)
+        found += best_grids(asked, smaller, Estimator(smaller), _GRIDS)
     return found
 
 
 def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int) -> list[Plan]:
-    """The `keep` best with an equal split and as many with a balanced one."""
-    out = []
-    for balanced in (False, True):
+    """The `keep` best of `megatron`'s, as many of `varuna`'s and of `varuna`'s with tensor parallelism."""
+    out, most = [], request.max_tp_degree or request.spec.max_tp_degree
+    for max_tp, balanced in ((most, False), (1, True), (most, True)):
         plans = grid_plans(
             request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
-            max_tp=request.max_tp_degree or request.spec.max_tp_degree, balanced=balanced,
+            max_tp=max_tp, balanced=balanced,
         )  # fmt: skip
         out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, keep)]
     return out

@@ -106,3 +106,10 @@ def test_two_node_disjoint_holders_where_asked() -> None:
     assert redundancy(answer.plan, asked.fleet, 8).survives_any_node
     with pytest.raises(InfeasibleError, match="min_node_disjoint_holders is 3"):
         plan_with("autohet", dataclasses.replace(asked, fleet=fleet(("A100", 2, 1)), min_node_disjoint_holders=3))
+
+
+def test_a_refused_plan_says_what_refuses_it_and_not_memory() -> None:
+    """FASOP's grids on one node of four and one of one hold each layer on one node only."""
+    asked = request(fleet(("A100", 1, 4), ("T4", 1, 1)), 8, min_node_disjoint_holders=2)
+    with pytest.raises(InfeasibleError, match=r"refused.*2 are asked for"):
+        plan_with("fasop", asked)
