@@ -3,7 +3,7 @@ prediction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost import Prediction
 from planner.errors import InfeasibleError
@@ -14,6 +14,7 @@ from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.engine import Effort, Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
+from planner.strategies.polish import neighbours
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.rivals import grids, rival_plans
@@ -21,7 +22,9 @@ from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
-_POLISH_ROUNDS = 4
+_POLISH_ROUNDS = 6
+_POLISHED = 3
+_FEWEST = 8
 _SHARE_ROUNDS = 3
 _MOST_FOR_ALIKE = 512
 
@@ -57,7 +60,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) <= FEW_GPUS:
-        best = _polish(request, best)
+        best = _polish(request, tables, plans, best)
     best = _share_anew(request, best)
     bound = found.lower_bound_s or None
     step = best.prediction.step_time_s
@@ -68,13 +71,20 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )
 
 
-def _polish(request: Request, best: Costed) -> Costed:
-    """Single blocks moved between neighbouring stages under the full prediction, where updates and sync overlap other stages."""
-    for _ in range(_POLISH_ROUNDS):
-        moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
-        if moved is None or moved.plan == best.plan:
-            return best
-        best = moved
+def _polish(request: Request, tables: Tables, plans: Sequence[Plan], best: Costed) -> Costed:
+    """The best of what small changes make of the best few plans."""
+    sizes = sorted({row.microbatch for row in tables.rows})
+    ranked = sorted(dict.fromkeys(plans), key=lambda plan: request.cost.predict(plan).step_time_s)
+    for start in ranked[: _POLISHED if len(request.fleet.workers) <= _FEWEST else 1]:
+        now, _ = choose(request, [start])
+        for _ in range(_POLISH_ROUNDS if now else 0):
+            assert now is not None
+            moved, _ = choose(request, [now.plan, *neighbours(now.plan, request, sizes)])
+            if moved is None or moved.plan == now.plan:
+                break
+            now = moved
+        if now is not None and now.prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
+            best = now
     return best
 
 
@@ -87,22 +97,6 @@ def _share_anew(request: Request, best: Costed) -> Costed:
             return best
         best = moved
     return best
-
-
-def _block_moves(plan: Plan) -> Iterator[Plan]:
-    for p, pipeline in enumerate(plan.pipelines):
-        for i in range(len(pipeline.stages) - 1):
-            for step in (-1, 1):
-                left, right = pipeline.stages[i], pipeline.stages[i + 1]
-                if min(left.num_layers + step, right.num_layers - step) < 1:
-                    continue
-                changed = (
-                    replace(left, num_layers=left.num_layers + step),
-                    replace(right, first_layer=right.first_layer + step, num_layers=right.num_layers - step),
-                )
-                stages = (*pipeline.stages[:i], *changed, *pipeline.stages[i + 2 :])
-                pipelines = (*plan.pipelines[:p], replace(pipeline, stages=stages), *plan.pipelines[p + 1 :])
-                yield replace(plan, pipelines=pipelines)
 
 
 def effort_for(tables: Tables) -> Effort:
