@@ -7,9 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
+from autohet.driver.agent_calls import AgentCalls
 from autohet.driver.upkeep import Age, Farewell, Upkeep
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, WorkerReport
@@ -29,10 +27,11 @@ class Inquiry:
 
 
 class AgentErrands:
-    """Runs `Upkeep`'s advice over Ray. Owned by the workforce and called from its thread; never waits for an agent."""
+    """Follows `Upkeep`'s advice. Owned by the workforce and called from its thread; never waits for an agent."""
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, calls: AgentCalls) -> None:
         self.upkeep = Upkeep()
+        self._calls = calls
         self._timeouts = timeouts
         self._refusals: dict[Any, str] = {}
         self._inquiry: Inquiry | None = None
@@ -43,7 +42,7 @@ class AgentErrands:
         """This node may go once nothing on it is needed; its agent takes no more copies from now on."""
         until = now + self._timeouts.checkpoint_s if deadline is None else deadline
         self.upkeep.leaving[node] = Farewell(self.upkeep.generation, until)
-        self._refusals[agent.refuse_copies.remote()] = node
+        self._refusals[self._calls.ask(agent, "refuse_copies")] = node
 
     @property
     def handing_over(self) -> bool:
@@ -60,8 +59,8 @@ class AgentErrands:
         prune = self.upkeep.prune(reports, durable)
         if prune is not None:
             for agent in agents.values():
-                agent.prune.remote(prune)
-        for node, newest in self._answers(self._refusals):
+                self._calls.ask(agent, "prune", prune)
+        for node, newest in self._calls.take(self._refusals):
             if node in self.upkeep.leaving:
                 self.upkeep.leaving[node].newest_copy, self.upkeep.leaving[node].told = newest, True
         self._hand_over(agents, endpoints, frozenset(leaving) & frozenset(agents), reports, now)
@@ -75,20 +74,20 @@ class AgentErrands:
         reports: Mapping[str, WorkerReport], now: float,
     ) -> None:  # fmt: skip
         """While nobody trains, no round and no restore brings away what a leaving node alone keeps: its agent must."""
-        for node, num_bytes in self._answers(self._handovers):
+        for node, num_bytes in self._calls.take(self._handovers):
             logger.info("%s has handed over %d bytes that it alone kept", node, num_bytes)
         if self._inquiry is not None:
             self._finish(self._inquiry, agents, endpoints, now)
         case = (self.upkeep.generation, leaving)
         if self._inquiry is None and leaving and case != self._handed and self.upkeep.stranded(reports):
             self._handed = case
-            asked = {agent.inventory.remote(): node for node, agent in agents.items()}
+            asked = {self._calls.ask(agent, "inventory"): node for node, agent in agents.items()}
             self._inquiry = Inquiry(leaving, now + self._timeouts.quiesce_s, asked)
 
     def _finish(
         self, inquiry: Inquiry, agents: Mapping[str, Any], endpoints: Mapping[str, AgentEndpoint], now: float
     ) -> None:
-        for _, holdings in self._answers(inquiry.asked):
+        for _, holdings in self._calls.take(inquiry.asked):
             inquiry.holdings += holdings
         if inquiry.asked and now < inquiry.until:
             return
@@ -97,16 +96,5 @@ class AgentErrands:
         for node, parts in self.upkeep.precious(inquiry.holdings, inquiry.leaving).items():
             if node in agents and stay:
                 logger.info("%s leaves while nobody trains: it hands over what it alone keeps", node)
-                self._handovers[agents[node].hand_over.remote(parts, stay, self._timeouts.transfer_s)] = node
-
-    def _answers(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
-        """The answers that have come, taken out of `asked`; an agent that died gives none."""
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
-        found = []
-        for ref in ready:
-            node = asked.pop(ref)
-            try:
-                found.append((node, ray.get(ref, timeout=5)))
-            except RayError as error:
-                logger.warning("The agent of %s does not answer: %s", node, str(error).splitlines()[0])
-        return found
+                call = self._calls.ask(agents[node], "hand_over", parts, stay, self._timeouts.transfer_s)
+                self._handovers[call] = node

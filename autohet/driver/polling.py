@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+
+logger = logging.getLogger("autohet")
 
 
 @dataclass
@@ -67,6 +70,25 @@ class Poller:
         self._pending[self.ask(self._handles[key])] = key
         answer.asked_at = now
         return answer.value
+
+
+class RayCalls:
+    """Implements `AgentCalls` for actors."""
+
+    def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef:
+        ref: ray.ObjectRef = getattr(agent, method).remote(*arguments)
+        return ref
+
+    def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+        found = []
+        for ref in ready:
+            node = asked.pop(ref)
+            try:
+                found.append((node, ray.get(ref, timeout=5)))
+            except RayError as error:
+                logger.warning("The agent of %s does not answer: %s", node, describe(error))
+        return found
 
 
 def describe(error: RayError) -> str:

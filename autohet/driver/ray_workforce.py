@@ -17,10 +17,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver import ray_cluster
 from autohet.driver.agent_actor import AgentActor, AgentReport
+from autohet.driver.agent_calls import Inventories
 from autohet.driver.agent_errands import AgentErrands
 from autohet.driver.durable import Durable
 from autohet.driver.observation import Loss, NodeView, Notice, Observation
-from autohet.driver.polling import Poller
+from autohet.driver.polling import Poller, RayCalls
 from autohet.driver.ray_cluster import RayNode
 from autohet.driver.rendezvous import Rendezvous
 from autohet.driver.worker_actor import WorkerActor
@@ -84,14 +85,13 @@ class RayWorkforce:
         self._notices: dict[str, Notice] = {}
         self._agents = Poller(lambda handle: handle.report.remote())
         self._reports = Poller(lambda handle: handle.report.remote())
-        self._inventories: dict[str, Any] | None = None
-        self._asked: dict[Any, str] = {}
-        self._inventories_asked_at = -math.inf
         self._rendezvous = Rendezvous(ray_cluster.head_address())
         self._nodes_read_at = self._observed_at = -math.inf
         self._drains: dict[str, float | None] = {}
         self._agent_starts: Counter[str] = Counter()
-        self._errands = AgentErrands(self.timeouts)
+        calls = RayCalls()
+        self._inventories = Inventories(calls, self.timeouts)
+        self._errands = AgentErrands(self.timeouts, calls)
 
     # observing -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class RayWorkforce:
         fresh = self._reports.poll(0.05, self.clock)
         now = self.clock()
         self._find_losses(now)
-        self._take_inventories()
+        inventories = self._inventories.take(now) if self.durable.fresh() else None
         reports = {
             w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
         }
@@ -115,7 +115,7 @@ class RayWorkforce:
         reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
             now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=self._read_notices(now), reports=reports,
-            losses=dict(self._losses), inventories=self._ready_inventories(), checkpoint=self.durable.state(), stop_reason=self.stop_reason,
+            losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(), stop_reason=self.stop_reason,
         )  # fmt: skip
 
     def _pause(self) -> None:
@@ -238,28 +238,8 @@ class RayWorkforce:
     # inventories -----------------------------------------------------------------------------------------------------
 
     def request_inventories(self) -> None:
-        self._inventories, self._inventories_asked_at = {}, self.clock()
-        self._asked = {seat.agent.inventory.remote(): name for name, seat in self._seats.items()}
+        self._inventories.request({name: seat.agent for name, seat in self._seats.items()}, self.clock())
         self.durable.refresh()
-
-    def _take_inventories(self) -> None:
-        if not self._asked or self._inventories is None:
-            return
-        ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        for ref in ready:
-            name = self._asked.pop(ref)
-            try:
-                self._inventories[name] = ray.get(ref, timeout=5)
-            except ray.exceptions.RayError as error:
-                logger.warning("The agent of %s gives no inventory: %s", name, error)
-
-    def _ready_inventories(self) -> Mapping[str, Any] | None:
-        """What the agents hold, once all have answered, or those that do have been waited for: one that is silent hides nothing."""
-        if self._inventories is None or not self.durable.fresh():
-            return None
-        patience_s = min(self.timeouts.heartbeat_s, self.timeouts.quiesce_s / 2)
-        waited = self.clock() - self._inventories_asked_at > patience_s
-        return dict(self._inventories) if waited or not self._asked else None
 
     def _run_errands(self, reports: Mapping[str, WorkerReport], now: float) -> None:
         agents = {name: seat.agent for name, seat in self._seats.items()}
@@ -314,7 +294,7 @@ class RayWorkforce:
         self._tell(workers, lambda handle: ray.kill(handle))
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
-        self._inventories = None
+        self._inventories.drop()
         self._errands.upkeep.begin(orders)
         for worker, order in orders.items():
             self._workers[worker].begin.remote(order)

@@ -18,42 +18,21 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.agent_calls import Inventories
+from autohet.driver.agent_errands import AgentErrands
 from autohet.driver.durable import Durable
 from autohet.driver.observation import Loss, NodeView, Notice, Observation
-from autohet.driver.ray_workforce import RayWorkforce
 from autohet.driver.rendezvous import Rendezvous
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Node, NodeType
 from tests.harness.fault_points import FaultPoint
+from tests.harness.process_seats import Member, ProcessCalls, Seat
 from tests.harness.remote_process import NEWS, RemoteProcess
 from tests.harness.served_objects import ServedWorker, served_agent
 
 NODE_POLL_S = 0.25
 CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
-
-
-@dataclass
-class Seat:
-    """A node in use. `dead`: it is gone, whether that is known yet or not; `silent_since`: frozen or cut off."""
-
-    view: NodeView
-    agent: RemoteProcess
-    directories: tuple[Path, Path]
-    dead: bool = False
-    silent_since: float | None = None
-
-
-@dataclass
-class Member:
-    """A worker's process, and the newest that it said."""
-
-    process: RemoteProcess
-    asked_at: float
-    call: int
-    heard_at: float | None = None
-    report: Any = None
-    error: str | None = None
 
 
 @dataclass
@@ -86,9 +65,9 @@ class ProcessFleet:
         self._seats: dict[str, Seat] = {}
         self._workers: dict[str, Member] = {}
         self._losses: dict[str, Loss] = {}
-        self._inventories: dict[str, Any] | None = None
-        self._asked: dict[tuple[str, int], str] = {}
-        self._inventories_asked_at = 0.0
+        self._calls = ProcessCalls()
+        self._inventories = Inventories(self._calls, self.timeouts)
+        self._errands = AgentErrands(self.timeouts, self._calls)
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous(self.address_of(None))
@@ -182,7 +161,7 @@ class ProcessFleet:
     def _forget(self, name: str, now: float) -> None:
         seat = self._seats.pop(name)
         self._ended.append(seat.agent)
-        self._asked = {call: node for call, node in self._asked.items() if node != name}
+        self._errands.forget(name)
         self.notices.pop(name, None)
         for worker in seat.view.workers:
             if worker in self._workers:
@@ -203,10 +182,12 @@ class ProcessFleet:
         self._find_losses(now)
         self._act()
         reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
+        inventories = self._inventories.take(now) if self.durable.fresh() else None
+        self._run_errands(reports, now)
         reports = {w: r if w in fresh else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
             now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
-            losses=dict(self._losses), inventories=self._ready_inventories(), checkpoint=self.durable.state(),
+            losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
             stop_reason=self.stop_reason,
         )  # fmt: skip
 
@@ -256,10 +237,10 @@ class ProcessFleet:
         for answer in seat.agent.take():
             if not answer.good:
                 self.complaints.append(f"agent of {name}: {answer.value}")
-            elif self._asked.pop((name, answer.number), None) is not None and self._inventories is not None:
-                self._inventories[name] = answer.value
             elif hasattr(answer.value, "endpoint"):
                 seat.view = replace(seat.view, endpoint=_checked(answer.value.endpoint))
+            else:
+                self._calls.arrived[seat.agent, answer.number] = answer.value
         if seat.agent.gone:
             seat.dead = True
 
@@ -280,13 +261,21 @@ class ProcessFleet:
         self._losses.setdefault(worker, Loss(worker, reason, now, heard))
 
     def request_inventories(self) -> None:
-        self._inventories, self._inventories_asked_at = {}, self.clock()
-        self._asked = {(name, seat.agent.ask("inventory")): name for name, seat in self._seats.items()}
+        self._inventories.request({name: seat.agent for name, seat in self._seats.items()}, self.clock())
         self.durable.refresh()
 
-    def _ready_inventories(self) -> Mapping[str, Any] | None:
-        """By the rule of the product's own workforce."""
-        return RayWorkforce._ready_inventories(self)  # type: ignore[arg-type]
+    def _run_errands(self, reports: Mapping[str, Any], now: float) -> None:
+        """The product's own; a node that is not needed any more is gone."""
+        agents = {name: seat.agent for name, seat in self._seats.items()}
+        endpoints = {name: seat.view.endpoint for name, seat in self._seats.items() if seat.view.endpoint is not None}
+        manifest = self.durable.state().manifest
+        durable = None if manifest is None else (manifest.generation, manifest.step)
+        for name in self._errands.run(agents, endpoints, self.notices, reports, durable, now):
+            self.kill_node(name)
+
+    @property
+    def handing_over(self) -> bool:
+        return self._errands.handing_over
 
     # acting ----------------------------------------------------------------------------------------------------------
 
@@ -323,7 +312,8 @@ class ProcessFleet:
                 self._ended.append(member.process)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
-        self._inventories = None
+        self._inventories.drop()
+        self._errands.upkeep.begin(orders)
         for worker, order in orders.items():
             self._workers[worker].process.ask("begin", order)
 
@@ -348,8 +338,11 @@ class ProcessFleet:
         self.durable.commit(step, generation, layout, receipts)
 
     def release_node(self, node: str) -> None:
-        """The node goes, in good order."""
-        self.kill_node(node)
+        """The node goes once nothing on it is needed."""
+        seat, notice = self._seats.get(node), self.notices.get(node)
+        if seat is not None and not seat.released:
+            seat.released = True
+            self._errands.release(node, seat.agent, None if notice is None else notice.deadline, self.clock())
 
     def next_generation_store(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.address

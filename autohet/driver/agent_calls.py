@@ -1,0 +1,51 @@
+"""How agents are asked, whatever carries the questions; and the first of these: which snapshots do they hold?"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+from autohet.runtime.job.elastic import Timeouts
+
+
+class AgentCalls(Protocol):
+    """Questions that are asked now and answered later. Nothing waits for an agent."""
+
+    def ask(self, agent: Any, method: str, *arguments: Any) -> Hashable:
+        """Start a call; returns what names it."""
+        ...
+
+    def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
+        """The answers that have come, each with the node that `asked` says for its call; these calls are taken out of `asked`.
+        An agent that is gone gives none.
+        """
+        ...
+
+
+class Inventories:
+    """The agents' answers to one question for their snapshots. Owned by the workforce and called from its thread."""
+
+    def __init__(self, calls: AgentCalls, timeouts: Timeouts) -> None:
+        self._calls = calls
+        self._patience_s = min(timeouts.heartbeat_s, timeouts.quiesce_s / 2)
+        self._asked: dict[Any, str] = {}
+        self._asked_at = 0.0
+        self._found: dict[str, Any] | None = None
+
+    def request(self, agents: Mapping[str, Any], now: float) -> None:
+        """Ask every agent anew, by node."""
+        self._found, self._asked_at = {}, now
+        self._asked = {self._calls.ask(agent, "inventory"): node for node, agent in agents.items()}
+
+    def take(self, now: float) -> Mapping[str, Any] | None:
+        """What they hold, once all have answered, or those that do have been waited for: one that is silent hides nothing. None
+        before, or where nothing was requested.
+        """
+        if self._found is None:
+            return None
+        self._found.update(self._calls.take(self._asked))
+        return dict(self._found) if not self._asked or now - self._asked_at > self._patience_s else None
+
+    def drop(self) -> None:
+        """They are used, and old from now on."""
+        self._found, self._asked = None, {}
