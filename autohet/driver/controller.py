@@ -21,6 +21,8 @@ class Controller(Rebuild):
         seen = self.workforce.observe()
         self._announce(seen)
         self.ledger.take(seen, self)
+        if self.ledger.records:
+            self.orders.confirm()  # also where the first generation's readiness was never seen
         hire = policy.workers_to_hire(seen)
         if hire and isinstance(self.state, (Waiting, Training)):
             self.workforce.hire(hire)

@@ -53,7 +53,7 @@ class OrderBook:
         self._begun = False
 
     def confirm(self) -> None:
-        """A generation has its state: from now on the state must be found, never drawn anew."""
+        """A generation has its state, or has run a step: from now on the state must be found, never drawn anew."""
         self._begun = True
 
     def layout_of(self, generation: int) -> Layout:

@@ -64,3 +64,17 @@ def test_steps_that_were_run_after_a_notice_are_lost_too_when_all_die():
     run(controller, lambda: controller.ended)
     assert controller.ended.ok
     assert controller.summary()["steps_lost"] == done - 10
+
+
+def test_steps_of_a_first_generation_whose_readiness_nobody_saw_are_kept():
+    controller, workforce = make_faulty(nodes=2)
+    workforce.speed, workforce.builds = 3, 1
+    run(controller, building(controller))
+    workforce.kill_agent("small-1")  # whose worker goes on
+    controller.tick()
+    done = controller.ledger.committed_steps
+    assert done > 0
+    assert isinstance(controller.state, Quiescing)
+    workforce.join("small-2")
+    run(controller, building(controller))
+    assert controller.state.change.restore_step == done
