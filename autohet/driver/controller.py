@@ -307,15 +307,24 @@ class Controller(Rebuild):
         if state.step is None and len(standing) == len(self.members):
             state.step = standing[0].step
         if state.step is not None and seen.checkpoint.step == state.step:
-            return (
-                Waiting(state.then_wait, seen.now, self.pending)
-                if state.then_wait
-                else self._ended(state.reason, ok=state.ok)
-            )
+            return self._wait_after(state, seen) if state.then_wait else self._ended(state.reason, ok=state.ok)
         error = self.ledger.checkpoint_errors.get(state.step or -1)
-        if seen.checkpoint.error is not None and seen.checkpoint.error_step == state.step:
+        if (seen.checkpoint.error_generation, seen.checkpoint.error_step) == (self.generation, state.step):
             error = seen.checkpoint.error
         if seen.now > state.deadline or (error and state.step is not None):
-            why = error or "the checkpoint was not finished in time"
-            return self._ended(f"{state.reason}; step {state.step} is not in durable storage: {why}", ok=False)
+            why = f"step {state.step} is not in durable storage: {error or 'the checkpoint was not finished in time'}"
+            return (
+                self._wait_after(state, seen, why)
+                if state.then_wait
+                else self._ended(f"{state.reason}; {why}", ok=False)
+            )
         return state
+
+    def _wait_after(self, state: Closing, seen: Observation, trouble: str = "") -> State:
+        """The fleet is too small: what there is of it keeps the state until more come, made durable or not."""
+        assert state.then_wait is not None
+        if trouble:
+            self.events.emit(
+                "decision", self.generation, f"Deciding to wait although {trouble}, since {state.then_wait}"
+            )
+        return Waiting(state.then_wait, seen.now, self.pending)

@@ -74,7 +74,7 @@ class Durable:
 
     def commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         """Write the manifest of `step`; the result shows in `state`."""
-        self._pool.submit(self._guard, lambda: self._commit(step, generation, layout, receipts), step)
+        self._pool.submit(self._guard, lambda: self._commit(step, generation, layout, receipts), (generation, step))
 
     def _refresh(self) -> None:
         try:
@@ -95,14 +95,15 @@ class Durable:
         with self._lock:
             self._state = CheckpointState(manifest.step, checkpoint_uri(self._storage, manifest.step), manifest)
 
-    def _guard(self, work: Callable[[], None], step: int | None) -> None:
+    def _guard(self, work: Callable[[], None], attempt: tuple[int, int] | None) -> None:
         """The thread's edge: whatever goes wrong is kept as the state's error, and training goes on."""
         try:
             work()
         except (RecoveryError, OSError) as error:
             logger.warning("The checkpoint storage failed: %s", error)
             with self._lock:
-                self._state = replace(self._state, error=str(error), error_step=step)
+                generation, step = attempt or (None, None)
+                self._state = replace(self._state, error=str(error), error_step=step, error_generation=generation)
 
     def close(self, *, at_once: bool = False) -> None:
         """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""

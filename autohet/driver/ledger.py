@@ -58,6 +58,7 @@ class Ledger:
         self._first_step = change.restore_step
         self._generation, self.newest_vote = generation, None
         self.forget_pace()
+        self.checkpoint_errors.clear()
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
             self._record(self.open_change, generation)  # overtaken by the next change before its first step

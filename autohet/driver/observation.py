@@ -45,13 +45,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The newest committed checkpoint that is known, and what the last attempt to commit came to."""
+    """The newest committed checkpoint that is known; the error of the last attempt to commit, and which attempt it was."""
 
     step: int | None = None
     uri: str | None = None
     manifest: Any | None = None
     error: str | None = None
     error_step: int | None = None
+    error_generation: int | None = None
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,9 @@ class FaultyWorkforce(Collective):
 
     def commit_checkpoint(self, step: int, generation: int, layout: Layout, receipts: Any) -> None:
         if self.storage == "no manifest":
-            self.checkpoint = replace(self.checkpoint, error="the storage is full", error_step=step)
+            self.checkpoint = replace(
+                self.checkpoint, error="the storage is full", error_step=step, error_generation=generation
+            )
             return
         self.commits.append(step)
         self.make_durable(step, generation, layout, self.copies.uploaded[generation, step])
