@@ -1,12 +1,14 @@
 """Model spec from a transformers config: the library's own modules are built on the meta device (no weights) and
 measured.
 
-Works for any causal-LM config: the blocks are the largest ModuleList with one entry a layer, the embedding is what
+Works for any decoder's causal-LM config: the blocks are the largest ModuleList with one entry a layer, the embedding is what
 `get_input_embeddings` returns (with every other embedding table outside the blocks), the head is
 `get_output_embeddings` and whatever else lies outside the blocks (final norm, projections).
 """
 
+import difflib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 
 _FUSED_PRECISIONS = ("bf16", "fp16")
+logger = logging.getLogger(__name__)
 
 
 def model_spec_from_config(
@@ -31,19 +34,44 @@ def model_spec_from_config(
 
 
 def _load_config(config: Mapping[str, Any] | str | Path, revision: str | None) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if isinstance(config, Mapping):
-        fields = dict(config)
-        model_type = fields.pop("model_type", None)
-        try:
-            return AutoConfig.for_model(model_type, **fields)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"model.config is no config of transformers: {_first_line(error)}") from error
+        return _from_mapping(dict(config))
     try:
         return AutoConfig.from_pretrained(str(config), revision=revision or "main")
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, StrictDataclassError) as error:
         raise ConfigError(f"no transformers config at '{config}': {_first_line(error)}") from error
+
+
+def _from_mapping(fields: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = fields.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "name one such as llama, qwen3, mistral, gpt2 or opt"
+        raise ConfigError(f"model.config: model_type '{model_type}' is unknown to transformers; {hint}")
+    try:
+        loaded = AutoConfig.for_model(model_type, **fields)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ConfigError(f"model.config is no valid {model_type} config: {' '.join(str(error).split())}") from error
+    _check_keys(loaded, fields)
+    return loaded
+
+
+def _check_keys(config: Any, fields: Mapping[str, Any]) -> None:
+    """transformers stores a misspelt key in silence and uses the default. What `train` would refuse is refused; of other
+    families, whose published files hold keys that only their own code reads, a warning names it."""
+    from autohet.runtime.models import FAMILIES, check_keys, unknown_keys
+
+    if config.model_type in FAMILIES:
+        check_keys(config, fields)
+    elif unknown := unknown_keys(config, fields):
+        logger.warning("model.config: %s has no key %s; the default is used", config.model_type, ", ".join(unknown))
 
 
 def _first_line(error: Exception) -> str:
@@ -54,14 +82,33 @@ def _build_on_meta(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    _check_decoder(config)
     try:
         with torch.device("meta"):
             builder: Any = AutoModelForCausalLM
             return builder.from_config(config)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, AttributeError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
         raise ConfigError(
             f"transformers builds no causal language model from this config: {_first_line(error)}"
         ) from error
+
+
+def _check_decoder(config: Any) -> None:
+    """ConfigError for what is no decoder, although the library gives it a causal head."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    kind = config.model_type
+    remedy = "only decoders that predict the next token can be planned, such as llama, gpt2, opt or gpt_neo"
+    if getattr(config, "is_encoder_decoder", False) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"model_type '{kind}' is no decoder-only language model; {remedy}")
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
+        raise ConfigError(
+            f"model_type '{kind}' is an encoder: its tokens see those that follow; {remedy}. As a decoder, {kind} takes"
+            " is_decoder: true in model.config"
+        )
 
 
 def _spec(name: str, config: Any, module: Any, *, fused: bool) -> ModelSpec:
@@ -107,8 +154,10 @@ def _first(config: Any, *names: str) -> Any:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
+    text = getattr(config.get_text_config(), "model_type", None)
+    hint = f"; try its language model alone, model_type {text}" if text not in (None, config.model_type) else ""
     raise ConfigError(
-        f"the {config.model_type} config has none of {', '.join(names)}; the planner cannot size its layers"
+        f"the {config.model_type} config has none of {', '.join(names)}; the planner cannot size its layers{hint}"
     )
 
 
@@ -116,6 +165,8 @@ def _find_blocks(module: Any, config: Any) -> tuple[str, list[Any]]:
     from torch.nn import ModuleList
 
     count = int(_first(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers"))
+    if count < 1:
+        raise ConfigError(f"the {config.model_type} config has {count} layers; it needs at least 1")
     lists = [
         (name, child) for name, child in module.named_modules() if isinstance(child, ModuleList) and len(child) == count
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +21,18 @@ from autohet.runtime.models.stage import StageModel, TensorParallel, build_stage
 from planner.errors import ConfigError
 
 __all__ = [
-    "EMBEDDING", "HEAD", "Family", "ParameterSpec", "StageModel", "TensorParallel", "build_stage", "family_of", "load_config",
-    "local_units", "stage_parameter_names",
+    "EMBEDDING", "HEAD", "Family", "ParameterSpec", "StageModel", "TensorParallel", "build_stage", "check_keys", "family_of",
+    "load_config", "local_units", "stage_parameter_names", "unknown_keys",
 ]  # fmt: skip
 
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}
 # Keys of published config.json files that are no fields of the config classes: older spellings and bookkeeping.
-FOREIGN_KEYS = frozenset({"model_type", "rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "auto_map"})
+FOREIGN_KEYS = frozenset(
+    {
+        "model_type", "rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "auto_map", "n_ctx",
+        "task_specific_params",
+    }
+)  # fmt: skip
 logger = logging.getLogger(__name__)
 
 
@@ -68,17 +74,25 @@ def _from_mapping(mapping: dict[str, Any]) -> PreTrainedConfig:
         config = AutoConfig.for_model(model_type, **mapping)
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"model.config is no valid {model_type} config: {' '.join(str(error).split())}") from None
-    _check_keys(config, mapping)
+    check_keys(config, mapping)
     return config
 
 
-def _check_keys(config: PreTrainedConfig, mapping: dict[str, Any]) -> None:
-    """transformers stores a misspelt key in silence and trains with the default instead."""
-    known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | FOREIGN_KEYS
-    for key in sorted(set(mapping) - known):
-        close = difflib.get_close_matches(key, sorted(known), n=1)
+def unknown_keys(config: PreTrainedConfig, mapping: Mapping[str, Any]) -> list[str]:
+    """Keys of a mapping that are no fields of the config made from it."""
+    return sorted(set(mapping) - _known_keys(config))
+
+
+def check_keys(config: PreTrainedConfig, mapping: Mapping[str, Any]) -> None:
+    """transformers stores a misspelt key in silence and trains with the default instead: ConfigError names the first."""
+    for key in unknown_keys(config, mapping):
+        close = difflib.get_close_matches(key, sorted(_known_keys(config)), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"model.config: {config.model_type} has no key '{key}'{hint}")
+
+
+def _known_keys(config: PreTrainedConfig) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | FOREIGN_KEYS
 
 
 def _check_architecture(config: PreTrainedConfig) -> None:
