@@ -149,7 +149,6 @@ class Controller(Rebuild):
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
         self.workforce.interrupt(tuple(survivors))
-        self.workforce.dismiss([worker for worker in trouble.workers if worker in seen.losses])
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _on_notice(self, trouble: policy.Trouble, seen: Observation) -> State:
@@ -222,22 +221,17 @@ class Controller(Rebuild):
 
     def _escalate(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> None:
         """A death while a stop was under way turns the stop into an interrupt."""
-        trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
+        trouble = policy.find_deaths(seen, [worker for worker in self.members if worker not in self._mourned])
+        if trouble is None and not state.interrupted:
+            trouble = policy.find_failures(seen, self.members)
         if trouble is None:
-            return
-        lost = [worker for worker in trouble.workers if worker in seen.losses]
-        if lost:
-            self.workforce.dismiss(lost)
-        new_nodes = set(trouble.nodes) - set(state.change.nodes)
-        if state.interrupted and not new_nodes:
             return
         if not state.interrupted:
             state.interrupted, state.proposal = True, None
             self.workforce.interrupt(tuple(survivors))
             state.deadline = seen.now + self.timeouts.quiesce_s
-        if new_nodes or state.change.cause != "death":
-            self._tell_of_death(trouble, seen)
-            state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
+        self._tell_of_death(trouble, seen)
+        state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
 
     def _press(self, state: Quiescing, seen: Observation, survivors: Collection[str], restless: list[str]) -> State:
         """Some still move. At the deadline first an interrupt for all, then the end of those that do not answer it."""

@@ -58,6 +58,7 @@ class Desk:
             known -= gone
         self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
         self.planned_nodes -= gone
+        self._mourned = {w for w in self._mourned if w in seen.losses or seen.node_of(w) not in seen.nodes}
         for name, notice in seen.notices.items():
             if name not in self._known_notices:
                 self._known_notices.add(name)
@@ -96,9 +97,11 @@ class Desk:
         self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
 
     def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
+        """Once of each worker; what may be left of its process is ended."""
         self.events.emit(
             "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
         )
+        self.workforce.dismiss([worker for worker in trouble.workers if worker in seen.losses])
         self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
 
     def _tell_of_unheeded_deaths(self, seen: Observation) -> None:

@@ -79,7 +79,6 @@ class Rebuild(Desk):
             return self._fail(f"{self.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}")
         self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
         self.workforce.interrupt(self._survivors(seen))
-        self.workforce.dismiss([w for w in trouble.workers if w in seen.losses])
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:

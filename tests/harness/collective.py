@@ -23,7 +23,8 @@ UPLOAD_TICKS = 3
 @dataclass
 class Life(Process):
     """One process. `silent_at`: since when it says and hears nothing, until `wakes_at`; `gone`: it is no more, and its peers know;
-    `deaf`: it answers, but stays where it is; `mail`: what it was told and has not heard yet; `said`: its last answer.
+    `deaf`: it answers, but stays where it is; `mail`: what it was told and has not heard yet; `said`: its last answer;
+    `filled`: what a restore has brought that has not ended for it.
     """
 
     hired_at: float = 0.0
@@ -34,6 +35,7 @@ class Life(Process):
     deaf: bool = False
     history: History = ()
     arrived: History = ()
+    filled: History | None = None
     durable: bool = False
     steps: list[StepRecord] = field(default_factory=list)
     uploads: list[tuple[float, int, int]] = field(default_factory=list)
@@ -131,6 +133,7 @@ class Collective(ScriptedWorkforce):
         """A worker reads its orders."""
         process.order, process.ticks_to_build = order, self.builds
         process.stop = process.durable = False
+        process.filled = None
         broken = process.report.broken
         process.report = replace(
             process.report, generation=order.generation, phase=Phase.BUILDING, error=None,
@@ -148,6 +151,8 @@ class Collective(ScriptedWorkforce):
         if failing:
             self._break_off(order, building, failing)
             return
+        for worker, history in found.items():
+            self.processes[worker].filled = history
         seers = building if self.torn is None else [w for w in building if w in self.torn]
         if self.torn is not None:
             self._note_arrived(order, [w for w in building if w not in seers])
@@ -203,6 +208,8 @@ class Collective(ScriptedWorkforce):
 
     def _fill(self, worker: str, order: GenerationOrder) -> History | None:
         """The history of the state that the orders give this worker: one, the same for every shard. None: something cannot be had."""
+        if self.processes[worker].filled is not None:
+            return self.processes[worker].filled
         if order.transfers is None:
             assert order.start_step == 0
             return ()
