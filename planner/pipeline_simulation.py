@@ -52,86 +52,62 @@ class Timeline:
         return float(self.backward_end_s.max())
 
 
-def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[bool, int]]:
-    """The actions of one stage in order: (is forward, microbatch)."""
-    warmup = min(num_stages - stage - 1, num_microbatches)
-    actions = [(True, m) for m in range(warmup)]
-    for m in range(num_microbatches - warmup):
-        actions += [(True, warmup + m), (False, m)]
-    return actions + [(False, m) for m in range(num_microbatches - warmup, num_microbatches)]
-
-
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
-    """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K).
-
-    The dependency graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends,
-    and the order in which stages are swept does not change any time.
-    """
-    num_stages = len(times.forward_s)
-    state = _Simulation(times, num_stages, num_microbatches)
-    waiting = list(range(num_stages - 1, -1, -1))
-    while waiting:
-        waiting += state.advance(waiting.pop())
-    return Timeline(*(np.array(table) for table in (state.f_start, state.f_end, state.b_start, state.b_end)))
-
-
-class _Simulation:
-    """What `simulate_pipeline` knows: per stage its next action and when it is free, per input when it is there
-    (None: not yet)."""
-
-    def __init__(self, times: PipelineTimes, num_stages: int, num_microbatches: int) -> None:
-        self.times, self.last = times, num_stages - 1
-        self.receiver_waits, self.sender_waits = times.transfers != "none", times.transfers == "both"
-        self.f_start, self.f_end, self.b_start, self.b_end = (
-            [[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(4)
+    """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K)."""
+    forward_end, backward_end = (
+        np.array(ends)
+        for ends in run_1f1b(
+            times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s, num_microbatches,
+            times.transfers,
         )
-        self.inputs: list[list[list[float | None]]] = [
-            [[None] * num_microbatches for _ in range(num_stages)] for _ in range(2)
-        ]
-        self.inputs[0][0] = [0.0] * num_microbatches
-        self.actions = [one_f_one_b(s, num_stages, num_microbatches) for s in range(num_stages)]
-        self.position, self.free = [0] * num_stages, [0.0] * num_stages
+    )  # fmt: skip
+    forward, backward = (np.asarray(seconds)[:, None] for seconds in (times.forward_s, times.backward_s))
+    return Timeline(forward_end - forward, forward_end, backward_end - backward, backward_end)
 
-    def advance(self, stage: int) -> list[int]:
-        """Runs the stage's actions until one lacks its input; returns the stages that got new input."""
-        woken: list[int] = []
-        actions = self.actions[stage]
-        while self.position[stage] < len(actions):
-            is_forward, m = actions[self.position[stage]]
-            ready = self.inputs[0 if is_forward else 1][stage][m]
-            if ready is None:
-                break
-            self.position[stage] += 1
-            if is_forward:
-                self._forward(stage, m, ready)
-                woken += [stage + 1] if stage < self.last else []
+
+def run_1f1b(
+    forward: Sequence[float], backward: Sequence[float], send_forward: Sequence[float], send_backward: Sequence[float],
+    num_microbatches: int, transfers: Transfers,
+) -> tuple[list[list[float]], list[list[float]]]:  # fmt: skip
+    """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands of times.
+
+    A stage goes forward while fewer microbatches are in flight than stages are left (itself included), else backward. The dependency
+    graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends, and the order in which
+    stages are swept does not change any time.
+    """
+    depth, k = len(forward), num_microbatches
+    before_f, before_b = [0.0, *send_forward, 0.0], [0.0, *send_backward, 0.0]  # boundary s lies before stage s
+    wait = 1.0 if transfers != "none" else 0.0
+    travel, hold = 1.0 - wait, 1.0 if transfers == "both" else 0.0
+    done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
+    free, next_f, next_b = [0.0] * depth, [0] * depth, [0] * depth
+    todo = list(range(depth - 1, -1, -1))
+    while todo:
+        s = todo.pop()
+        f, b = next_f[s], next_b[s]
+        while f < k or b < k:
+            if f < k and f - b < depth - s:
+                if s and f >= next_f[s - 1]:
+                    break
+                ready = done_f[s - 1][f] + travel * before_f[s] if s else 0.0
+                at = (ready if ready > free[s] else free[s]) + wait * before_f[s] + forward[s]
+                done_f[s][f] = at
+                free[s] = at + hold * before_f[s + 1]
+                f += 1
+                if s + 1 < depth:
+                    todo.append(s + 1)
             else:
-                self._backward(stage, m, ready)
-                woken += [stage - 1] if stage > 0 else []
-        return woken
-
-    def _forward(self, stage: int, m: int, ready: float) -> None:
-        receive = self.times.send_forward_s[stage - 1] if stage > 0 else 0.0
-        start = max(self.free[stage], ready) + (receive if self.receiver_waits else 0.0)
-        end = start + self.times.forward_s[stage]
-        self.f_start[stage][m], self.f_end[stage][m], self.free[stage] = start, end, end
-        if stage == self.last:
-            self.inputs[1][stage][m] = end
-            return
-        send = self.times.send_forward_s[stage]
-        self.inputs[0][stage + 1][m] = end if self.receiver_waits else end + send
-        self.free[stage] = end + send if self.sender_waits else end
-
-    def _backward(self, stage: int, m: int, ready: float) -> None:
-        receive = self.times.send_backward_s[stage] if stage < self.last else 0.0
-        start = max(self.free[stage], ready) + (receive if self.receiver_waits else 0.0)
-        end = start + self.times.backward_s[stage]
-        self.b_start[stage][m], self.b_end[stage][m], self.free[stage] = start, end, end
-        if stage == 0:
-            return
-        send = self.times.send_backward_s[stage - 1]
-        self.inputs[1][stage - 1][m] = end if self.receiver_waits else end + send
-        self.free[stage] = end + send if self.sender_waits else end
+                if s + 1 < depth and b >= next_b[s + 1]:
+                    break
+                ready = done_b[s + 1][b] + travel * before_b[s + 1] if s + 1 < depth else done_f[s][b]
+                at = (ready if ready > free[s] else free[s]) + wait * before_b[s + 1] + backward[s]
+                done_b[s][b] = at
+                free[s] = at + hold * before_b[s]
+                b += 1
+                if s:
+                    todo.append(s - 1)
+            next_f[s], next_b[s] = f, b
+    return done_f, done_b
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:

@@ -175,7 +175,7 @@ def _facts(answer: Answer) -> Row:
     }
 
 
-def exhaustive_rows(cases: int = 60) -> Iterator[Row]:
+def exhaustive_rows(cases: int = 200) -> Iterator[Row]:
     """Random small cases against every plan there is; seeds are the case numbers."""
     optimal = within = valid = 0
     worst = 0.0

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.pipeline_simulation import Transfers
+from planner.pipeline_simulation import Transfers, run_1f1b
 from planner.strategies.sync_load import Member, block_bytes, sync_end_s
 from planner.strategies.tables import SyncShape, Tables
 
@@ -175,42 +175,9 @@ class Estimator:
 def _simulate(
     forward: list[float], backward: list[float], send: list[float], k: int, transfers: Transfers
 ) -> list[float]:
-    """End of each stage's last backward under 1F1B, as `planner.pipeline_simulation` has it, on plain floats."""
-    depth = len(forward)
-    half = [0.0, *(s / 2 for s in send), 0.0]
-    wait = 1.0 if transfers != "none" else 0.0
-    travel, hold = 1.0 - wait, 1.0 if transfers == "both" else 0.0
-    done_f = [[0.0] * k for _ in range(depth)]
-    done_b = [[0.0] * k for _ in range(depth)]
-    free = [0.0] * depth
-    next_f, next_b = [0] * depth, [0] * depth
-    todo = list(range(depth - 1, -1, -1))
-    while todo:
-        s = todo.pop()
-        f, b = next_f[s], next_b[s]
-        while f < k or b < k:
-            if f < k and f - b < depth - s:
-                if s and f >= next_f[s - 1]:
-                    break
-                ready = done_f[s - 1][f] + travel * half[s] if s else 0.0
-                at = (ready if ready > free[s] else free[s]) + wait * half[s] + forward[s]
-                done_f[s][f] = at
-                free[s] = at + hold * half[s + 1]
-                f += 1
-                if s + 1 < depth:
-                    todo.append(s + 1)
-            else:
-                if s + 1 < depth and b >= next_b[s + 1]:
-                    break
-                ready = done_b[s + 1][b] + travel * half[s + 1] if s + 1 < depth else done_f[s][b]
-                at = (ready if ready > free[s] else free[s]) + wait * half[s + 1] + backward[s]
-                done_b[s][b] = at
-                free[s] = at + hold * half[s]
-                b += 1
-                if s:
-                    todo.append(s - 1)
-            next_f[s], next_b[s] = f, b
-    return [done[-1] for done in done_b]
+    """End of each stage's last backward under 1F1B; `send`: of each boundary, both ways together."""
+    half = [seconds / 2 for seconds in send]
+    return [done[-1] for done in run_1f1b(forward, backward, half, half, k, transfers)[1]]
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:

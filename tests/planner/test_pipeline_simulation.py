@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.pipeline_simulation import PipelineTimes, one_f_one_b, pipeline_bound_s, simulate_pipeline
+from planner.pipeline_simulation import PipelineTimes, pipeline_bound_s, simulate_pipeline
 
 
 @st.composite
@@ -103,9 +103,12 @@ def test_equal_stages_without_transfers_take_the_textbook_time(stages, microbatc
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_no_more_microbatches_in_flight_than_the_depth_left(stage):
+    timeline = simulate_pipeline(PipelineTimes((1.0,) * 4, (2.0,) * 4, (0.1,) * 3, (0.2,) * 3, "both"), 9)
+    forwards = [(start, 1) for start in timeline.forward_start_s[stage]]
+    backwards = [(end, -1) for end in timeline.backward_end_s[stage]]
     flying, most = 0, 0
-    for is_forward, _ in one_f_one_b(stage, 4, 9):
-        flying += 1 if is_forward else -1
+    for _, change in sorted([*forwards, *backwards]):
+        flying += change
         most = max(most, flying)
     assert most == 4 - stage
     assert flying == 0
