@@ -250,7 +250,7 @@ class Controller(Rebuild):
     def _roll_forward(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> bool:
         """True while survivors that were prepared apply a step that another survivor has committed."""
         current = [seen.reports[w] for w in survivors if seen.reports[w].live_generation == self.generation]
-        vote = self.ledger.newest_vote  # of the dead too: what one saw, all had contributed to
+        vote = self.ledger.newest_vote(self.generation)  # of the dead too: what one saw, all had contributed to
         newest = max([0, *(report.step for report in current), *([] if vote is None else [vote[0] + 1])])
         behind = [r.worker for r in current if r.step == newest - 1 and r.prepared_step == newest - 1]
         if not behind or vote is None or vote[0] != newest - 1 or seen.now > state.deadline:

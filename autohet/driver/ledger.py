@@ -11,7 +11,7 @@ from autohet.driver.change import Change
 from autohet.driver.events import EventLog
 from autohet.driver.observation import Observation
 from autohet.runtime.job import Job
-from autohet.runtime.messages import StepRecord
+from autohet.runtime.messages import StepRecord, WorkerReport
 from planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Ledger:
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
         self.checkpoint_errors: dict[int, str] = {}
-        self.newest_vote: tuple[int, Any] | None = None
+        self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
         self._first_step = 0
         self._pace_is_new = False
@@ -56,7 +56,7 @@ class Ledger:
             or record.generation == generation  # its first steps came with the news of readiness
         }
         self._first_step = change.restore_step
-        self._generation, self.newest_vote = generation, None
+        self._generation = generation
         self.forget_pace()
         self.checkpoint_errors.clear()
         self.step_seconds.setdefault(generation, [])
@@ -95,8 +95,7 @@ class Ledger:
 
     def take(self, seen: Observation, controller: Controller) -> None:
         for report in seen.reports.values():
-            if report.vote is not None and report.live_generation == self._generation:
-                self.newest_vote = max(report.vote, self.newest_vote or report.vote, key=lambda vote: vote[0])
+            self._take_vote(report)
             for record in report.steps:
                 self._take_pace(report.worker, record, self._first_step)
                 self._take_step(record, controller, seen.now)
@@ -105,6 +104,18 @@ class Ledger:
         if seen.checkpoint.step is not None and seen.checkpoint.step != self.checkpoint_step:
             self.checkpoint_step, self.checkpoint_uri = seen.checkpoint.step, seen.checkpoint.uri
             self.events.emit("checkpoint", controller.generation, step=seen.checkpoint.step, uri=seen.checkpoint.uri)
+
+    def newest_vote(self, generation: int) -> tuple[int, Any] | None:
+        """The newest step of this generation whose vote anybody saw, the dead too, and its result."""
+        return self._vote[1] if self._vote is not None and self._vote[0] == generation else None
+
+    def _take_vote(self, report: WorkerReport) -> None:
+        """Also of a generation that is not known to be ready: one that dies before it is may have run a step."""
+        if report.vote is None or report.live_generation is None:
+            return
+        known = (0, -1) if self._vote is None else (self._vote[0], self._vote[1][0])
+        if (report.live_generation, report.vote[0]) > known:
+            self._vote = (report.live_generation, report.vote)
 
     def _take_step(self, record: StepRecord, controller: Controller, now: float) -> None:
         if record.generation < self._generation:

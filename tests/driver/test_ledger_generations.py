@@ -20,3 +20,13 @@ def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
     change = Change("notice", ("b",), 9.0, 9.0, 16, None, restore_step=16)
     ledger.begin_generation(2, change)
     assert ledger.committed_steps == 17
+
+
+def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forward() -> None:
+    ledger = Ledger(None, EventLog(None))  # type: ignore[arg-type]
+    controller = SimpleNamespace(generation=3, failures_in_a_row=0, members=("a/0", "b/0"))
+    older = WorkerReport("b/0", 1, 3, Phase.BUILDING, 18, 2, vote=(17, "of generation 2"))
+    seer = WorkerReport("a/0", 1, 3, Phase.TRAINING, 17, 3, vote=(16, "of generation 3"))
+    ledger.take(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), controller)  # type: ignore[arg-type]
+    assert ledger.newest_vote(3) == (16, "of generation 3")
+    assert ledger.newest_vote(2) is None
