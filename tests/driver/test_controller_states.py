@@ -1,0 +1,219 @@
+"""The controller against whatever may happen, in any order: hypothesis looks for a sequence that breaks a promise."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from autohet.driver.events import EventLog
+from autohet.driver.orders import OrderBook
+from autohet.driver.states import Building, Training
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from autohet.runtime.planning import planning_inputs
+from planner.cluster import Fleet, Node, NodeType
+from tests.harness.fake_job import fake_job
+from tests.harness.faulty_workforce import FaultyWorkforce
+from tests.harness.promises import CheckedController, Promises, RememberedPlanning
+
+SMALL = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
+PAIR = NodeType("pair", "A10G", 2, 24 << 30, 32e9, 3e9)
+STEPS = 120
+NODE_TROUBLES = [("notice", 0.3), ("notice", 2.0), ("notice", 30.0), ("notice", None), ("agent", None)]
+NODE_TROUBLES += [("death", "quietly"), ("death", "openly"), ("pace", 1.0), ("pace", 2.0), ("pace", 4.0)]
+WORKER_TROUBLES = [("death", None), ("frozen", 0.2), ("frozen", 0.8), ("frozen", 1.5), ("frozen", 100.0)]
+WORKER_TROUBLES += [("deaf", None), ("error", None), ("restore", None)]
+RESUMED_AT, RESUMED_GENERATION = 20, 3
+anybody = st.integers(0, 7)
+
+
+@cache
+def inputs_of(min_pipelines: int) -> tuple[Job, Any, Any]:
+    elastic = {"step_timeout_s": 6, "debounce_s": 0.2, "wait_for_fleet_s": 200, "max_failures_in_a_row": 20}
+    elastic |= {"worker_start_timeout_s": 3, "slow_forgiven_s": 4}
+    wishes = {"min_pipelines": min_pipelines}
+    job = fake_job(steps=STEPS, checkpoint={"every_steps": 10}, elastic=elastic, parallelism=wishes)
+    return job, planning_inputs(job), load_config(job.model)
+
+
+durations = st.fixed_dictionaries(
+    {
+        "builds": st.integers(1, 8),
+        "speed": st.integers(1, 3),
+        "prompt": st.booleans(),
+        "starts_s": st.sampled_from([0.0, 0.5, 2.0]),
+        "agents_start_s": st.sampled_from([0.0, 0.5]),
+        "inventory_s": st.sampled_from([0.0, 0.5]),
+        "leaves_s": st.sampled_from([0.0, 2.0]),
+    }
+)
+"""How long everything takes, in a `FaultyWorkforce`."""
+
+
+class AnyFleet(RuleBasedStateMachine):
+    """A job of 120 steps on up to five nodes. Rules are what may happen between two ticks."""
+
+    @initialize(
+        takes=durations,
+        min_pipelines=st.sampled_from([1, 2]),
+        nodes=st.integers(2, 4),
+        resumed=st.booleans(),
+        ticks=st.integers(0, 40),
+    )
+    def start(self, takes: dict[str, Any], min_pipelines: int, nodes: int, resumed: bool, ticks: int) -> None:
+        job, inputs, config = inputs_of(min_pipelines)
+        self.workforce = workforce = FaultyWorkforce(SMALL, worker_start_s=3.0, **takes)
+        planning = RememberedPlanning(inputs, clock=lambda: 0.0)
+        self.controller = CheckedController(job, workforce, planning, OrderBook(job, config), EventLog(None))
+        if resumed:
+            self.resume(planning, config)
+        self.promises = Promises(self.controller, workforce, RESUMED_AT if resumed else 0)
+        self.names = 0
+        for _ in range(nodes):
+            self.join(False)
+        self.time_passes(ticks)
+
+    def resume(self, planning: RememberedPlanning, config: Any) -> None:
+        """As `JobRun.start` does it, where an earlier life has left a checkpoint."""
+        fleet = Fleet(1, tuple(Node(f"small-{index}", SMALL) for index in range(2)))
+        layout = layout_of_plan(planning.propose(fleet, None).plan, config)
+        history = (RESUMED_GENERATION,) * RESUMED_AT
+        self.workforce.make_durable(RESUMED_AT, RESUMED_GENERATION, layout, history)
+        self.controller.generation = RESUMED_GENERATION
+
+    # what happens ----------------------------------------------------------------------------------------------------
+
+    @rule(ticks=st.integers(1, 12))
+    def time_passes(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self.promises.tick()
+
+    @rule()
+    def a_state_comes_to_its_end(self) -> None:
+        """Time until the controller is somewhere else, or has trained a while."""
+        before, step = type(self.controller.state), self.controller.ledger.committed_steps
+        for _ in range(200):
+            self.promises.tick()
+            if type(self.controller.state) is not before or self.controller.ledger.committed_steps > step + 5:
+                return
+
+    @precondition(lambda self: len(self.workforce.nodes) < 5)
+    @rule(pair=st.booleans(), stillborn=st.sampled_from([False, False, True]))
+    def join(self, pair: bool, stillborn: bool = False) -> None:
+        kind = PAIR if pair else SMALL
+        name = f"{kind.name}-{self.names}"
+        self.workforce.join(name, kind)
+        self.names += 1
+        if stillborn:
+            self.workforce.stillborn.add(name)
+
+    @rule(whom=anybody, what=st.sampled_from(NODE_TROUBLES))
+    def node_suffers(self, whom: int, what: tuple[str, Any]) -> None:
+        workforce, (kind, how) = self.workforce, what
+        names = sorted(workforce.nodes)
+        name = names[whom % len(names)] if names else None
+        if name is None or (kind in ("notice", "agent") and name in workforce.notices):
+            return
+        match kind:
+            case "notice":
+                workforce.warn(name, how)
+            case "agent":
+                workforce.kill_agent(name)
+            case "death":
+                (workforce.cut_off if how == "quietly" else workforce.kill)(name)
+            case "pace":
+                workforce.slow[name] = how
+
+    @rule(whom=anybody, what=st.sampled_from(WORKER_TROUBLES))
+    def worker_suffers(self, whom: int, what: tuple[str, Any]) -> None:
+        worker, (kind, how) = self.worker(whom), what
+        if worker is None:
+            return
+        match kind:
+            case "death":
+                self.workforce.kill_worker(worker)
+            case "frozen":
+                self.workforce.freeze(worker, how)
+            case "deaf":
+                self.workforce.deafen(worker)
+            case "error":
+                self.workforce.fail(worker)
+            case "restore":
+                self.workforce.bad_restores |= {worker} if isinstance(self.controller.state, Building) else set()
+
+    @rule(whom=anybody, seers=st.frozensets(anybody, max_size=3), kill=st.booleans())
+    def torn_moment(self, whom: int, seers: frozenset[int], kill: bool) -> None:
+        """Some see a step's vote, or the end of a restore, and others do not; then one may die."""
+        self.workforce.torn = frozenset(w for w in (self.worker(seer) for seer in seers) if w is not None)
+        self.promises.tick()
+        if kill:
+            self.worker_suffers(whom, ("death", None))
+
+    @rule(what=st.sampled_from(["works", "no upload", "no manifest", "thaw", "thaw", "stop"]))
+    def all_are_concerned(self, what: str) -> None:
+        if what == "thaw":
+            self.workforce.thaw()
+        elif what != "stop":
+            self.workforce.storage = what
+        elif self.controller.ledger.committed_steps > STEPS // 4:
+            self.workforce.stop_reason = "the user"
+
+    # what must hold --------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def members_of_one_generation_agree(self) -> None:
+        if hasattr(self, "controller") and isinstance(self.controller.state, Training):
+            live = [self.workforce.processes.get(w) for w in self.controller.members]
+            histories = [p.history for p in live if p is not None and p.report.live_generation is not None]
+            shortest = min((len(h) for h in histories), default=0)
+            assert len({h[:shortest] for h in histories}) <= 1
+            assert max((len(h) for h in histories), default=0) <= shortest + 1
+
+    def teardown(self) -> None:
+        """When nothing happens any more and there are nodes enough, the job ends: done, stopped, or with its state truly lost."""
+        if not hasattr(self, "promises"):
+            return
+        self.workforce.thaw()
+        self.workforce.storage = "works"
+        self.workforce.stillborn.clear()
+        self.workforce.slow.clear()
+        for _ in range(3):
+            self.join(False)
+        generation = self.controller.generation
+        for _ in range(6000):
+            if self.controller.ended:
+                break
+            self.promises.tick()
+        assert self.controller.ended, f"still {self.controller.state}"
+        assert self.controller.generation <= generation + 12
+        if self.controller.ended.ok:
+            self.check_success()
+
+    def check_success(self) -> None:
+        ledger, first = self.controller.ledger, self.promises.first_step
+        assert sorted(ledger.records) == list(range(first, STEPS))
+        (holding, history) = self.workforce.copies.durable[str(ledger.checkpoint_uri)]
+        assert holding.step == len(history) == STEPS
+        assert tuple(ledger.records[step].generation for step in range(first, STEPS)) == history[first:]
+
+    def worker(self, whom: int) -> str | None:
+        workers = sorted(self.workforce.processes)
+        return workers[whom % len(workers)] if workers else None
+
+
+AnyFleet.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestWhateverHappens = AnyFleet.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+class TestWhateverHappensForLonger(AnyFleet.TestCase):
+    settings = settings(TestWhateverHappens.settings, max_examples=1000, stateful_step_count=50)

@@ -1,0 +1,184 @@
+"""What a controller promises at every tick, whatever happens: kept beside it, judged by what a `FaultyWorkforce` knows to be true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autohet.driver import policy
+from autohet.driver.controller import Controller
+from autohet.driver.observation import Observation
+from autohet.driver.planning import Planning, Proposal
+from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing, Training
+from planner.cluster import Fleet
+from planner.errors import ConfigError
+from tests.harness.faulty_workforce import FaultyWorkforce
+from tests.harness.scripted_workforce import TICK_S
+
+SLACK_S = 3 * TICK_S
+
+
+class RememberedPlanning(Planning):
+    """The real planner, asked once for each question: examples repeat themselves. `considered`: the nodes of its last question."""
+
+    answers: dict[Any, Any] = {}  # noqa: RUF012 - shared by all examples, on purpose
+    considered: frozenset[str] = frozenset()
+
+    def propose(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Proposal:
+        self.considered = frozenset(node.name for node in fleet.nodes)
+        names = tuple((node.name, node.node_type) for node in fleet.nodes)
+        question = (self.job.parallelism.min_pipelines, names, current and current.plan, redundant)
+        if question not in self.answers:
+            try:
+                self.answers[question] = super().propose(fleet, current, redundant=redundant)
+            except ConfigError as error:
+                self.answers[question] = error
+        answer = self.answers[question]
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+
+class CheckedController(Controller):
+    """Adopts plans for usable nodes only, or the test fails. `considered`: nodes that the present plan was chosen beside."""
+
+    workforce: FaultyWorkforce
+    considered: frozenset[str] = frozenset()
+
+    def _adopt(self, change, proposal, seen):
+        nodes = {seen.node_of(worker) for worker in proposal.plan.workers}
+        assert nodes <= set(policy.usable_nodes(seen))
+        self.considered = frozenset(node.name for node in proposal.cost.fleet.nodes)
+        self.workforce.compute_s = proposal.compute_s({})
+        return super()._adopt(change, proposal, seen)
+
+
+class Promises:
+    """Ticks a controller and checks what came of it."""
+
+    def __init__(self, controller: CheckedController, workforce: FaultyWorkforce, first_step: int = 0) -> None:
+        self.controller, self.workforce, self.first_step = controller, workforce, first_step
+        self.entered = (controller.state, 0.0)
+        self.arrived: set[str] = set()
+        self.noticed: set[str] = set()
+        self._closing: tuple[Closing, float] | None = None
+        self._storage_failed_at = -1.0
+        self._ran: set[tuple[int, int]] = set()
+        self._mourned: set[str] = set()
+        self._untold: set[str] = set()
+        self._events = self._changes = self._trained = 0
+        self._overlooked: dict[str, int] = {}
+
+    def tick(self) -> None:
+        controller, workforce = self.controller, self.workforce
+        ended, generation, calls = controller.ended, controller.generation, workforce.calls
+        watched = (*controller.members, *getattr(controller.state, "participants", ()))
+        seen = controller.tick()
+        assert controller.generation >= generation
+        if ended is not None:
+            assert controller.ended is ended
+            assert workforce.calls == calls
+        if controller.state is not self.entered[0]:
+            self.entered = (controller.state, workforce.now)
+        if isinstance(controller.state, Closing):
+            self._closing = (controller.state, self.entered[1])
+        if workforce.storage != "works":
+            self._storage_failed_at = workforce.now
+        self._deadline()
+        self._read_events(seen)
+        self._deaths_are_told(seen, watched)
+        self._ledger()
+        self._steps_lost()
+        self._no_node_is_overlooked(seen)
+        if ended is None and controller.ended is not None:
+            self._reason(controller.ended)
+
+    def _deadline(self) -> None:
+        state, since = self.entered
+        times = self.controller.timeouts
+        limit_s = {
+            Quiescing: times.step_s + 3 * times.quiesce_s + 1.5 * times.heartbeat_s,
+            Sourcing: times.quiesce_s,
+            Building: times.rendezvous_s + times.transfer_s,
+            Closing: times.step_s + times.checkpoint_s,
+        }.get(type(state))
+        assert limit_s is None or self.workforce.now - since <= limit_s + SLACK_S, f"{state} lasts too long"
+
+    def _read_events(self, seen: Observation) -> None:
+        """A reason with every decision; an event for every node and notice that is seen."""
+        events = self.controller.events.records
+        for event in events[self._events :]:
+            if event["kind"] in ("decision", "death", "slow", "plan", "finished", "failed"):
+                assert event["reason"]
+            if event["kind"] == "arrival":
+                self.arrived.add(event["node"])
+                self._mourned.discard(event["node"])
+            if event["kind"] == "notice":
+                self.noticed.add(event["node"])
+            if event["kind"] == "death":
+                self._mourned |= {*event["nodes"], *event["workers"]}
+        self._events = len(events)
+        assert seen.nodes.keys() <= self.arrived
+        assert seen.notices.keys() & seen.nodes.keys() <= self.noticed
+        self.arrived &= seen.nodes.keys()
+        self.noticed &= seen.nodes.keys()
+
+    def _deaths_are_told(self, seen: Observation, watched: tuple[str, ...]) -> None:
+        """By the next tick."""
+        lost = set() if self.controller.ended else {worker for worker in watched if worker in seen.losses}
+        untold = {w for w in lost if w not in self._mourned and seen.node_of(w) not in self._mourned}
+        assert not untold & self._untold, f"no event tells of the loss of {untold}"
+        self._untold = untold
+
+    def _ledger(self) -> None:
+        ledger = self.controller.ledger
+        assert sorted(ledger.records) == list(range(self.first_step, self.first_step + len(ledger.records)))
+        if isinstance(self.controller.state, Training):
+            assert self.workforce.seen is not None
+            reports = [self.workforce.seen.reports.get(worker) for worker in self.controller.members]
+            steps = self.first_step + len(ledger.records)
+            assert steps == max(report.step for report in reports if report is not None)
+
+    def _steps_lost(self) -> None:
+        """Each change owns up to every step that is run again, and no part of it takes less than no time."""
+        controller, state = self.controller, self.controller.state
+        if isinstance(state, Training) and state.generation != self._trained:
+            self._trained = state.generation
+            change = controller.ledger.open_change
+            assert change is not None
+            lost = {s for g, s in self._ran if g < state.generation and s >= change.restore_step}
+            assert change.steps_lost == len(lost), f"{change.steps_lost} said to be lost, but {sorted(lost)} were"
+            self._ran = {(g, s) for g, s in self._ran if s not in lost}
+        self._ran |= {(record.generation, step) for step, record in controller.ledger.records.items()}
+        for change in controller.ledger.changes[self._changes :]:
+            assert all(part >= 0 for part in change.seconds().values()), change.seconds()
+        self._changes = len(controller.ledger.changes)
+
+    def _no_node_is_overlooked(self, seen: Observation) -> None:
+        """While all train, a node that may be planned on is asked about before long."""
+        controller = self.controller
+        if not isinstance(controller.state, Training):
+            self._overlooked = {}
+            return
+        known = controller.considered | controller.planning.considered
+        new = [name for name in policy.usable_nodes(seen) if name not in known]
+        self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
+        limit_s = controller.timeouts.worker_start_s + 2.0
+        late = [name for name, ticks in self._overlooked.items() if ticks * TICK_S > limit_s]
+        assert not late, f"{late} could be planned on, and nobody asked"
+
+    def _reason(self, ended: Ended) -> None:
+        """A run that does not succeed has one of the few reasons for which it may fail, and it is true."""
+        controller, workforce = self.controller, self.workforce
+        limits = controller.job.elastic
+        closing, since = self._closing or (None, 0.0)
+        causes = {
+            "the training state is lost": workforce.newest_whole_step() is None,
+            "in a row": controller.failures_in_a_row > limits.max_failures_in_a_row,
+            "waited": workforce.now > limits.wait_for_fleet_s,
+            "not in durable storage": closing is not None
+            and not closing.then_wait
+            and self._storage_failed_at >= since - SLACK_S,
+            "stopped": workforce.stop_reason is not None,
+        }
+        told = [true for known, true in causes.items() if known in ended.reason]
+        assert ended.ok or (told and all(told)), ended.reason
