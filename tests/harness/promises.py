@@ -39,14 +39,17 @@ class RememberedPlanning(Planning):
 
 
 class CheckedController(Controller):
-    """Adopts plans for usable nodes only, or the test fails. `considered`: nodes that the present plan was chosen beside."""
+    """Adopts plans for workers that answer, on nodes that stay, or the test fails. `considered`: nodes that the present plan was chosen beside."""
 
     workforce: FaultyWorkforce
     considered: frozenset[str] = frozenset()
 
     def _adopt(self, change, proposal, seen):
-        nodes = {seen.node_of(worker) for worker in proposal.plan.workers}
-        assert nodes <= set(policy.usable_nodes(seen))
+        for worker in proposal.plan.workers:
+            node = seen.node_of(worker)
+            assert seen.nodes[node].endpoint is not None, f"{node} has no agent"
+            assert node not in seen.notices, f"{node} is leaving"
+            assert worker in seen.reports.keys() - seen.losses.keys(), f"{worker} does not answer"
         self.considered = frozenset(node.name for node in proposal.cost.fleet.nodes)
         self.workforce.compute_s = proposal.compute_s({})
         return super()._adopt(change, proposal, seen)
