@@ -216,7 +216,6 @@ class Controller(Rebuild):
         if state.change.cause == "death" and self._cause_unknown(state, seen):
             return state
         state.change.stood_at = seen.now
-        state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)
         return self._replan(state, seen)
 
     def _escalate(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> None:

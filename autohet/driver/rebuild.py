@@ -39,6 +39,7 @@ class Rebuild(Desk):
             return self._fail(f"the training state is lost: {error}")
         except ConfigError as error:
             return self._fail(str(error))
+        state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)  # all stand now
         state.change.restore_step, state.change.begun_at = book.start_step, seen.now
         self.generation = generation
         self._emit_plan(state, book.start_step)

@@ -208,7 +208,7 @@ class AnyFleet(RuleBasedStateMachine):
 
 
 AnyFleet.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestWhateverHappens = AnyFleet.TestCase
 

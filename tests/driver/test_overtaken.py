@@ -1,6 +1,6 @@
 """One reconfiguration overtakes another: what it cost is told of the one that trains, and nothing is forgotten."""
 
-from autohet.driver.states import Building, Quiescing
+from autohet.driver.states import Building, Quiescing, Waiting
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.faulty_workforce import FaultyWorkforce
 
@@ -78,3 +78,18 @@ def test_steps_of_a_first_generation_whose_readiness_nobody_saw_are_kept():
     workforce.join("small-2")
     run(controller, building(controller))
     assert controller.state.change.restore_step == done
+
+
+def test_steps_that_were_run_before_a_wait_are_lost_too_when_all_die_in_it():
+    controller, workforce = make_faulty(nodes=2, min_workers=2)
+    run(controller, trained(controller, 15))
+    workforce.storage = "no upload"
+    workforce.warn("small-1", None)
+    run(controller, lambda: isinstance(controller.state, Waiting))
+    done = controller.ledger.committed_steps
+    for name in ("small-0", "small-1"):
+        workforce.kill(name)
+    for name in ("small-2", "small-3"):
+        workforce.join(name)
+    run(controller, lambda: bool(causes(controller)))
+    assert controller.summary()["steps_lost"] == done - 10

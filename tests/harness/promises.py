@@ -39,7 +39,10 @@ class RememberedPlanning(Planning):
 
 
 class CheckedController(Controller):
-    """Adopts plans for workers that answer, on nodes that stay, or the test fails. `considered`: nodes that the present plan was chosen beside."""
+    """Adopts plans for workers that answer, on nodes that stay, or the test fails.
+
+    `considered`: nodes that the present plan was chosen beside.
+    """
 
     workforce: FaultyWorkforce
     considered: frozenset[str] = frozenset()
