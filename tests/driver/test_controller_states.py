@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -208,7 +208,12 @@ class AnyFleet(RuleBasedStateMachine):
 
 
 AnyFleet.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,  # what the longer run finds, it finds; this one tells of what has changed
+    phases=(Phase.explicit, Phase.generate),  # to shrink an example takes minutes
 )
 TestWhateverHappens = AnyFleet.TestCase
 
@@ -216,4 +221,6 @@ TestWhateverHappens = AnyFleet.TestCase
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 class TestWhateverHappensForLonger(AnyFleet.TestCase):
-    settings = settings(TestWhateverHappens.settings, max_examples=1000, stateful_step_count=50)
+    settings = settings(
+        TestWhateverHappens.settings, max_examples=1000, stateful_step_count=50, derandomize=False, phases=tuple(Phase)
+    )
