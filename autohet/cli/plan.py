@@ -27,7 +27,10 @@ from planner.trace import chrome_trace
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the command's parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan", help="choose an asymmetric 3D plan for a job on a cluster, or cost given plans"
+        "plan",
+        help="choose an asymmetric 3D plan for a job on a cluster, or cost given plans",
+        description="Chooses an asymmetric 3D plan for a job on a cluster, compares searches, or costs given plans."
+        " Exit codes: 0 there is a plan, 2 the input is wrong or no plan can meet it (the message says which limit).",
     )
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="job document (YAML)")
@@ -40,7 +43,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="NAME",
         help="the search: autohet, metis, fasop, hap, megatron, varuna, exhaustive (default: the job's, else autohet)",
     )
-    mode.add_argument("--compare", metavar="A,B,...", help="several searches, costed by the same model")
+    mode.add_argument("--compare", type=_names, metavar="A,B,...", help="several searches, costed by the same model")
     mode.add_argument("--evaluate", nargs="+", metavar="PLAN", help="cost these plans, search nothing")
     add("--calibrate", metavar="RUNS", help="CSV of measured steps (plan, measured_s) that refine the cost model first")
     add(
@@ -59,10 +62,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a positive number, not '{text}'")
     return value
+
+
+def _names(text: str) -> list[str]:
+    """Names between commas; spaces around them do not matter."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names between commas such as autohet,megatron, not '{text}'")
+    return names
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,8 @@ def read_runs(path: str | Path) -> list[MeasuredRun]:
             rows = list(csv.DictReader(file))
     except OSError as error:
         raise ConfigError(f"cannot read runs '{path}': {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"runs '{path}' is no CSV text: {error}") from None
     if not rows or "plan" not in rows[0] or "measured_s" not in rows[0]:
         raise ConfigError(f"runs '{path}' must be a CSV with the columns plan and measured_s, and at least one row")
     return [_read_run(row, Path(path), number) for number, row in enumerate(rows, 1)]
@@ -155,6 +171,8 @@ def _read_run(row: dict[str, str], path: Path, number: int) -> MeasuredRun:
             )
         return value
 
+    if not row["plan"]:
+        raise ConfigError(f"row {number} of runs '{path}' names no plan")
     memory = positive("measured_memory_bytes") if row.get("measured_memory_bytes") else None
     return MeasuredRun(read_plan(path.parent / row["plan"]), positive("measured_s"), memory)
 
@@ -165,6 +183,8 @@ def read_plan(path: str | Path) -> Plan:
         return Plan.from_json(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read plan '{path}': {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"plan '{path}' is not UTF-8 text; it must be a plan document (JSON)") from None
     except ConfigError as error:
         raise ConfigError(f"plan '{path}': {error}") from None
 
@@ -183,7 +203,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
             prediction = model.predict(plan)
         except ConfigError as error:
             raise type(error)(f"plan '{path}': {error}") from None
-        results.append(evaluation_document(plan, prediction))
+        results.append({"file": path, **evaluation_document(plan, prediction)})
     return results[0] if len(results) == 1 else {"results": results}
 
 
@@ -214,7 +234,7 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
     from planner.strategies import STRATEGIES
 
     args, job = session.args, session.job
-    names = args.compare.split(",") if args.compare else [args.strategy or job.parallelism.strategy]
+    names = args.compare or [args.strategy or job.parallelism.strategy]
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"strategy is '{name}'; known: {', '.join(STRATEGIES)}")
@@ -235,19 +255,28 @@ def _search(session: Session) -> tuple[dict[str, Any], Plan | None, int]:
 
 
 def _searched(session: Session, name: str) -> dict[str, Any]:
+    """One strategy's answer. No plan is an answer too in a document, and beside other strategies; else it is an error."""
     from planner.strategies import plan_with
 
+    args = session.args
     try:
         return answer_document(plan_with(name, _request(session)))
-    except InfeasibleError as error:
-        return {
-            "strategy": name,
-            "feasible": False,
-            "reason": str(error),
-            "plan": None,
-            "predicted": None,
-            "rejected": [],
-        }
+    except ConfigError as error:
+        if args.compare or (args.json and isinstance(error, InfeasibleError)):
+            return _no_plan(name, str(error))
+        raise
+
+
+def _no_plan(name: str, reason: str) -> dict[str, Any]:
+    return {
+        "strategy": name,
+        "feasible": False,
+        "reason": reason,
+        "plan": None,
+        "predicted": None,
+        "search": None,
+        "rejected": [],
+    }
 
 
 def _request(session: Session) -> Any:

@@ -5,6 +5,7 @@ A bar is one pipeline: a segment a stage, as wide as its blocks, coloured by GPU
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cluster import Fleet
+from planner.frameworks import OURS
 from planner.plan import Pipeline, Plan, Stage
 
 # Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the picture's.
@@ -27,40 +29,78 @@ COLOURS = (
     ("grey62", "#888888"),
 )
 MOST_BARS = 12
+MOST_NOTES = 4
 _NARROW = 3
 Document = Mapping[str, Any]
 
 
 def show(document: Document, fleet: Fleet, console: Console | None = None) -> None:
-    """Prints one answer, the comparison of several, or a front."""
+    """Prints one answer, the comparison of several, or a front; what was assumed comes last."""
     console = console or Console()
+    results = document.get("results", [document] if document.get("plan") else [])
     if "front" in document and "plan" not in document:
         console.print(front_table(document["front"], fleet))
     elif "results" in document:
-        results = document["results"]
         console.print(comparison_table(results, console.width))
         for result in results:
-            console.print(Text(f"\n{result['strategy']}", style="bold"))
-            if result.get("plan"):
-                _print_plan(console, result, fleet)
-            else:
-                console.print(Text(f"no plan: {result.get('reason', 'not feasible')}", style="red"))
+            console.print(Text(f"\n{name_of(result)}", style="bold"))
+            _print_result(console, result, fleet)
     else:
         _print_answer(console, document, fleet)
+    for note in [*_notes(results), *_assumed(document)]:
+        console.print(Text(note, style="dim"))
+
+
+def name_of(result: Document) -> str:
+    """The strategy, or the file of a given plan."""
+    return str(result.get("file", result["strategy"]))
+
+
+def _print_result(console: Console, result: Document, fleet: Fleet) -> None:
+    if result.get("plan"):
+        _print_plan(console, result, fleet)
+    if not result["feasible"]:
+        what = "does not fit" if result.get("plan") else "no plan"
+        console.print(Text(f"{what}: {result.get('reason', 'not feasible')}", style="red"), soft_wrap=True)
 
 
 def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:
+    _print_result(console, document, fleet)
     if not document.get("plan"):
-        console.print(Text(f"no plan: {document.get('reason', 'not feasible')}", style="bold red"))
         return
-    _print_plan(console, document, fleet)
-    console.print(_facts(document))
+    for line in _facts(document):
+        console.print(Text(line))
     for item in document.get("idle", ()):
         console.print(Text(f"idle: {', '.join(_short(item['workers']))}: {item['why']}", style="dim"))
     if document.get("front"):
         console.print(front_table(document["front"], fleet))
-    if document.get("calibration"):
-        console.print(Text(f"calibrated: {document['calibration']}", style="dim"))
+
+
+def _notes(results: Sequence[Document]) -> list[str]:
+    """Block times that nobody has measured: a guess must not look like a measurement."""
+    found = dict.fromkeys(note for r in results if r.get("predicted") for note in r["predicted"].get("estimated", ()))
+    blocks = [note for note in found if note.startswith("block")]
+    rest = len(found) - len(blocks)
+    shown = [f"not measured: {note}" for note in blocks[:MOST_NOTES]]
+    hidden = rest + len(blocks) - len(shown)
+    return [
+        *shown,
+        *([f"{hidden} more estimates are listed under predicted.estimated of --json"] if shown and hidden else []),
+    ]
+
+
+def _assumed(document: Document) -> list[str]:
+    """Whose runs are predicted where they are not this project's, and what a calibration has done."""
+    lines = []
+    framework = document.get("framework", OURS)
+    if framework != OURS:
+        lines.append(f"predicted as {framework} would run it; --framework {OURS} predicts this project's runtime")
+    found = document.get("calibration")
+    if found:
+        error = f"{found['mean_error_before']:.1%} to {found['mean_error_after']:.1%}"
+        moved = (f"{name} {v['default']:.3g} -> {v['fitted']:.3g}" for name, v in found["parameters"].items())
+        lines.append(f"calibrated on {found['runs']} runs, mean error {error}: {', '.join(moved)}")
+    return lines
 
 
 def _table(title: str) -> Table:
@@ -76,7 +116,7 @@ _COLUMNS = (
 
 def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
     """One row a strategy; the ratio is to the best step time. A narrow terminal gets fewer columns."""
-    times = [r["predicted"]["step_time_s"] for r in results if r.get("predicted")]
+    times = [r["predicted"]["step_time_s"] for r in results if r["feasible"]]
     best = min(times, default=None)
     table = _table("Plans compared, costed by one model")
     shown = [(name, least <= width) for name, least in _COLUMNS]
@@ -88,7 +128,7 @@ def comparison_table(results: Sequence[Document], width: int = 120) -> Table:
             cells = _comparison_row(result, best or 1.0)
             table.add_row(*(cell for cell, (_, is_shown) in zip(cells, shown, strict=True) if is_shown))
         else:
-            table.add_row(result["strategy"], Text("no plan", style="red"))
+            table.add_row(Path(name_of(result)).name, Text("no plan", style="red"))
     return table
 
 
@@ -96,11 +136,13 @@ def _comparison_row(result: Document, best: float) -> list[Text | str]:
     predicted, search = result["predicted"], result.get("search") or {}
     plan = Plan.from_document(result["plan"])
     ratio = predicted["step_time_s"] / best
+    shown = f"{ratio:.3f}" if result["feasible"] else "no fit"
+    style = "red" if not result["feasible"] else "bold green" if ratio < 1 + 1e-9 else ""
     gap = search.get("gap")
     return [
-        result["strategy"],
+        Path(name_of(result)).name,
         seconds(predicted["step_time_s"]),
-        Text(f"{ratio:.3f}", style="bold green" if ratio < 1 + 1e-9 else ""),
+        Text(shown, style=style),
         f"{predicted['tokens_per_s']:,.0f}",
         money(predicted["usd_per_hour"]),
         money(predicted["usd_per_million_tokens"], 3),
@@ -113,7 +155,7 @@ def _comparison_row(result: Document, best: float) -> list[Text | str]:
 
 def front_table(front: Sequence[Document], fleet: Fleet) -> Table:
     """The Pareto front, fastest first."""
-    table = Table(title="Pareto front: no other plan is both faster and cheaper", box=SIMPLE_HEAD)
+    table = _table("Pareto front: no other plan is both faster and cheaper")
     for name in ("step", "tok/s", "$/h", "$/Mtok", "GPUs in use", "plan", "TP"):
         table.add_column(name, justify="right" if name != "GPUs in use" else "left")
     for member in front:
@@ -136,16 +178,17 @@ def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     return dict(sorted(Counter(fleet.gpu_type(worker) for worker in plan.workers).items()))
 
 
-def _facts(document: Document) -> Text:
+def _facts(document: Document) -> list[str]:
+    """Speed and price, what the step is made of, and how much better any plan could be; a line each."""
     predicted, search = document["predicted"], document.get("search") or {}
-    parts = [f"step {seconds(predicted['step_time_s'])}", f"{predicted['tokens_per_s']:,.0f} tokens/s"]
+    line = f"step {seconds(predicted['step_time_s'])}, {predicted['tokens_per_s']:,.0f} tokens/s"
     if predicted.get("usd_per_hour") is not None:
-        parts.append(f"{predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M tokens")
-    pieces = {name: s for name, s in predicted["breakdown_s"].items() if s > 1e-6}
-    parts.append(", ".join(f"{name.replace('_', ' ')} {seconds(s)}" for name, s in pieces.items()))
+        line += f", {predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M tokens"
+    pieces = [f"{name.replace('_', ' ')} {seconds(s)}" for name, s in predicted["breakdown_s"].items() if s > 1e-6]
+    lines = [line, f"of the step: {', '.join(pieces)}"]
     if search.get("lower_bound_s"):
-        parts.append(f"no plan is under {seconds(search['lower_bound_s'])} (gap {search['gap']:.1%})")
-    return Text(" | ".join(parts))
+        lines.append(f"no plan is under {seconds(search['lower_bound_s'])} (gap {search['gap']:.1%})")
+    return lines
 
 
 def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:

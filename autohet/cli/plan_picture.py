@@ -4,7 +4,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.plan_display import MOST_BARS, Document, colours_of, gpus_of, grouped, money, seconds, segment_label
+from autohet.cli.plan_display import (
+    MOST_BARS,
+    Document,
+    colours_of,
+    gpus_of,
+    grouped,
+    money,
+    name_of,
+    seconds,
+    segment_label,
+)
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 from planner.plan import Pipeline, Plan
@@ -78,7 +88,7 @@ def title(result: Document, plan: Plan, fleet: Fleet) -> str:
     predicted = result["predicted"]
     count = len(plan.pipelines)
     parts = [
-        f"{result['strategy']}: {seconds(predicted['step_time_s'])} a step",
+        f"{Path(name_of(result)).name}: {seconds(predicted['step_time_s'])} a step",
         f"{predicted['tokens_per_s']:,.0f} tokens/s",
         f"{count} pipeline{'s' if count > 1 else ''}",
         f"{len(plan.workers)} of {len(fleet.workers)} GPUs",

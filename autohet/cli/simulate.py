@@ -46,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown:
         raise ConfigError(f"--policies names '{unknown[0]}'; there are {', '.join(POLICIES)}")
-    if arguments.notice_s < 0:
-        raise ConfigError(f"--notice-s is {arguments.notice_s:g}; it must be at least 0")
+    if not 0 <= arguments.notice_s < float("inf"):
+        raise ConfigError(f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0")
+    if arguments.hours is not None and not 0 < arguments.hours < float("inf"):
+        raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
     cluster = cluster_from_yaml(arguments.cluster)
     trace = read_trace(arguments.trace, cluster, arguments.notice_s)
     scenario = Scenario(Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours))
@@ -80,13 +82,16 @@ def show(document: dict[str, Any]) -> None:
 
     results = document["results"]
     hours = document["seconds"] / 3600
-    table = Table(title=f"SIMULATED: {hours:.1f} hours of {document['trace']}", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("")
     for result in results:
         table.add_column(result["policy"], justify="right")
     for name, text in ROWS:
         table.add_row(name, *(text(result) for result in results))
     console = Console()
+    console.print(
+        f"SIMULATED: {hours:.1f} hours of {document['trace']}", soft_wrap=True, highlight=False, style="italic"
+    )
     console.print(table)
     if len(results) == 2 and results[1]["tokens"]:
         ratio = results[0]["tokens"] / results[1]["tokens"]
@@ -95,7 +100,10 @@ def show(document: dict[str, Any]) -> None:
         )
     for result in results:
         if result["ended"]:
-            console.print(f"{result['policy']} ended early: {result['ended']}", style="red")
+            console.print(f"{result['policy']} ended early: {result['ended']}", style="red", soft_wrap=True)
+        elif not result["steps"]:
+            why = (result["decisions"] or ["there were never the nodes that the job needs (elastic.min_workers)"])[-1]
+            console.print(f"{result['policy']} made no step: {why}", style="red", soft_wrap=True)
 
 
 def _causes(result: dict[str, Any]) -> str:

@@ -150,3 +150,71 @@ def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framew
     assert receiving_s < waiting_s
     (case / "job.yaml").write_text(JOB + "data: {source: builtin:python-stdlib}\n")
     assert framework(*evaluate) == ("autohet", receiving_s)
+
+
+def test_a_strategy_that_refuses_is_a_row_beside_the_others(case, capsys):
+    assert _run(case, "--compare", " megatron, exhaustive", "--json") == 0
+    megatron, exhaustive = json.loads(capsys.readouterr().out)["results"]
+    assert megatron["feasible"]
+    assert not exhaustive["feasible"]
+    assert "at most 5 GPUs, not 8" in exhaustive["reason"]
+    assert _run(case, "--compare", "megatron,exhaustive") == 0
+    assert "no plan: strategy exhaustive takes at most 5 GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [["--compare", ""], ["--compare", "megatron,"], ["--max-usd-per-hour", "much"]])
+def test_an_option_that_is_no_value_says_what_it_takes(case, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        _run(case, *option)
+    assert stopped.value.code == 2
+    assert f"{option[0]}: must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "named"),
+    [
+        ("--evaluate", b"\xff\xfe\x00", "not UTF-8 text"),
+        ("--calibrate", b"\xff\xfe\x00", "no CSV text"),
+        ("--calibrate", b"measured_s,plan\n1.0\n", "names no plan"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(case, capsys, option, text, named):
+    (case / "file").write_bytes(text)
+    assert _run(case, option, str(case / "file")) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_no_plan_is_an_error_for_a_person_and_an_answer_in_a_document(case, capsys):
+    (case / "job.yaml").write_text(JOB.replace("sequence_length: 32", "sequence_length: 32000000"))
+    assert _run(case) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "GiB too little" in printed.err
+    assert _run(case, "--json") == 2
+    document = json.loads(capsys.readouterr().out)
+    assert not document["feasible"]
+    assert {"strategy", "reason", "plan", "predicted", "search", "rejected"} <= document.keys()
+
+
+def test_a_given_plan_that_does_not_fit_is_never_the_best(case, capsys):
+    (case / "b.json").write_text(json.dumps(_plan_document(sequence_length=3200000)))
+    assert _run(case, "--evaluate", str(case / "a.json"), str(case / "b.json")) == 0
+    text = capsys.readouterr().out
+    rows = {name: next(line for line in text.splitlines() if line.lstrip().startswith(name)) for name in ("a", "b")}
+    assert "1.000" in rows["a"]
+    assert "no fit" in rows["b"]
+    assert "does not fit: worker '" in text
+    assert _run(case, "--evaluate", str(case / "b.json")) == 0
+    assert "does not fit: worker '" in capsys.readouterr().out
+
+
+def test_a_person_is_told_what_was_assumed(case, capsys):
+    (case / "runs.csv").write_text("plan,measured_s\na.json,0.01\n")
+    assert _run(case, "--evaluate", str(case / "a.json"), "--calibrate", str(case / "runs.csv")) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "predicted as deepspeed would run it" in text
+    assert "calibrated on 1 runs, mean error" in text
+    assert "{'default'" not in text
+    assert "not measured: block on T4 (fp16, TP 1): estimated from" in text
+    assert _run(case, "--evaluate", str(case / "a.json"), "--framework", "autohet") == 0
+    assert "predicted as" not in capsys.readouterr().out

@@ -1,0 +1,29 @@
+"""`autohet simulate`: what its options refuse. The simulation itself: tests/driver."""
+
+import pytest
+
+from autohet.cli.main import main
+
+CONFIGS = "cluster_configs"
+FILES = [
+    "--job", f"{CONFIGS}/jobs/llama-1b-bf16.yaml", "--cluster", f"{CONFIGS}/traces/gcp-a100-v100.yaml",
+    "--trace", f"{CONFIGS}/traces/gcp-a100-v100.csv",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--hours", "inf"), ("--hours", "nan"), ("--hours", "0"), ("--notice-s", "nan"), ("--notice-s", "inf")],
+)
+def test_times_must_be_finite(capsys, option, value):
+    assert main(["simulate", *FILES, option, value]) == 2
+    assert f"{option} is {value}; it must be a number" in capsys.readouterr().err
+
+
+def test_a_run_that_made_no_step_says_why(tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time_s,node_type,num_nodes\n0,a100,1\n")
+    assert main(["simulate", *FILES[:4], "--trace", str(trace), "--hours", "0.1", "--policies", "local_first"]) == 0
+    out = capsys.readouterr().out
+    assert f"SIMULATED: 0.1 hours of {trace}" in out
+    assert "local_first made no step: there were never the nodes" in out
