@@ -85,15 +85,15 @@ class Engine:
     def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
         """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
         drafts = {seed: self.estimator.draft_s(seed) for seed in seeds}
-        gpus = int(self.supply.sum())
-        families = self._large() if self.effort.families > 0 and gpus > FAMILIES_GPUS else ()
+        gpus, large = int(self.supply.sum()), self.tables.ring_s is not None and self.effort.families > 0
+        families = self._large() if large and gpus > FAMILIES_GPUS else ()
         for seed in (*seeds, *families):
             better = refine(self.estimator, seed, self.batch)
             drafts[seed], drafts[better] = self.estimator.draft_s(seed), self.estimator.draft_s(better)
         bound = 0.0
         if self.tables.ring_s is not None and self.effort.bounded:
             bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
-        if self.effort.families > 0 and gpus > COLUMNS_GPUS:
+        if large and gpus > COLUMNS_GPUS:
             return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
         return self._by_columns(drafts, bound)
 
