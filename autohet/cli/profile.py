@@ -23,9 +23,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--links-out", metavar="TABLE", help="also measure the links between two devices of this machine (.csv)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is a GPU")
     add("--gpu-type", metavar="NAME", help="name in the table (default: this GPU's, or CPU)")
-    add("--microbatches", type=_counts, default=(1, 2, 4, 8, 16), metavar="1,2,...", help="sequences in a microbatch")
+    add(
+        "--microbatches",
+        type=_counts,
+        default=(1, 2, 4, 8, 16),
+        metavar="1,2,...",
+        help="sequences in a microbatch (default: 1,2,4,8,16)",
+    )
     add("--tp-degrees", type=_counts, metavar="1,2,...", help="default: powers of two up to the number of GPUs")
-    add("--repeats", type=int, default=5, metavar="N", help="measurements of each; their median is written")
+    add(
+        "--repeats",
+        type=_repeats,
+        default=5,
+        metavar="N",
+        help="measurements of each; their median is written (default: 5)",
+    )
     add("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -40,13 +52,19 @@ def _counts(text: str) -> tuple[int, ...]:
     return values
 
 
+def _repeats(text: str) -> int:
+    (number,) = _counts(text) if "," not in text else (0,)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be one positive integer, not {text}")
+    return number
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     from autohet.runtime.device_processes import measure_tensor_parallel
     from autohet.runtime.device_profile import OutOfMemory, measure_layers
 
-    if Path(args.out).suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"--out is '{args.out}'; its name must end in .parquet or .csv")
+    _check_outputs(args)
     request, degrees = _request(args)
     rows: list[Measurement] = []
     too_large: list[OutOfMemory] = []
@@ -64,6 +82,20 @@ def run(args: argparse.Namespace) -> int:
     links = _links(args, request.device_type, request.gpu_type)
     _finish(args, request.gpu_type, rows, too_large, links)
     return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before minutes of measuring."""
+    for option, path, endings in (
+        ("--out", args.out, (".parquet", ".csv")),
+        ("--links-out", args.links_out, (".csv",)),
+    ):
+        if path is None:
+            continue
+        if Path(path).suffix not in endings:
+            raise ConfigError(f"{option} is '{path}'; its name must end in {' or '.join(endings)}")
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{option} is '{path}', but there is no directory '{Path(path).parent}'; make it first")
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
@@ -97,7 +129,7 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
         microbatches=args.microbatches,
         device_type=device,
         gpu_type=args.gpu_type or device_gpu_type(device),
-        repeats=max(1, args.repeats),
+        repeats=args.repeats,
     )
     return request, degrees
 
@@ -130,7 +162,10 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
         for link in measure_links(device)
     ]
     lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
-    Path(args.links_out).write_text("\n".join(lines) + "\n")
+    try:
+        Path(args.links_out).write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{args.links_out}': {error.strerror}") from None
     return rows
 
 

@@ -4,6 +4,7 @@ What is measured are the stages that training runs (`autohet.runtime.models`), n
 events, on CPU by the wall clock. Tensor-parallel degrees above 1 and links: `device_processes`.
 """
 
+import copy
 import re
 import statistics
 import time
@@ -88,13 +89,29 @@ def _stage(
     request: ProfileRequest, layer: str, tp: TensorParallel | None, device: torch.device
 ) -> tuple[StageModel, int]:
     """A stage that holds only that kind of layer, with random weights, and how many of them."""
-    total = family_of(request.config).num_layers(request.config)
-    count = min(request.blocks_at_once, total - 2) if total > 2 else 1
-    first, blocks = {"embedding": (0, 0), "block": (1 if total > 2 else 0, max(1, count)), "head": (total, 0)}[layer]
-    stage = build_stage(request.config, first, blocks, tp, device, DTYPES[request.precision])
+    config = _deep_enough(request.config)
+    total = family_of(config).num_layers(config)
+    first, blocks = {
+        "embedding": (0, 0),
+        "block": (1, min(request.blocks_at_once, total - 2)),
+        "head": (total, 0),
+    }[layer]
+    stage = build_stage(config, first, blocks, tp, device, DTYPES[request.precision])
     parameters = {name: torch.randn(shape) * 0.02 for name, shape in _local_shapes(stage, tp).items()}
     stage.load_parameters(parameters)
     return stage, max(1, blocks)
+
+
+def _deep_enough(config: Any) -> Any:
+    """The config, with three blocks where it has fewer: a stage in the middle has neither embedding nor head, whose time
+    would count as the block's."""
+    if family_of(config).num_layers(config) > 2:
+        return config
+    deeper = copy.deepcopy(config)
+    if getattr(deeper, "layer_types", None):
+        deeper.layer_types = [*deeper.layer_types[:1]] * 3
+    deeper.num_hidden_layers = 3
+    return deeper
 
 
 def _local_shapes(stage: StageModel, tp: TensorParallel | None) -> dict[str, tuple[int, ...]]:

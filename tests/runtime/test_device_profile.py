@@ -82,5 +82,25 @@ def test_wrong_arguments_say_what_to_do(job, tmp_path, capsys):
 
 def test_a_table_that_cannot_be_written_is_an_error(job, tmp_path, capsys):
     assert _profile(job, "--out", str(tmp_path / "absent" / "t.csv")) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "no directory" in capsys.readouterr().err
+    assert _profile(job, "--out", str(tmp_path / "t.csv"), "--links-out", str(tmp_path / "l.txt")) == 2
+    assert "--links-out" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        _profile(job, "--out", str(tmp_path / "t.csv"), "--repeats", "0")
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen2"])
+def test_a_model_of_one_or_two_blocks_is_measured_too(tmp_path, capsys, model_type, blocks):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": blocks, "vocab_size": 64}
+    more = {"n_positions": 16} if model_type == "gpt2" else {"intermediate_size": 64, "num_key_value_heads": 2}
+    training = {"global_batch_sequences": 4, "sequence_length": 16, "precision": "fp32"}
+    document = {"name": "m", "model": {"config": {"model_type": model_type, **sizes, **more}}, "training": training}
+    (tmp_path / "job.yaml").write_text(json.dumps(document))
+    assert _profile(tmp_path / "job.yaml", "--out", str(tmp_path / "t.csv"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["measurements"] == 6
+
+
+def test_errors_are_values():
     assert issubclass(ConfigError, ValueError)
