@@ -293,12 +293,25 @@ def _request(session: Session) -> Any:
         microbatch_sequences=wishes.microbatch_sequences,
         max_tp_degree=wishes.max_tp_degree,
         max_stages=wishes.max_pipeline_stages,
-        min_node_disjoint_holders=wishes.redundancy,
+        min_node_disjoint_holders=_wanted_holders(session),
         objective=args.objective or wishes.objective,
         max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,
     )
+
+
+def _wanted_holders(session: Session) -> int:
+    """Nodes that each layer must lie on, by the same rule as in training."""
+    wishes, nodes = session.job.parallelism, len(session.fleet.nodes)
+    wanted = max(wishes.redundancy, wishes.min_pipelines)
+    if wanted > nodes:
+        key = "redundancy" if wishes.redundancy == wanted else "min_pipelines"
+        raise InfeasibleError(
+            f"parallelism.{key} is {wanted}: each layer must lie on as many nodes, but the cluster has {nodes},"
+            f" {wanted - nodes} too few; add nodes or lower it"
+        )
+    return wanted
 
 
 def answer_document(answer: Any) -> dict[str, Any]:

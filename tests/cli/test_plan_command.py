@@ -218,3 +218,19 @@ def test_a_person_is_told_what_was_assumed(case, capsys):
     assert "not measured: block on T4 (fp16, TP 1): estimated from" in text
     assert _run(case, "--evaluate", str(case / "a.json"), "--framework", "autohet") == 0
     assert "predicted as" not in capsys.readouterr().out
+
+
+def test_copies_of_the_model_are_planned_as_training_would(case, capsys):
+    (case / "cluster.yaml").write_text(CLUSTER.replace("g4dn.12xlarge", "g5.12xlarge"))
+    (case / "job.yaml").write_text(JOB + "parallelism: {min_pipelines: 2}\n")
+    assert _run(case, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    for layer in range(4):
+        stages = [s for p in plan["pipelines"] for s in p["stages"]]
+        holders = [s for s in stages if s["first_layer"] <= layer < s["first_layer"] + s["num_layers"]]
+        assert len({worker.split("/")[0] for s in holders for worker in s["workers"]}) == 2
+    (case / "job.yaml").write_text(JOB + "parallelism: {min_pipelines: 3}\n")
+    assert _run(case) == 2
+    said = capsys.readouterr().err
+    assert "parallelism.min_pipelines is 3" in said
+    assert "the cluster has 2, 1 too few" in said

@@ -213,8 +213,6 @@ class ParallelismSection:
     """Deepest pipeline; null: the number of layers."""
     min_pipelines: int = 1
     """Fewest copies of the model; 2 keeps every shard held twice, so that one death costs no work."""
-    max_pipelines: int | None = None
-    """Most copies of the model; null: no limit."""
     redundancy: int = 1
     """Nodes that should hold each shard of the training state, live copies and snapshots together."""
     objective: Literal["time", "cost"] = "time"
@@ -235,14 +233,10 @@ class ParallelismSection:
     """A plan file to run as it is while all its workers are there; null: the planner chooses."""
 
     def __post_init__(self) -> None:
-        for name in ("microbatch_sequences", "max_tp_degree", "max_pipeline_stages", "min_pipelines", "max_pipelines"):
+        for name in ("microbatch_sequences", "max_tp_degree", "max_pipeline_stages", "min_pipelines"):
             require_at_least(f"parallelism.{name}", getattr(self, name), 1)
         require_at_least("parallelism.redundancy", self.redundancy, 1)
         require_at_least("parallelism.memory_reserve_bytes", self.memory_reserve_bytes, 0)
         require_positive("parallelism.search_time_limit_s", self.search_time_limit_s)
         require_positive("parallelism.horizon_s", self.horizon_s)
         require_positive("parallelism.max_usd_per_hour", self.max_usd_per_hour)
-        require(
-            self.max_pipelines is None or self.min_pipelines <= self.max_pipelines,
-            f"parallelism.min_pipelines is {self.min_pipelines}, more than max_pipelines, {self.max_pipelines}",
-        )
