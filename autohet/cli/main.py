@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on configs would hide our one message
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in arguments if a in COMMANDS), None)
     parsed = build_parser(command).parse_args(arguments)

@@ -51,8 +51,33 @@ def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str
         ({"model": {"config": {"model_type": "nonesuch"}}}, ("nonesuch", "llama")),
         ({"checkpoint": {"storage": "ftp://host/path"}}, ("ftp",)),
         ({"training": {"steps": None}}, ("training.steps",)),
+        (
+            {
+                "model": {
+                    "config": {
+                        "model_type": "gpt2",
+                        "n_layer": 2,
+                        "n_embd": 32,
+                        "n_head": 2,
+                        "vocab_size": 256,
+                        "n_positions": 4,
+                    }
+                }
+            },
+            ("sequence_length", "4 learned positions"),
+        ),
     ],
-    ids=["unknown key", "no data", "batch", "no pace", "does not fit", "model type", "storage scheme", "no steps"],
+    ids=[
+        "unknown key",
+        "no data",
+        "batch",
+        "no pace",
+        "does not fit",
+        "model type",
+        "storage scheme",
+        "no steps",
+        "too long",
+    ],
 )
 def test_mistakes_in_the_job(
     documents: Documents, capsys: pytest.CaptureFixture[str], sections: dict[str, Any], words: tuple[str, ...]
@@ -132,3 +157,12 @@ def test_storage_without_permission(
 def test_no_cluster_at_the_address(documents: Documents, capsys: pytest.CaptureFixture[str]) -> None:
     message = complaint(documents()[0], None, capsys, "--address", "127.0.0.1:1")
     assert "127.0.0.1:1" in message
+
+
+def test_events_that_cannot_be_written_are_refused_before_a_fleet_starts(
+    documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    message = complaint(*documents(), capsys, "--events", str(tmp_path / "file" / "events.jsonl"))
+    assert "cannot write events" in message
+    assert "--events" in message
