@@ -26,7 +26,7 @@ _POLISH_ROUNDS = 6
 _POLISHED = 3
 _FEWEST = 8
 _SHARE_ROUNDS = 3
-_MOST_FOR_ALIKE = 512
+_MOST_FOR_ALIKE = 128
 
 
 @dataclass(frozen=True)

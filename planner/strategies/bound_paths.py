@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from planner.strategies.stages import BANDS, StageTable
 from planner.strategies.tables import Floats, Ints
 
-_DEPTHS = (6, 10, 14, 19, 25, 32, 42, 56)
+_DEPTHS = (10, 18, 30, 50)
 _TOGETHER = 64
 
 
