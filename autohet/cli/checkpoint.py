@@ -9,19 +9,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from planner.errors import ConfigError
-from recovery.checkpoint_errors import CheckpointMissing
+from recovery.checkpoint_errors import CheckpointMissing, ManifestInvalid
 from recovery.errors import RecoveryError
 from recovery.storage_errors import BucketMissing, StoragePermissionDenied, StorageUriError
 
 _USER_ERRORS = (ConfigError, StorageUriError, BucketMissing, StoragePermissionDenied, CheckpointMissing)
 """What the user can put right: exit code 2; everything else that fails is 1."""
+
+
+_COLUMNS: dict[str, tuple[Literal["left", "right"], int]] = {
+    "step": ("right", 0), "committed": ("left", 0), "job": ("left", 0), "generation": ("right", 100), "model": ("left", 0),
+    "size": ("right", 0), "shards": ("right", 0), "files": ("right", 100),
+}  # fmt: skip
+"""Columns of a list, and the width of the terminal from which each is shown."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -78,64 +87,96 @@ class _Result:
 def _open(args: argparse.Namespace) -> Any:
     from recovery.storage import open_storage  # torch takes a second to import: not for --help
 
+    if Path(args.storage.removeprefix("file://")).is_file():
+        raise ConfigError(f"--storage is {args.storage}, a file; name the directory that holds the checkpoints")
     return open_storage(args.storage)
 
 
 def _list(args: argparse.Namespace) -> _Result:
+    """A checkpoint whose manifest is damaged hides no other: it is listed apart, and the exit code is 1."""
     from recovery.checkpoint import list_checkpoints, open_checkpoint
 
     storage = _open(args)
-    found = [(info, open_checkpoint(storage, info.step)) for info in list_checkpoints(storage)]
-    rows = [
-        {
-            "step": info.step,
-            "uri": info.uri,
-            "job": manifest.job,
-            "generation": manifest.generation,
-            "committed_unix_s": info.committed_unix_s,
-            "num_bytes": manifest.num_bytes,
-            "num_shards": len(manifest.locations),
-            "num_files": len(manifest.files),
-            "model_type": manifest.model_config.get("model_type"),
-            "created_by": manifest.created_by,
-            "scalars": manifest.scalars,
-        }
-        for info, manifest in found
-    ]
-    return _Result(
-        {"storage": storage.uri, "checkpoints": rows}, lambda console: _show_list(console, storage.uri, rows)
-    )
+    rows, damaged = [], []
+    for info in list_checkpoints(storage):
+        try:
+            rows.append(_row(info, open_checkpoint(storage, info.step)))
+        except ManifestInvalid as error:
+            damaged.append({"step": info.step, "uri": info.uri, "problem": str(error)})
+    document = {"storage": storage.uri, "checkpoints": rows, "damaged": damaged}
+    for item in damaged:
+        print(f"autohet checkpoint list: {item['problem']}", file=sys.stderr)
+    return _Result(document, lambda console: _show_list(console, storage.uri, rows), not damaged)
+
+
+def _row(info: Any, manifest: Any) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "uri": info.uri,
+        "job": manifest.job,
+        "generation": manifest.generation,
+        "committed_unix_s": info.committed_unix_s,
+        "num_bytes": manifest.num_bytes,
+        "num_shards": len(manifest.locations),
+        "num_files": len(manifest.files),
+        "model_type": manifest.model_config.get("model_type"),
+        "created_by": manifest.created_by,
+        "scalars": manifest.scalars,
+    }
 
 
 def _show_list(console: Console, uri: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         console.print(f"No committed checkpoint in {uri}", soft_wrap=True)
         return
-    table = Table(title=f"Committed checkpoints in {uri}", title_justify="left")
-    for heading in ("step", "committed", "job", "generation", "model", "size", "shards", "files"):
-        table.add_column(heading, justify="left" if heading in ("committed", "job", "model") else "right")
+    console.print(f"Committed checkpoints in {uri}", soft_wrap=True, highlight=False, style="italic")
+    shown = [name for name, (_, least) in _COLUMNS.items() if least <= console.width]
+    table = Table(box=SIMPLE_HEAD)
+    for name in shown:
+        justify = _COLUMNS[name][0]
+        table.add_column(name, justify=justify, no_wrap=name != "job", overflow="fold", min_width=min(8, len(name)))
     for row in rows:
-        committed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["committed_unix_s"]))
-        facts = (row["step"], committed, row["job"], row["generation"], row["model_type"] or "-")
-        table.add_row(*map(str, facts), _size(row["num_bytes"]), str(row["num_shards"]), str(row["num_files"]))
+        cells = _cells(row)
+        table.add_row(*(cells[name] for name in shown))
     console.print(table)
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "step": str(row["step"]),
+        "committed": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["committed_unix_s"])),
+        "job": row["job"],
+        "generation": str(row["generation"]),
+        "model": row["model_type"] or "-",
+        "size": _size(row["num_bytes"]),
+        "shards": str(row["num_shards"]),
+        "files": str(row["num_files"]),
+    }
 
 
 def _verify(args: argparse.Namespace) -> _Result:
     from recovery.checkpoint import list_checkpoints
-    from recovery.checkpoint_read import verify
 
     storage = _open(args)
     steps = [args.step] if args.step is not None else [info.step for info in list_checkpoints(storage)]
     if not steps:
         raise CheckpointMissing(storage.uri, None)
-    reports = []
-    for step in steps:
-        with _progress(args, f"Verifying step {step}") as progress:
-            reports.append(verify(storage, step, progress=progress))
+    reports = [_verified(args, storage, step) for step in steps]
     ok = all(report.ok for report in reports)
     document = {"ok": ok, "checkpoints": [{**asdict(report), "ok": report.ok} for report in reports]}
     return _Result(document, lambda console: _show_reports(console, reports), ok)
+
+
+def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
+    """One checkpoint's report; a damaged manifest is its only problem, and keeps none of the others from being read."""
+    from recovery.checkpoint import checkpoint_uri
+    from recovery.checkpoint_read import VerifyReport, verify
+
+    try:
+        with _progress(args, f"Verifying step {step}") as progress:
+            return verify(storage, step, progress=progress)
+    except ManifestInvalid as error:
+        return VerifyReport(step, checkpoint_uri(storage, step), 0, 0, (str(error),))
 
 
 def _show_reports(console: Console, reports: list[Any]) -> None:
@@ -144,7 +185,8 @@ def _show_reports(console: Console, reports: list[Any]) -> None:
         if report.ok:
             console.print(f"{what}: all good", soft_wrap=True)
             continue
-        console.print(f"{what}: DAMAGED, {len(report.problems)} problems", soft_wrap=True)
+        count = len(report.problems)
+        console.print(f"{what}: DAMAGED, {count} problem{'s' if count > 1 else ''}", soft_wrap=True)
         for problem in report.problems:
             console.print(f"  {problem}", soft_wrap=True)
 

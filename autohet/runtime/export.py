@@ -66,7 +66,7 @@ def export_checkpoint(
     folder = Path(directory)
     specs = _parameter_specs(manifest)
     _check_request(folder, manifest, specs, dtype)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     files = _plan_files(specs, dtype, max_shard_bytes)
     total = sum(_export_bytes(spec, dtype) for spec in specs.values())
     done = 0
@@ -85,6 +85,13 @@ def export_checkpoint(
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return ExportSummary(manifest.step, str(folder), dtype, len(specs), total, tuple(files))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the export directory {folder}: {error.strerror}; name another") from None
 
 
 def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:

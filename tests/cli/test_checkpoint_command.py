@@ -100,7 +100,37 @@ def test_the_users_mistake_is_one_line_and_exit_code_2(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_damaged_manifest_is_exit_code_1(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_manifest_is_exit_code_1_and_hides_no_other(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(uri, "step-00000010", "manifest.json").write_text("{")
-    assert main(["checkpoint", "list", "--storage", uri]) == 1
-    assert "not a valid manifest" in capsys.readouterr().err
+    assert main(["checkpoint", "list", "--storage", uri, "--json"]) == 1
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert "not a valid manifest" in printed.err
+    assert [row["step"] for row in document["checkpoints"]] == [20]
+    assert [row["step"] for row in document["damaged"]] == [10]
+    assert main(["checkpoint", "verify", "--storage", uri, "--json"]) == 1
+    reports = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(report["step"], report["ok"]) for report in reports] == [(10, False), (20, True)]
+    assert "not a valid manifest" in reports[0]["problems"][0]
+
+
+def test_the_list_fits_80_columns(
+    uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["checkpoint", "list", "--storage", uri]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"Committed checkpoints in {uri}" in lines
+    assert sum("tiny" in line and "2.1 KiB" in line for line in lines) == 2
+    assert len([line for line in lines if line.strip()]) == 5  # title, heading, rule, one line a checkpoint
+    assert all(len(line) <= 80 for line in lines[1:])
+
+
+def test_a_place_that_cannot_hold_what_is_asked_is_a_mistake(
+    uri: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["checkpoint", "list", "--storage", str(tmp_path / "file")]) == 2
+    assert "a file; name the directory" in capsys.readouterr().err
+    assert main(["checkpoint", "export", "--storage", uri, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot make the export directory" in capsys.readouterr().err
