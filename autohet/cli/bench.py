@@ -15,7 +15,11 @@ BENCHMARKS = {
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the command's parser; each benchmark has options of its own."""
-    parser: argparse.ArgumentParser = subparsers.add_parser("bench", help="benchmarks: planner, recovery, step")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bench",
+        help="benchmarks: planner, recovery, step",
+        description="Benchmarks: what the parts achieve, measured in one run beside what they are held against.",
+    )
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="planner|recovery|step")
     for name, summary in BENCHMARKS.items():
         of_kind = kinds.add_parser(name, help=summary, description=summary)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autohet.cli.outputs import check_output
 from planner.errors import ConfigError
 from recovery.links import Links
 
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 1 where a restore failed or its tensors were wrong."""
     from autohet.cli.bench_recovery_display import draw, show
 
+    check_output("--out", args.out)
+    check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
     document = benchmark(_options(args))
     if args.out:
         Path(args.out).write_text(json.dumps(document, indent=1) + "\n")

@@ -48,10 +48,15 @@ def add_parser(subparsers: Any) -> None:
         )
         action.add_argument("--json", action="store_true", help="one JSON document on standard output")
         if name != "list":
-            action.add_argument("--step", type=int, metavar="N", help="default: newest (export), all (verify)")
+            default = "the newest" if name == "export" else "all"
+            action.add_argument(
+                "--step", type=int, metavar="N", help=f"the step of one checkpoint (default: {default})"
+            )
         if name == "export":
             action.add_argument("--out", required=True, metavar="DIR", help="a new or empty directory")
-            action.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32, bfloat16 or float16")
+            action.add_argument(
+                "--dtype", default="float32", metavar="DTYPE", help="float32 (default), bfloat16 or float16"
+            )
 
 
 def run(args: argparse.Namespace) -> int:

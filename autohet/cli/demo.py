@@ -19,13 +19,27 @@ BANNER = "EMULATED: nodes are processes of this machine; their GPU types are lab
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("demo", help="the demonstration, on an emulated fleet on this machine")
-    parser.add_argument("--job", default="cluster_configs/jobs/demo.yaml", metavar="JOB")
-    parser.add_argument("--cluster", default="cluster_configs/local-emulated.yaml", metavar="CLUSTER")
-    parser.add_argument(
-        "--out", default="runs/demo", metavar="DIR", help="events and checkpoints; what is there is replaced"
+    parser = subparsers.add_parser(
+        "demo",
+        help="the demonstration, on an emulated fleet on this machine",
+        description="Trains on an emulated mixed spot fleet of this machine (no GPU needed), takes a preemption notice, a sudden"
+        " death and an arrival, and holds the loss against the same job undisturbed in one process. About three minutes.",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the summary document")
+    add = parser.add_argument
+    add("--job", default="cluster_configs/jobs/demo.yaml", metavar="JOB", help="job document (default: %(default)s)")
+    add(
+        "--cluster",
+        default="cluster_configs/local-emulated.yaml",
+        metavar="CLUSTER",
+        help="cluster of provider fake_multinode (default: %(default)s)",
+    )
+    add(
+        "--out",
+        default="runs/demo",
+        metavar="DIR",
+        help="events and checkpoints; what is there is replaced (default: %(default)s)",
+    )
+    add("--json", metavar="FILE", help="also write the summary document")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,13 @@ COMMANDS = {
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser; only the module of `command` is imported, so that every command starts fast."""
-    parser = argparse.ArgumentParser(prog="autohet", description="Elastic training on mixed spot GPUs.")
+    parser = argparse.ArgumentParser(
+        prog="autohet",
+        description="Elastic training on mixed spot GPUs.",
+        epilog="Exit codes: 0 done, 1 the work failed, 2 the input is wrong (one message says what and how to mend it)."
+        " `autohet COMMAND --help` shows a command's options; with --json it prints one JSON document and nothing else.",
+    )
+    parser.add_argument("--version", action="version", version=f"autohet {importlib.metadata.version('autohet')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == command:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autohet.cli.outputs import check_output
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.calibration import Calibration, MeasuredRun, calibrate
@@ -99,6 +100,9 @@ class Session:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; ConfigError is the user's mistake (the caller prints it and exits with 2)."""
+    check_output("--out", args.out)
+    check_output("--trace-out", args.trace_out)
+    check_output("--picture", args.picture, (".png", ".svg"))
     session = _open(args)
     if args.evaluate:
         document = _evaluate(session)

@@ -8,7 +8,11 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("status", help="what a running job is doing")
+    parser = subparsers.add_parser(
+        "status",
+        help="what a running job is doing",
+        description="Prints state, step, loss, workers and generation of each job of a Ray cluster.",
+    )
     parser.add_argument(
         "--address",
         metavar="ADDR",

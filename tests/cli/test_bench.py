@@ -80,3 +80,12 @@ def test_step_benchmark_compares_the_same_training(tmp_path, capsys):
     assert document["max_abs_loss_difference"] < 1e-4
     assert document["mfu"] == {"autohet": None, "plain": None}
     assert document["ratio_vs_plain"] == document["step_s"]["autohet"] / document["step_s"]["plain"]
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("--out", "absent/x.json"), ("--picture", "x.gif"), ("--picture", "absent/x.png")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(tmp_path, capsys, monkeypatch, option, name):
+    monkeypatch.setattr("autohet.cli.bench_recovery.benchmark", lambda options: pytest.fail("it ran first"))
+    assert main(["bench", "recovery", option, str(tmp_path / name)]) == 2
+    assert f"{option} is" in capsys.readouterr().err

@@ -152,6 +152,17 @@ def test_the_search_predicts_our_runtime_and_given_plans_of_no_data_whose_framew
     assert framework(*evaluate) == ("autohet", receiving_s)
 
 
+@pytest.mark.parametrize("option", ["--out", "--trace-out", "--picture"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(case, capsys, option, monkeypatch):
+    monkeypatch.setattr("planner.strategies.plan_with", lambda *arguments: pytest.fail("it searched first"))
+    assert _run(case, option, str(case / "absent" / "file.png"), "--json") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{option} is" in printed.err
+    assert "make it first" in printed.err
+    assert _run(case, option, str(case)) == 2
+
+
 def test_a_strategy_that_refuses_is_a_row_beside_the_others(case, capsys):
     assert _run(case, "--compare", " megatron, exhaustive", "--json") == 0
     megatron, exhaustive = json.loads(capsys.readouterr().out)["results"]
