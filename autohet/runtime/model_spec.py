@@ -94,15 +94,12 @@ def _build_on_meta(config: Any) -> Any:
 
 
 def _check_decoder(config: Any) -> None:
-    """ConfigError for what is no decoder, although the library gives it a causal head."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    """ConfigError for what is no decoder, although the library gives it a causal head. What was registered with it is one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     kind = config.model_type
     remedy = "only decoders that predict the next token can be planned, such as llama, gpt2, opt or gpt_neo"
-    if getattr(config, "is_encoder_decoder", False) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model_type '{kind}' is no decoder-only language model; {remedy}")
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
         raise ConfigError(
