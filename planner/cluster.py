@@ -211,6 +211,8 @@ def cluster_from_yaml(path: str | Path) -> Cluster:
         document = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read cluster '{path}': {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
     return cluster_from_document(document)

@@ -27,7 +27,7 @@ Mix = tuple[int, tuple[int, ...], tuple[int, ...]]  # pipelines; row of each nod
 def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
     """The fastest few by the tables, without their sync, which placement decides."""
     supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
-    depth = max(1, min(request.max_stages or tables.num_blocks, tables.num_blocks))
+    depth = request.deepest(tables.num_blocks)
     numbers = [n for n in _numbers(supply) if n >= request.min_node_disjoint_holders]
     mixes = [(n, *mix) for n in numbers for mix in _mixes(tables, supply // n, depth)]
     batch = request.global_batch_sequences

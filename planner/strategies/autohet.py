@@ -11,6 +11,7 @@ from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
 from planner.strategies.alike import alike_plans
 from planner.strategies.cost_tables import GIB, check_request, tables_of
+from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.engine import Effort, Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
@@ -44,7 +45,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     tables = tables_of(request)
     effort = effort or effort_for(tables)
     engine = Engine(
-        tables, request.global_batch_sequences, request.max_stages or tables.num_blocks, effort,
+        tables, request.global_batch_sequences, request.deepest(tables.num_blocks), effort,
         lambda: request.clock() - begin > request.time_limit_s, request.mixed_microbatch, request.mixed_tp,
         least_pipelines=request.min_node_disjoint_holders,
     )  # fmt: skip
@@ -55,7 +56,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None])
     )
     alike = alike_plans(request, tables, engine.estimator) if len(request.fleet.workers) <= _MOST_FOR_ALIKE else []
-    plans = [*known, *_placed(request, tables, found), *rivals, *alike]
+    apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
+    plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart]
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
@@ -111,11 +113,16 @@ def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
     count = 0
     for _, draft in found.drafts:
         plan = place(tables, draft, request.spec.name, request.global_batch_sequences, request.sequence_length)
-        if plan is not None:
+        if plan is not None and _held_apart(request, plan):
             yield plan
             count += 1
         if count == (CANDIDATES if len(request.fleet.workers) > FEW_GPUS else 4 * CANDIDATES):
             return
+
+
+def _held_apart(request: Request, plan: Plan) -> bool:
+    wanted = request.min_node_disjoint_holders
+    return wanted < 2 or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= wanted
 
 
 def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
@@ -157,6 +164,9 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     limit, price = request.max_usd_per_hour, prediction.usd_per_hour
     if limit is not None and price is not None and price > limit:
         return f"{price:.2f} $/h, above the limit of {limit:.2f}"
+    deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    if request.max_stages is not None and deepest > request.max_stages:
+        return f"{deepest} stages, at most {request.max_stages} are asked for"
     wanted = request.min_node_disjoint_holders
     if wanted > 1:
         report = redundancy(plan, request.fleet, request.spec.num_layers)

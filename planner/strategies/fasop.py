@@ -108,16 +108,16 @@ def _multiple(node: Node, tp: int) -> int:
 def _grids(request: Request, tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:
     """(stages, pipelines, microbatch) of every DP and microbatch that the GPUs and the batch allow. FASOP takes those that
     divide both (`whole`); where none does, as with five GPUs or a prime batch, some GPUs stay idle and counts differ."""
-    batch = request.global_batch_sequences
+    batch, deepest = request.global_batch_sequences, request.deepest(tables.num_blocks)
     for width in range(1, gpus // tp + 1):
         depth = gpus // (tp * width)
-        if whole and (gpus % (tp * width) or depth > tables.num_blocks):
+        if whole and (gpus % (tp * width) or depth > deepest):
             continue
         for microbatch in sorted({row.microbatch for row in tables.rows}):
             if batch % (width * microbatch) == 0 or (
                 not whole and batch % microbatch == 0 and batch >= width * microbatch
             ):
-                yield min(depth, tables.num_blocks), width, microbatch
+                yield min(depth, deepest), width, microbatch
 
 
 class Transfers:

@@ -41,7 +41,7 @@ def search_metis(request: Request) -> Answer:
     while used > 0 and not laid_out:
         for gpus in gpu_orders(tables):
             arranger = Arranger(request, stager, shortlist, gpus[:used])
-            for sizes in arrangements(used, tables.num_blocks):
+            for sizes in arrangements(used, request.deepest(tables.num_blocks)):
                 tried += 1
                 arranger.try_sizes(sizes)
                 if request.clock() - begin > request.time_limit_s:

@@ -50,6 +50,10 @@ class Request:
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
 
+    def deepest(self, num_blocks: int) -> int:
+        """The most stages that a pipeline may have."""
+        return max(1, min(self.max_stages or num_blocks, num_blocks))
+
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:

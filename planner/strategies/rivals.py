@@ -68,7 +68,7 @@ def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int
     for max_tp, balanced in ((most, False), (1, True), (most, True)):
         plans = grid_plans(
             request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
-            max_tp=max_tp, balanced=balanced,
+            max_tp=max_tp, max_stages=request.deepest(tables.num_blocks), balanced=balanced,
         )  # fmt: skip
         out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, keep)]
     return out

@@ -19,14 +19,22 @@ Split = Callable[[int], tuple[int, ...]]
 
 
 def grid_plans(
-    fleet: Fleet, tables: Tables, model: str, batch: int, sequence_length: int, *, max_tp: int, balanced: bool
+    fleet: Fleet,
+    tables: Tables,
+    model: str,
+    batch: int,
+    sequence_length: int,
+    *,
+    max_tp: int,
+    max_stages: int,
+    balanced: bool,
 ) -> Iterator[Plan]:
     """Every grid that fills most of the fleet and whose data-parallel degree divides the batch."""
     sizes = sorted({row.microbatch for row in tables.rows})
-    degrees = sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp})
+    degrees = sorted({d for d in (tables.kinds[row.kind].tp_degree for row in tables.rows) if d <= max_tp})
     for tp in degrees:
         groups = _groups(fleet, tp)
-        for depth in range(1, min(len(groups), tables.num_blocks) + 1):
+        for depth in range(1, min(len(groups), max_stages) + 1):
             split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
             for size in sizes:
                 plan = _grid(groups, depth, size, split, model, batch, sequence_length)

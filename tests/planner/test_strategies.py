@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import check_plan
+from planner.redundancy import redundancy
 from planner.strategies import STRATEGIES, plan_with
 from tests.planner.cases import DEMO, fleet, model, request
 
@@ -113,3 +114,23 @@ def test_a_refused_plan_says_what_refuses_it_and_not_memory() -> None:
     asked = request(fleet(("A100", 1, 4), ("T4", 1, 1)), 8, min_node_disjoint_holders=2)
     with pytest.raises(InfeasibleError, match=r"refused.*2 are asked for"):
         plan_with("fasop", asked)
+
+
+@pytest.mark.parametrize("strategy", ["autohet", "metis", "fasop", "megatron", "varuna"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_pipeline_is_deeper_than_asked(strategy: str, most: int) -> None:
+    answer = plan_with(strategy, request(fleet(*DEMO), 16, max_stages=most))
+    assert max(len(pipeline.stages) for pipeline in answer.plan.pipelines) <= most
+
+
+def test_two_nodes_of_two_types_hold_every_layer_twice() -> None:
+    asked = request(fleet(("A10G", 1, 4), ("T4", 1, 4)), 8, min_node_disjoint_holders=2)
+    answer = plan_with("autohet", asked)
+    assert redundancy(answer.plan, asked.fleet, asked.spec.num_layers).weakest == 2
+
+
+def test_a_model_that_no_gpu_holds_a_block_of_is_infeasible_and_no_error() -> None:
+    asked = request(fleet(("T4", 2, 1)), 8, model(8, 1 << 18))
+    for strategy in ("autohet", "metis", "fasop", "megatron", "varuna"):
+        with pytest.raises(InfeasibleError):
+            plan_with(strategy, asked)
