@@ -26,7 +26,7 @@ class Controller(Rebuild):
         hire = policy.workers_to_hire(seen)
         if hire and isinstance(self.state, (Waiting, Training)):
             self.workforce.hire(hire)
-        self.state = self._step(seen)
+        self.state = self._judge_unfit(seen) or self._step(seen)
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
         return seen

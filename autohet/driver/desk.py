@@ -46,6 +46,7 @@ class Desk:
         self._known_nodes: set[str] = set()
         self._released: set[str] = set()
         self._mourned: set[str] = set()
+        self._unfit: set[str] = set()
 
     @property
     def ended(self) -> Ended | None:
@@ -110,6 +111,24 @@ class Desk:
         if trouble is not None:
             self._tell_of_death(trouble, seen)
 
+    def _judge_unfit(self, seen: Observation) -> State | None:
+        """What no retry mends ends a job that has not trained yet, at once: the user is there to mend it. Once it trains, a node
+        that cannot take part is left out, unless there is no other.
+        """
+        unfit = {} if self.ended else policy.find_unfit(seen)
+        new, self._unfit = unfit.keys() - self._unfit, set(unfit)
+        told = {worker: why for worker, why in unfit.items() if worker in seen.reports}
+        nodes = {seen.node_of(worker) for worker in unfit}
+        fatal = told if told and not self.plans else unfit if nodes and nodes >= seen.nodes.keys() else {}
+        if fatal:
+            worker, why = min(fatal.items())
+            others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
+            return self._fail(f"worker {worker} on node {seen.node_of(worker)}{others} cannot take part: {why}")
+        for worker in sorted(new):
+            left_out = f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker} cannot take part"
+            self.events.emit("decision", self.generation, f"{left_out}: {unfit[worker]}")
+        return None
+
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None
         return Change(
@@ -148,7 +167,7 @@ class Desk:
         return Ended(ok, reason)
 
     def _fail(self, reason: str) -> Ended:
-        self.events.emit("failed", self.generation, reason=reason)
+        self.events.emit("failed", self.generation, f"The job failed: {reason}", reason=reason)
         return Ended(False, reason)
 
     def summary(self) -> dict[str, Any]:

@@ -35,12 +35,14 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker that is gone: its process ended, its node died, or it has said nothing for too long."""
+    """A worker that is gone: its process ended, its node died, or it has said nothing for too long. `for_good`: it is not
+    started again, since it never came up, however often it was."""
 
     worker: str
     reason: str
     seen_at: float
     last_heard: float
+    for_good: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
         if view.endpoint is not None
         and name not in observation.notices
         and all(worker in observation.reports and worker not in observation.losses for worker in view.workers)
+        and not any(observation.reports[worker].unfit for worker in view.workers)
     )
 
 
@@ -55,7 +56,19 @@ def workers_to_hire(observation: Observation) -> tuple[str, ...]:
         if view.endpoint is not None and name not in observation.notices
         for worker in view.workers
         if worker not in observation.reports
+        and not (worker in observation.losses and observation.losses[worker].for_good)
     )
+
+
+def find_unfit(observation: Observation) -> dict[str, str]:
+    """Workers that can never take part -> why: they report so themselves, or never came up."""
+    found = {
+        worker: report.error or "it does not say why"
+        for worker, report in observation.reports.items()
+        if report.unfit and observation.node_of(worker) in observation.nodes
+    }
+    lost = {worker: loss.reason for worker, loss in observation.losses.items() if loss.for_good}
+    return found | {w: reason for w, reason in lost.items() if observation.node_of(w) in observation.nodes}
 
 
 def find_deaths(observation: Observation, members: Collection[str]) -> Trouble | None:

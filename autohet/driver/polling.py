@@ -92,6 +92,9 @@ class RayCalls:
 
 
 def describe(error: RayError) -> str:
-    """The first line of what Ray says of a dead actor."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    """One line of what Ray says of a dead actor: the first, and the last too where its constructor raised."""
+    text = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not text:
+        return type(error).__name__
+    cause = f" {text[-1][:300]}" if "creation task" in text[0] and len(text) > 1 else ""
+    return f"{type(error).__name__}: {text[0][:200]}{cause}"

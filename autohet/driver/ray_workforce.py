@@ -36,6 +36,7 @@ NODE_POLL_S = 0.25  # nodes, agents and drains
 CALM_TICK_S = 0.05  # between two rounds of reports while all train; each costs every worker a little of its interpreter
 BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfiguration does not wait for its driver
 MAX_AGENT_STARTS = 3
+MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE")
 NODE_OWN = ("AWS_EC2_METADATA_",)  # each machine's own
 
@@ -89,6 +90,7 @@ class RayWorkforce:
         self._nodes_read_at = self._observed_at = -math.inf
         self._drains: dict[str, float | None] = {}
         self._agent_starts: Counter[str] = Counter()
+        self._stillborn: Counter[str] = Counter()
         calls = RayCalls()
         self._inventories = Inventories(calls, self.timeouts)
         self._errands = AgentErrands(self.timeouts, calls)
@@ -178,6 +180,8 @@ class RayWorkforce:
         self._agents.remove(name)
         self._errands.forget(name)
         for worker in seat.view.workers:
+            self._stillborn.pop(worker, None)
+            self._losses.pop(worker, None) if worker in self._losses and self._losses[worker].for_good else None
             if worker in self._workers:
                 self._lose(worker, reason, now)
         self.scripted_notices.pop(name, None)
@@ -189,6 +193,7 @@ class RayWorkforce:
             silent = answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
             late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
             if answer.error is not None:
+                self._stillborn[worker] += answer.heard_at is None
                 self._lose(worker, answer.error, now)
             elif silent or late:
                 self._lose(worker, f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s", now)
@@ -213,7 +218,10 @@ class RayWorkforce:
     def _lose(self, worker: str, reason: str, now: float) -> None:
         answer = self._reports.answers.get(worker)
         heard = now if answer is None or answer.heard_at is None else answer.heard_at
-        self._losses.setdefault(worker, Loss(worker, reason, now, heard))
+        for_good = self._stillborn[worker] >= MAX_WORKER_STARTS
+        if for_good:
+            reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
+        self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
 
     def _read_notices(self, now: float) -> dict[str, Notice]:
         """Notices of every source, each remembered from when it was first seen, for as long as the node is there."""

@@ -32,6 +32,7 @@ from autohet.driver.states import Training
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
+from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
 from recovery.checkpoint import newest_checkpoint
@@ -200,6 +201,9 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     document = read_document(cluster_path) if cluster_path else launched_from()
     cluster = cluster_from_document(document) if document is not None else None
     request = FleetRequest([]) if cluster is None else fleet_request(job, cluster, document or {}, address)
+    if document is not None and is_emulated(document) and address is None:
+        # The workers will be processes of this machine.
+        choose_device(job.training.device, job.training.precision)
     check_inputs(job, cluster)
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         request.ask()

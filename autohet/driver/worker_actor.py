@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, WorkerPlace, WorkerReport
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
+from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.runtime.worker import Worker
 
 CALL_THREADS = 6  # reports must be answered while an order, an interrupt and a poll are under way
 
@@ -29,22 +33,33 @@ class WorkerActor:
         torch.set_num_threads(num_threads)
         from autohet.runtime.worker import Worker
 
-        self._worker = Worker(place, job)
+        self._worker: Worker | None = None
+        try:
+            self._worker = Worker(place, job)
+        except ConfigError as error:  # it would be so each time: told, not retried
+            self._unfit = WorkerReport(
+                place.worker, os.getpid(), 0, Phase.FAILED, 0, None, error=str(error), unfit=True
+            )
 
     def report(self) -> WorkerReport:
-        return self._worker.report()
+        return self._unfit if self._worker is None else self._worker.report()
 
     def begin(self, order: GenerationOrder) -> None:
-        self._worker.begin(order)
+        self._here().begin(order)
 
     def request_stop(self, checkpoint: bool) -> None:
-        self._worker.request_stop(checkpoint=checkpoint)
+        self._here().request_stop(checkpoint=checkpoint)
 
     def interrupt(self) -> None:
-        self._worker.interrupt()
+        self._here().interrupt()
 
     def roll_forward(self, vote: tuple[int, Any]) -> None:
-        self._worker.roll_forward(vote)
+        self._here().roll_forward(vote)
 
     def close(self) -> None:
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _here(self) -> Worker:
+        assert self._worker is not None, "an unfit worker gets no orders"
+        return self._worker

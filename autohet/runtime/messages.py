@@ -121,7 +121,8 @@ class WorkerReport:
     no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
     `vote` is the result of the newest vote that this worker saw and the step it was of. `snapshot_step` is the newest
     snapshot that this generation has committed at this worker; `replicated_step` the last one that every node has, with copies
-    of what one node alone holds; `broken` is there after a restore that did not come to its end.
+    of what one node alone holds; `broken` is there after a restore that did not come to its end. `unfit`: what failed will fail
+    each time (a missing device or file, a wrong option): `error` says what to mend.
     """
 
     worker: str
@@ -139,4 +140,5 @@ class WorkerReport:
     replicated_step: int | None = None
     broken: Broken | None = None
     error: str | None = None
+    unfit: bool = False
     first_step_at: float | None = None

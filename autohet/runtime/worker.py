@@ -35,6 +35,7 @@ from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.state_source import StateSource
 from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
+from planner.errors import ConfigError
 from recovery.errors import RecoveryError, RestoreError
 from recovery.layout import Layout, ShardId
 from recovery.restore import LiveState
@@ -61,7 +62,7 @@ class Worker:
     def __init__(self, place: WorkerPlace, job: Job, phase_hook: PhaseHook | None = None) -> None:
         self.place, self.job = place, job
         self.timeouts = job.elastic.timeouts()
-        self.device = choose_device(job.training.device)
+        self.device = choose_device(job.training.device, job.training.precision)
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
@@ -169,15 +170,17 @@ class Worker:
             self._set(order.generation, phase)
         except (Interrupted, PeerLost) as error:
             self._set(order.generation, Phase.HALTED, f"{type(error).__name__}: {error}")
+        except ConfigError as error:
+            self._set(order.generation, Phase.FAILED, str(error), unfit=True)
         except Exception as error:  # noqa: BLE001 - reported, with its traceback, to the driver
             logger.error("generation %d failed: %s", order.generation, traceback.format_exc())
             phase = Phase.HALTED if groups.interrupted else Phase.FAILED
             self._set(order.generation, phase, f"{type(error).__name__}: {error}")
 
-    def _set(self, generation: int, phase: Phase, error: str | None = None) -> None:
+    def _set(self, generation: int, phase: Phase, error: str | None = None, *, unfit: bool = False) -> None:
         with self._lock:
             if self._report.generation == generation:
-                self._report = replace(self._report, phase=phase, error=error)
+                self._report = replace(self._report, phase=phase, error=error, unfit=unfit)
 
     def _generation(self, order: GenerationOrder, groups: GenerationGroups) -> Phase:
         started = time.perf_counter()
@@ -271,8 +274,21 @@ class Worker:
             logger.warning("step %d is not preserved: %s", trainer.step, error)
 
 
-def choose_device(wish: str) -> torch.device:
-    """The device of this process: its one GPU where it has one."""
-    if wish == "cuda" or (wish == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", 0)
-    return torch.device("cpu")
+def choose_device(wish: str, precision: str) -> torch.device:
+    """The device of this process: its one GPU where it has one.
+
+    Raises:
+        ConfigError: the job asks for what this machine has not.
+    """
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto or cpu, or mend the"
+            " node's driver or its CUDA build of PyTorch"
+        )
+    if precision == "bf16" and not torch.cuda.is_bf16_supported():
+        raise ConfigError(
+            f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set training.precision to fp32"
+        )
+    return torch.device("cuda", 0)

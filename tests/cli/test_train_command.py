@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from autohet.cli.main import main
 from tests.harness.local_fleet import cluster_document, write_documents
@@ -166,3 +167,11 @@ def test_events_that_cannot_be_written_are_refused_before_a_fleet_starts(
     message = complaint(*documents(), capsys, "--events", str(tmp_path / "file" / "events.jsonl"))
     assert "cannot write events" in message
     assert "--events" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_a_device_that_this_machine_has_not_is_found_before_an_emulated_fleet_starts(
+    documents: Documents, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = complaint(*documents(training={"device": "cuda"}), capsys)
+    assert "training.device is cuda" in message
