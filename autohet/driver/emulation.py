@@ -73,10 +73,8 @@ class EmulatedFleet:
                     **self.head_arguments,
                 },
             )
-        for name, entry in self.document["available_node_types"].items():
-            if name == self.document["head_node_type"]:
-                continue
-            for _ in range(entry.get("min_workers", 0) if counts is None else counts.get(name, 0)):
+        for name, count in (first_nodes(self.document) if counts is None else counts).items():
+            for _ in range(count):
                 self.add(name, wait=False)
         self._cluster.wait_for_nodes(timeout=60)
         return str(self._cluster.address)
@@ -156,6 +154,12 @@ class EmulatedFleet:
 def is_emulated(document: Mapping[str, Any]) -> bool:
     """Whether a cluster file describes an emulated fleet on one machine."""
     return (document.get("provider") or {}).get("type") == "fake_multinode"
+
+
+def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
+    """How many nodes of each type an emulated fleet starts with."""
+    types = document["available_node_types"].items()
+    return {name: entry.get("min_workers", 0) for name, entry in types if name != document["head_node_type"]}
 
 
 def read_document(path: str | Path) -> dict[str, Any]:

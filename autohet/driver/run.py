@@ -19,14 +19,14 @@ from typing import Any
 from autohet.driver import ray_cluster
 from autohet.driver.controller import Controller
 from autohet.driver.durable import Durable
-from autohet.driver.emulation import EmulatedFleet, is_emulated, read_document
+from autohet.driver.emulation import EmulatedFleet, first_nodes, is_emulated, read_document
 from autohet.driver.events import EventLog
 from autohet.driver.observation import Observation
 from autohet.driver.orders import OrderBook
 from autohet.driver.pacing import paces_of
 from autohet.driver.planning import make_planning
 from autohet.driver.ray_workforce import RayWorkforce
-from autohet.driver.rehearsal import Rehearsal
+from autohet.driver.rehearsal import Rehearsal, check_script
 from autohet.driver.scaling import FleetRequest, bundles_of, launched_from, wanted_nodes
 from autohet.driver.states import Training
 from autohet.runtime.data import prepare_dataset
@@ -201,9 +201,12 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     document = read_document(cluster_path) if cluster_path else launched_from()
     cluster = cluster_from_document(document) if document is not None else None
     request = FleetRequest([]) if cluster is None else fleet_request(job, cluster, document or {}, address)
-    if document is not None and is_emulated(document) and address is None:
-        # The workers will be processes of this machine.
+    emulated = document is not None and is_emulated(document) and address is None
+    if emulated:  # the workers will be processes of this machine
         choose_device(job.training.device, job.training.precision)
+    if "script" in job.elastic.notice_sources:
+        first = first_nodes(document) if document is not None and emulated else None
+        check_script(job.elastic.script, cluster, first, job.training.steps or 0)
     check_inputs(job, cluster)
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         request.ask()

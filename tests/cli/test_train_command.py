@@ -53,6 +53,10 @@ def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str
         ({"checkpoint": {"storage": "ftp://host/path"}}, ("ftp",)),
         ({"training": {"steps": None}}, ("training.steps",)),
         (
+            {"elastic": {"script": [{"at_step": 3, "event": "death", "node_type": "smal"}]}},
+            ("death at step 3", "'smal'", "small"),
+        ),
+        (
             {
                 "model": {
                     "config": {
@@ -77,6 +81,7 @@ def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str
         "model type",
         "storage scheme",
         "no steps",
+        "scripted node",
         "too long",
     ],
 )
