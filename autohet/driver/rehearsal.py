@@ -38,11 +38,15 @@ def check_script(
             raise ConfigError(f"{where} can be rehearsed on an emulated fleet only; take it out, or give --cluster one")
         if kinds is not None and event.node_type is not None and event.node_type not in kinds:
             raise ConfigError(f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}")
-        if kinds is not None and fleet is None and event.node is not None:
-            if event.node.rpartition("-")[0] not in kinds:
-                raise ConfigError(
-                    f"{where} names node '{event.node}'; nodes are named {', '.join(f'{k}-0' for k in kinds)} and on"
-                )
+        if (
+            kinds is not None
+            and fleet is None
+            and event.node is not None
+            and event.node.rpartition("-")[0] not in kinds
+        ):
+            raise ConfigError(
+                f"{where} names node '{event.node}'; nodes are named {', '.join(f'{k}-0' for k in kinds)} and on"
+            )
         if fleet is not None:
             fleet.suffer(event, where)
 
