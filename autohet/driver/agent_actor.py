@@ -19,6 +19,7 @@ import ray
 from autohet.driver.upkeep import Part, Prune
 from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
 from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.process_state import ProcessState, process_states
 from recovery.agent_store import AgentStore
 from recovery.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.shard_server import ShardServer
@@ -38,7 +39,7 @@ class AgentReport:
     problems: tuple[str, ...] = ()
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)  # type: ignore[call-overload]
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1})  # type: ignore[call-overload]
 class AgentActor:
     """Started when the node joins; holds a lease, so that a draining node stays until it is told to go."""
 
@@ -72,6 +73,11 @@ class AgentActor:
             notice and notice[0],
             self._store.problems,
         )
+
+    @ray.method(concurrency_group="witness")
+    def process_states(self, process_ids: Sequence[int]) -> dict[int, ProcessState]:
+        """How processes of this node that say nothing look from outside; answered whatever else the agent does."""
+        return process_states(process_ids)
 
     def inventory(self) -> list[Any]:
         return list(self._store.inventory())

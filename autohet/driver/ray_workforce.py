@@ -24,6 +24,7 @@ from autohet.driver.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.polling import Poller, RayCalls
 from autohet.driver.ray_cluster import RayNode
 from autohet.driver.rendezvous import Rendezvous
+from autohet.driver.silence import Heard, Witnesses
 from autohet.driver.worker_actor import WorkerActor
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
@@ -94,6 +95,7 @@ class RayWorkforce:
         calls = RayCalls()
         self._inventories = Inventories(calls, self.timeouts)
         self._errands = AgentErrands(self.timeouts, calls)
+        self._witnesses = Witnesses(self.timeouts, calls)
 
     # observing -------------------------------------------------------------------------------------------------------
 
@@ -197,9 +199,19 @@ class RayWorkforce:
                 self._lose(worker, answer.error, now)
             elif silent or late:
                 self._lose(worker, f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s", now)
+        for worker, reason in self._frozen(now).items():
+            self._lose(worker, reason, now)
         for name, answer in list(self._agents.answers.items()):
             if answer.error is not None and name in self._seats:
                 self._lose_agent(name, answer.error, now)
+
+    def _frozen(self, now: float) -> dict[str, str]:
+        heard = [
+            Heard(worker, answer.value.process_id, answer.heard_at)
+            for worker, answer in self._reports.answers.items()
+            if answer.heard_at is not None and worker not in self._losses
+        ]
+        return self._witnesses.frozen(heard, {name: seat.agent for name, seat in self._seats.items()}, now)
 
     def _lose_agent(self, name: str, error: str, now: float) -> None:
         """Without its agent a node cannot be used: it is given up, and taken on anew unless it was told to go or its

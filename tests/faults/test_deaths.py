@@ -82,7 +82,7 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(fleet: Emulate
     assert [change["cause"] for change in changes] == ["death", "arrival", "death", "arrival"], log
     check(outcome, job, steps_lost=0)
     assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
-    assert any("said nothing for" in event["reason"] for event in log if event["kind"] == "death")
+    assert any("is stopped" in event["reason"] for event in log if event["kind"] == "death")
     assert not Path(f"/proc/{frozen[0]}").exists()
 
 

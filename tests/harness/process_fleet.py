@@ -23,6 +23,7 @@ from autohet.driver.agent_errands import AgentErrands
 from autohet.driver.durable import Durable
 from autohet.driver.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.rendezvous import Rendezvous
+from autohet.driver.silence import Heard, Witnesses
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Node, NodeType
@@ -68,6 +69,7 @@ class ProcessFleet:
         self._calls = ProcessCalls()
         self._inventories = Inventories(self._calls, self.timeouts)
         self._errands = AgentErrands(self.timeouts, self._calls)
+        self._witnesses = Witnesses(self.timeouts, self._calls)
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous(self.address_of(None))
@@ -254,6 +256,14 @@ class ProcessFleet:
                 self._lose(worker, member.error, now)
             elif silent or late:
                 self._lose(worker, f"said nothing for {now - (member.heard_at or member.asked_at):.1f} s", now)
+        heard = [
+            Heard(worker, member.report.process_id, member.heard_at)
+            for worker, member in self._workers.items()
+            if member.heard_at is not None and worker not in self._losses
+        ]
+        agents = {name: seat.agent for name, seat in self._seats.items()}
+        for worker, reason in self._witnesses.frozen(heard, agents, now).items():
+            self._lose(worker, reason, now)
 
     def _lose(self, worker: str, reason: str, now: float) -> None:
         member = self._workers.get(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -46,6 +47,10 @@ class ServedWorker:
 
     def open_gate(self, point: FaultPoint) -> None:
         self._gates[point].open()
+
+    def hold_interpreter(self, seconds: float) -> None:
+        """No other thread of this process runs Python meanwhile: as under an extension that keeps the interpreter's lock."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def resources(self) -> tuple[int, int]:
         """Open files, and threads."""

@@ -45,6 +45,10 @@ class Timeouts:
     """Between two signs of life of a worker."""
     heartbeat_s: float
     """Silence after which a worker counts as dead or frozen."""
+    suspicion_s: float
+    """Silence after which the node's agent is asked whether the worker's process was stopped; then it counts as frozen."""
+    node_silence_s: float
+    """Silence of a node's every worker and of its agent after which the node counts as frozen or cut off."""
     quiesce_s: float
     """For woken survivors to report where they stand."""
     rendezvous_s: float
@@ -66,7 +70,8 @@ class ElasticSection:
     step_timeout_s: float = 60.0
     """A step that takes longer has a frozen worker in it. All other time-outs follow from this one."""
     heartbeat_timeout_s: float | None = None
-    """Silence after which a worker counts as dead; null: step_timeout_s / 6."""
+    """Silence after which a worker counts as dead; null: step_timeout_s / 6. One whose process was stopped, or whose whole node
+    says nothing, is known to be frozen before that (autohet/driver/README.md, "Silence")."""
     quiesce_timeout_s: float | None = None
     """null: step_timeout_s / 2."""
     rendezvous_timeout_s: float | None = None
@@ -129,6 +134,8 @@ class ElasticSection:
             step_s=step,
             heartbeat_interval_s=min(1.0, heartbeat / 5),
             heartbeat_s=heartbeat,
+            suspicion_s=min(3.0, 0.3 * heartbeat),
+            node_silence_s=max(0.6 * heartbeat, min(heartbeat, 5.0)),
             quiesce_s=self.quiesce_timeout_s or step / 2,
             rendezvous_s=self.rendezvous_timeout_s or step,
             transfer_s=self.transfer_timeout_s or 5 * step,

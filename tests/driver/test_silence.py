@@ -1,0 +1,104 @@
+"""Silent workers and their witnesses, on a fake clock: frozen ones are found early, slow ones have all of their time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from autohet.driver.silence import Heard, Witnesses
+from autohet.runtime.job.elastic import ElasticSection
+from autohet.runtime.process_state import ProcessState
+
+HEARTBEAT_S = 10.0
+TICK_S = 0.05
+STILL = {1: ProcessState("T", 70, 5), 2: ProcessState("T", 80, 6)}
+
+
+@dataclass
+class Agents:
+    """Implements `AgentCalls`: node a's agent gives `looks` in turn, the last one for ever; None: it says nothing."""
+
+    looks: list[Mapping[int, ProcessState] | None]
+    questions: list[Any] = field(default_factory=list)
+
+    def ask(self, agent: Any, method: str, *arguments: Any) -> int:
+        assert (agent, method) == ("agent of a", "process_states")
+        self.questions.append(arguments)
+        return len(self.questions)
+
+    def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
+        look = self.looks[min(len(self.questions), len(self.looks)) - 1]
+        return [] if look is None else [(asked.pop(call), look) for call in list(asked)]
+
+
+def silent_for(
+    agents: Agents,
+    until_s: float = HEARTBEAT_S,
+    talks: frozenset[str] = frozenset(),
+    tick: Callable[[float], float] = lambda now: TICK_S,
+) -> tuple[float, dict[str, str]] | None:
+    """Both of node a's workers say nothing from 0 on, unless they talk: when a verdict comes, and which; None within the heartbeat."""
+    witnesses = Witnesses(ElasticSection().timeouts(), agents)
+    now = 0.0
+    while now < until_s:
+        heard = [Heard(w, i, now if w in talks else 0.0) for w, i in (("a/0", 1), ("a/1", 2))]
+        heard.append(Heard("b/0", 3, now))
+        verdicts = witnesses.frozen(heard, {"a": "agent of a", "b": "agent of b"}, now)
+        if verdicts:
+            return now, verdicts
+        now += tick(now)
+    return None
+
+
+def test_the_default_heartbeat_is_what_it_was() -> None:
+    assert ElasticSection().timeouts().heartbeat_s == HEARTBEAT_S
+
+
+def test_a_stopped_process_is_found_after_two_looks() -> None:
+    agents = Agents([STILL])
+    found = silent_for(agents, talks=frozenset({"a/0"}))
+    assert found is not None
+    assert 3.0 < found[0] < 4.0
+    assert found[1].keys() == {"a/1"}
+    assert "stopped" in found[1]["a/1"]
+    assert agents.questions == [([2],)] * 2, "only silent workers are asked about"
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D", "t"])
+def test_a_process_that_is_slow_or_held_up_has_the_whole_time(state: str) -> None:
+    assert silent_for(Agents([{1: ProcessState(state, 70, 5), 2: ProcessState(state, 80, 6)}])) is None
+
+
+def test_a_process_that_is_not_there_is_left_to_those_who_know_its_end() -> None:
+    assert silent_for(Agents([{}])) is None
+
+
+@pytest.mark.parametrize("other", [ProcessState("T", 71, 5), ProcessState("R", 70, 5)], ids=["ran", "runs"])
+def test_one_that_was_stopped_for_a_moment_is_not_frozen(other: ProcessState) -> None:
+    """Stopped at every second look, with something done in between."""
+    looks = [{1: state, 2: ProcessState("S", 1, 6)} for state in [STILL[1], other] * 20]
+    assert silent_for(Agents(looks)) is None
+
+
+def test_a_node_of_which_nothing_answers_is_frozen() -> None:
+    found = silent_for(Agents([None]))
+    assert found is not None
+    assert 5.9 < found[0] < 6.5
+    assert found[1].keys() == {"a/0", "a/1"}
+
+
+def test_an_agent_alone_that_says_nothing_condemns_nobody() -> None:
+    assert silent_for(Agents([None]), talks=frozenset({"a/0"})) is None
+    assert silent_for(Agents([None]), talks=frozenset({"a/0", "a/1"})) is None
+
+
+def test_a_driver_that_slept_has_not_waited() -> None:
+    """It wakes up to a silence of seven seconds, and gives the answers half a second to come."""
+    assert silent_for(Agents([None]), until_s=7.5, tick=lambda now: 7.0 if now == 0.0 else TICK_S) is None
+
+
+def test_nobody_is_asked_while_all_talk() -> None:
+    agents = Agents([STILL])
+    assert silent_for(agents, talks=frozenset({"a/0", "a/1"})) is None
+    assert agents.questions == []

@@ -1,0 +1,72 @@
+"""Silence under the default heartbeat: what was stopped is known by a witness, what is only slow is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.observation import Observation
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Interference, in_generation, trains_at
+from tests.harness.struck_run import Result, StruckRun, losses_by_step
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+RAY_NOTICES_S = 64.0  # after which Ray tells that a node is silent, by default
+SLOW_S = 4.5  # beyond the silence that makes a worker suspect
+
+
+def run_through(scene: Scene, directory: Path, memory: Path, events: Interference) -> Result:
+    elastic = {"step_timeout_s": 60, "heartbeat_timeout_s": None}
+    job = exact_job(directory, scene.shared, memory, elastic=elastic)
+    with nothing_left(memory):
+        run = StruckRun(job, directory)
+        run.fleet.silent_node_s = RAY_NOTICES_S
+        result = run.run(60.0, events)
+    assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
+    assert result.ok, result.reason
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
+    assert result.summary["steps_lost"] == 0
+    assert sum(change["bytes_by_tier"]["s3"] for change in result.summary["reconfigurations"]) == 0
+    return result
+
+
+@pytest.mark.parametrize(
+    ("victim", "why"),
+    [("b/0", "is stopped, as its node's agent sees"), ("a", "nothing on a answers, its agent included")],
+    ids=["worker", "node"],
+)
+def test_the_frozen_are_known_before_the_heartbeat_is_over(
+    victim: str, why: str, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    events = Interference()
+    events.when(trains_at(6), lambda run, seen: run.harm("freeze", victim))
+    events.when(in_generation(2), lambda run, seen: None)
+    result = run_through(scene, tmp_path, memory, events)
+    deaths = [event for event in result.events if event["kind"] == "death"]
+    assert len(deaths) == 1
+    assert why in deaths[0]["reason"]
+    assert "said nothing for" not in deaths[0]["reason"], "that is the heartbeat's time-out"
+
+
+@pytest.mark.parametrize("whole_node", [False, True], ids=["worker", "node"])
+def test_the_slow_are_waited_for(whole_node: bool, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """An interpreter that is held up by native code, or a node that is away for a moment: suspect, and nothing more."""
+
+    def slow_down(run: StruckRun, seen: Observation) -> None:
+        if whole_node:
+            held = run.fleet.processes_of("a")
+            run.fleet.freeze_node("a")
+            until = run.fleet.clock() + SLOW_S
+            events.when(lambda run, seen: run.fleet.clock() > until, lambda run, seen: run.fleet.thaw_node("a", held))
+        else:
+            run.fleet._tell(["b/0"], "hold_interpreter", SLOW_S)
+
+    events = Interference()
+    events.when(trains_at(6), slow_down)
+    result = run_through(scene, tmp_path, memory, events)
+    assert result.summary["generations"] == 1
+    assert [event for event in result.events if event["kind"] == "death"] == []
