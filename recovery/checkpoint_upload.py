@@ -117,6 +117,17 @@ class Uploader:
             return outcome
         raise outcome or UploadFailed("the uploader was closed before the upload was done")
 
+    def wait_free(self, timeout_s: float) -> None:
+        """Block until no upload is on its way, whatever came of the last one.
+
+        Raises:
+            StorageTimeout: not within `timeout_s`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._busy_with is None, timeout_s):
+                reason = f"step {self._busy_with} is still being uploaded after {timeout_s:.3g} s"
+                raise StorageTimeout(self._storage.uri, reason)
+
     def poll(self) -> WorkerReceipt | None:
         """The receipt if the upload is done, None while it is on its way; raises as `wait` does."""
         return None if self.busy else self.wait(0)

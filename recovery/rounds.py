@@ -1,4 +1,5 @@
 """Replication goes in rounds, and all workers are in the same one: what the two newest replicated steps are, without a messenger.
+Durable checkpoints go by turns, decided in the same way.
 
 A step can be restored only if every shard of it is somewhere. Copies of one node's shards at step r help only if the
 others still have their own snapshots of r. So all workers open a round at the same step, hold that step's snapshot, and keep
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Standing:
-    """One worker's part of the open round. Neither: its part is done, or no round is open."""
+    """One worker's part of the open round (neither: its part is done, or no round is open), and whether it is still writing its
+    part of an earlier checkpoint.
+    """
 
     pending: bool = False
     failed: bool = False
+    writing: bool = False
 
 
 @dataclass
@@ -51,3 +55,23 @@ class Rounds:
     def held(self) -> frozenset[int]:
         """Steps whose snapshots must stay."""
         return frozenset(step for step in (self.open, self.complete) if step is not None)
+
+
+@dataclass
+class Turns:
+    """Which steps become durable checkpoints, the same at every worker: one in `every`, and never two under way.
+
+    A checkpoint is of one step at all workers, so one that could begin here, but not there, would be lost. Where anybody still writes
+    the one before, the next is owed, and is of the newest step once nobody does: training waits for no storage.
+    """
+
+    every: int
+    owed: bool = False
+
+    def take(self, step: int, *, writing: bool) -> bool:
+        """Whether `step` is to be made durable; `writing`: whether anybody said so in the vote that ended it."""
+        self.owed = self.owed or step % self.every == 0
+        if writing or not self.owed:
+            return False
+        self.owed = False
+        return True

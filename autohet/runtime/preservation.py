@@ -5,27 +5,29 @@ other nodes, and its part of durable checkpoints.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from recovery.checkpoint_upload import Uploader, UploaderBusy
+from recovery.checkpoint_upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
-from recovery.rounds import Rounds, Standing
+from recovery.rounds import Rounds, Standing, Turns
 from recovery.snapshot import SnapshotWriter, remove_older
 from recovery.storage import Storage
+from recovery.storage_errors import StorageTimeout
 
 logger = logging.getLogger("autohet.worker")
-RECEIPT_POLL_S = 0.0
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `settle`, `keep`, `standing` and `before_update` are called by the generation's thread,
-    the rest by reports.
+    """Owned by the worker; `begin`, `settle`, `is_turn`, `keep`, `standing` and `before_update` are called by the generation's
+    thread, the rest by reports.
     """
 
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
@@ -38,7 +40,11 @@ class Preservation:
         self._snapshots: SnapshotWriter | None = None
         self._disk: SnapshotWriter | None = None
         self._order: GenerationOrder | None = None
+        self._checkpoint_every = job.checkpoint.every_steps
+        self._turns = Turns(self._checkpoint_every)
+        self._harvesting = threading.Lock()
         self._awaited: tuple[int, int] | None = None
+        self._receipts: list[tuple[int, int, Any]] = []
         self._rounds = Rounds(0)
         self._complete: tuple[int, int] | None = None  # (generation, step) of the last round that every node has ended
 
@@ -58,6 +64,7 @@ class Preservation:
         self._close_snapshots()
         self._order = order
         self._begin_rounds(order)
+        self._turns = Turns(self._checkpoint_every)
         self._snapshots = self._in_memory(order) if self._every else None
         self._disk = self._on_disk(order)
 
@@ -141,7 +148,12 @@ class Preservation:
         writer.close()
 
     def standing(self) -> Standing:
-        """This worker's part of the open round, for the vote: its snapshot is there, and what its agent has to copy is."""
+        """What this worker says in the vote: of its part of the open round, and whether an earlier checkpoint is still written."""
+        writing = self._uploader.busy or (self._disk is not None and self._disk.busy)
+        return replace(self._round_standing(), writing=writing)
+
+    def _round_standing(self) -> Standing:
+        """Its snapshot is there, and what its agent has to copy is copied."""
         step, order = self._rounds.open, self._order
         if step is None or order is None:
             return Standing()
@@ -165,6 +177,10 @@ class Preservation:
             self._complete = (self._order.generation, self._rounds.complete)
             if self._snapshots is not None:
                 self._snapshots.release_older()
+
+    def is_turn(self, step: int, *, writing: bool) -> bool:
+        """Whether the step is to be durable, as all workers decide from its vote."""
+        return self._turns.take(step, writing=writing)
 
     def keep(self, step: int, state: Mapping[str, Tensor], *, durable: bool) -> None:
         """After the step's update: start its snapshot; with `durable`, start to upload this worker's shards."""
@@ -200,25 +216,35 @@ class Preservation:
             logger.warning("step %d is not on this node's disk: %s", step, error)
 
     def _upload(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
-        if self._uploader.busy:
-            self._uploader.wait(self._timeout_s)
+        """Waits only where this is the last step of all: in its turn, nobody writes."""
         try:
+            self._uploader.wait_free(self._timeout_s)
+        except StorageTimeout as error:
+            with self._harvesting:
+                self._receipts.append((order.generation, step, str(error)))
+            return
+        with self._harvesting:
+            self._harvest()
             self._uploader.submit(step, self._place.worker, state, order.layout, order.checkpoint_shards)
             self._awaited = (order.generation, step)
-        except UploaderBusy as error:
-            logger.warning("%s", error)
 
     def take_receipts(self) -> list[tuple[int, int, Any]]:
-        """(generation, step, receipt) of an upload that has ended since; its failure is logged and gives none."""
-        awaited = self._awaited
-        if awaited is None or self._uploader.busy:
-            return []
-        self._awaited = None
+        """(generation, step, receipt) of each upload that has ended since; a failure's reason instead of its receipt."""
+        with self._harvesting:
+            self._harvest()
+            found, self._receipts = self._receipts, []
+        return found
+
+    def _harvest(self) -> None:
+        """Note how the last upload ended, if it has; a later one must not be begun without that."""
+        if self._awaited is None or self._uploader.busy:
+            return
+        awaited, self._awaited = self._awaited, None
         try:
-            return [(*awaited, self._uploader.wait(RECEIPT_POLL_S))]
+            self._receipts.append((*awaited, self._uploader.wait(0.0)))
         except (RecoveryError, OSError) as error:
             logger.warning("step %d is not in durable storage: %s", awaited[1], error)
-            return [(*awaited, str(error))]
+            self._receipts.append((*awaited, str(error)))
 
     def _close_snapshots(self) -> None:
         for writer in (self._snapshots, self._disk):

@@ -37,8 +37,8 @@ PhaseHook = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets; the last two count workers whose part
-    of the open replication round is still under way, or has failed.
+    """What all workers' contributions to a step add up to. `tokens` counts targets; the last three count workers whose part
+    of the open replication round is still under way, or has failed, and those that still write an earlier checkpoint.
 
     `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
     infinite where a gradient is.
@@ -52,6 +52,7 @@ class Vote:
     members: int
     replicating: int = 0
     replication_failures: int = 0
+    writing: int = 0
 
     @property
     def loss(self) -> float:
@@ -83,6 +84,7 @@ class StepResult:
     applied: bool
     replicating: bool = False
     replication_failed: bool = False
+    writing: bool = False
     parts_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -186,6 +188,7 @@ class StageTrainer:
             vote.is_finite,
             vote.replicating > 0,
             vote.replication_failures > 0,
+            vote.writing > 0,
             parts,
         )
 
@@ -216,13 +219,13 @@ class StageTrainer:
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """One all-reduce over all workers: it decides the step. Loss and tokens come from one rank of each last stage."""
         counts = self.place.is_last and self.place.tp_rank == 0
-        mine = torch.zeros(8, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(9, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if counts else (0.0, 0.0)
         mine[3], mine[4], mine[5] = float(self._stop.is_set()), float(self._checkpoint.is_set()), 1.0
         if self._standing is not None:
             standing = self._standing()
-            mine[6], mine[7] = float(standing.pending), float(standing.failed)
+            mine[6], mine[7], mine[8] = float(standing.pending), float(standing.failed), float(standing.writing)
         self._updated.clear()
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")

@@ -264,11 +264,10 @@ class Worker:
             assert self._live is not None
             self._live.step = trainer.step
             self._steps.append(record)
-        durable = (
-            result.checkpoint or trainer.step == order.end_step or trainer.step % self.job.checkpoint.every_steps == 0
-        )
         try:
             self._preservation.settle(pending=result.replicating, failed=result.replication_failed)
+            due = self._preservation.is_turn(trainer.step, writing=result.writing)
+            durable = due or result.checkpoint or trainer.step == order.end_step
             self._preservation.keep(trainer.step, trainer.state, durable=durable)
         except RecoveryError as error:
             logger.warning("step %d is not preserved: %s", trainer.step, error)

@@ -112,8 +112,10 @@ class StruckRun:
             self.planning.propose = self._before(self.planning.propose, lambda *_: self.controller.generation >= 1)  # type: ignore[method-assign]
         if strike is not None and strike.point == "manifest":
             storage: Any = self.durable._storage
-            manifest = f"step-{strike.step:08d}/{MANIFEST_NAME}"
-            storage.put = self._before(storage.put, lambda name, *_: name == manifest)
+            first = f"step-{strike.step:08d}/"  # or a later one, where this one had to wait
+            storage.put = self._before(
+                storage.put, lambda name, *_: name.endswith(f"/{MANIFEST_NAME}") and name >= first
+            )
 
     def _before(self, call: Callable[..., Any], due: Callable[..., bool]) -> Callable[..., Any]:
         def late(*arguments: Any, **named: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.rounds import Rounds
+from recovery.rounds import Rounds, Turns
 
 
 def test_a_round_holds_its_step_and_the_complete_one_until_it_is_complete_itself() -> None:
@@ -44,3 +44,18 @@ def test_the_complete_step_never_leaves_the_held_ones(every: int, votes: list[tu
         assert rounds.complete is None or rounds.complete in rounds.held
         assert rounds.complete is None or rounds.complete >= newest, "it only rises"
         newest = newest if rounds.complete is None else rounds.complete
+
+
+def test_turns_keep_their_distance_and_what_is_owed_is_taken_once_nobody_writes() -> None:
+    turns = Turns(4)
+    assert [step for step in range(1, 13) if turns.take(step, writing=False)] == [4, 8, 12]
+    assert [step for step in range(13, 31) if turns.take(step, writing=16 <= step <= 25)] == [26, 28]
+
+
+@given(st.integers(1, 7), st.lists(st.booleans(), max_size=60))
+def test_no_turn_is_taken_while_anybody_writes_and_none_is_forgotten(every: int, writing: list[bool]) -> None:
+    turns, waited = Turns(every), False
+    for step, busy in enumerate(writing, 1):
+        waited = waited or step % every == 0
+        assert turns.take(step, writing=busy) == (waited and not busy)
+        waited = waited and busy

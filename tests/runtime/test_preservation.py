@@ -178,3 +178,74 @@ def test_a_run_that_goes_back_forgets_the_rounds_it_has_left(preservation, agent
     begin(preservation, order(peer[0], 2, start_step=2))
     assert preservation._complete is None
     assert {step for generation, step in steps(agent) if generation == 1} <= {1, 2}
+
+
+def stalled(call):
+    """Whether the training thread would stand still in this call."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    return thread.is_alive()
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Every upload waits for this, and is noted."""
+    may, write, steps = threading.Event(), checkpoint_upload.write_views, []
+
+    def late(storage, step, *given):
+        steps.append(step)
+        assert may.wait(20)
+        return write(storage, step, *given)
+
+    monkeypatch.setattr(checkpoint_upload, "write_views", late)
+    yield may, steps
+    may.set()
+
+
+def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_turn(preservation, peer, stored):
+    may, uploads = stored
+    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    turns = []
+
+    def step(number):
+        writing = preservation.standing().writing
+        due = preservation.is_turn(number, writing=writing)
+        turns.extend([number] if due else [])
+        preservation.keep(number, {SPEC.name: torch.full((64,), float(number))}, durable=due)
+        preservation.before_update()
+
+    for number in (100, 101, 200, 300, 301):
+        assert not stalled(lambda number=number: step(number))
+    assert turns == uploads == [100], "one under way, and none beside it"
+    may.set()
+    until(lambda: not preservation.standing().writing)
+    step(302)
+    until(lambda: not preservation.standing().writing)
+    step(303)
+    assert turns == uploads == [100, 302], "200 and 300 are one owed checkpoint, of the newest state"
+    assert [(generation, step) for generation, step, _ in preservation.take_receipts()] == [(1, 100), (1, 302)]
+
+
+def test_the_last_step_is_stored_although_the_one_before_failed(preservation, peer, monkeypatch):
+    """Its failure is that step's alone, and is told."""
+    write = checkpoint_upload.write_views
+    failing, may = iter((True, False)), threading.Event()
+
+    def flaky(storage, step, *given):
+        assert may.wait(20)
+        if next(failing):
+            raise OSError("the storage is away")
+        return write(storage, step, *given)
+
+    monkeypatch.setattr(checkpoint_upload, "write_views", flaky)
+    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
+    preservation.before_update()
+    threading.Timer(0.2, may.set).start()
+    preservation.keep(2, {SPEC.name: torch.ones(64)}, durable=True)
+    until(lambda: not preservation.standing().writing)
+    (_, first, why), (_, second, receipt) = preservation.take_receipts()
+    assert (first, second) == (1, 2)
+    assert "the storage is away" in why
+    assert receipt.shards == frozenset(SPEC.shards)

@@ -143,7 +143,8 @@ class CheckpointSection:
     storage: str | None = None
     """`s3://bucket/prefix`, `file://` or a directory that every node sees; null: runs/<job name>/checkpoints."""
     every_steps: int = 100
-    """Steps between durable checkpoints; one more is made when the run ends or is told to stop."""
+    """Steps between durable checkpoints, one of which waits while the one before is still being stored; one more is made when the
+    run ends or is told to stop."""
     keep: int = 3
     """Newest committed checkpoints that retention leaves."""
     snapshot_every_steps: int = 1

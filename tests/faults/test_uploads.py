@@ -1,0 +1,59 @@
+"""A checkpoint that takes long to store holds up no step; the next one is of one step at all workers, and of the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.observation import Observation
+from recovery.checkpoint import open_checkpoint
+from recovery.checkpoint_read import verify
+from recovery.storage import open_storage
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import EVERY, STEPS, differing_shards, exact_job
+from tests.harness.fault_points import FaultPoint
+from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Interference, trains_at
+from tests.harness.struck_run import StruckRun, losses_by_step
+
+HELD, GOES_ON_UNTIL = 8, 18
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(100)
+def test_one_workers_slow_storage_delays_the_next_checkpoint_and_no_step(
+    scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Worker b/0 stores its part of step 8 only when ten more steps, two checkpoints' worth, are trained."""
+    point = FaultPoint("upload", "b/0", HELD)
+
+    def let_go(run: StruckRun, seen: Observation) -> None:
+        assert newest_committed(run) < HELD
+        run.fleet.open_gate(point)
+
+    events = Interference()
+    events.when(trains_at(GOES_ON_UNTIL), let_go)
+    job = exact_job(tmp_path, scene.shared, memory, checkpoint={"keep": 100})
+    with nothing_left(memory):
+        run = StruckRun(job, tmp_path)
+        run.fleet.points, run.fleet.act = (point,), lambda arrived: None
+        result = run.run(60.0, events)
+    assert not events.events, result.reason
+    assert result.ok, result.reason
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    steps = [event["step"] for event in result.events if event["kind"] == "checkpoint"]
+    owed = min(step for step in steps if step > HELD)
+    assert {EVERY, HELD, STEPS} <= set(steps)
+    assert GOES_ON_UNTIL <= owed <= GOES_ON_UNTIL + 2 * EVERY, steps
+    storage = open_storage(job.checkpoint_storage)
+    try:
+        assert all(verify(storage, step).ok for step in steps)
+        assert open_checkpoint(storage, owed).step == owed
+    finally:
+        storage.close()
+
+
+def newest_committed(run: StruckRun) -> int:
+    return run.controller.ledger.checkpoint_step or 0
