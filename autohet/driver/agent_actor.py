@@ -64,7 +64,7 @@ class AgentActor:
 
     def report(self) -> AgentReport:
         notice = None if self._watch is None else self._watch.notice
-        left = None if notice is None or notice[1] is None else notice[1] - time.time()
+        left = None if notice is None or notice[1] is None else notice[1] - time.monotonic()
         return AgentReport(
             self._node,
             self._endpoint,
@@ -116,6 +116,7 @@ class NoticeWatch:
 
     def __init__(self, poll_s: float) -> None:
         self.notice: tuple[str, float | None] | None = None
+        """The action, and the moment of it on this process's monotonic clock."""
         self.instance_type: str | None = None
         self._poll_s = poll_s
         self._stop = threading.Event()
@@ -135,7 +136,7 @@ class NoticeWatch:
             except MetadataUnavailable as error:
                 logger.warning("The instance metadata does not answer: %s", error)
                 continue
-            self.notice = None if found is None else (found.action, found.time_unix_s)
+            self.notice = None if found is None else (found.action, found.deadline)
 
     def close(self) -> None:
         self._stop.set()

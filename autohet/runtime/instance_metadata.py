@@ -2,6 +2,9 @@
 
 A spot instance is told of its interruption two minutes ahead under `spot/instance-action`, and sometimes earlier, under
 `events/recommendations/rebalance`, that it is at risk; 404 means neither. AWS advises to look every 5 seconds.
+
+A deadline is a date, and this machine's clock may be wrong: what is left until then is the date less the one that the service itself
+puts on its answer (RFC 9110, section 6.6.1), and is counted down by the monotonic clock.
 Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
 """
 
@@ -10,8 +13,9 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -43,10 +47,26 @@ class InstanceNotice:
     """terminate, stop or hibernate; for a rebalance recommendation "rebalance"."""
     time_unix_s: float
     """interruption: when the instance will be gone; rebalance: when the recommendation was made."""
+    deadline: float | None = field(default=None, compare=False)
+    """interruption: the same moment on this process's monotonic clock. None for a recommendation, which has no deadline."""
 
-    def seconds_left(self, now_unix_s: float) -> float | None:
-        """Seconds until the instance is gone, 0 when overdue; None for a recommendation, which has no deadline."""
-        return max(0.0, self.time_unix_s - now_unix_s) if self.kind == "interruption" else None
+    def seconds_left(self, now: float) -> float | None:
+        """Seconds from `now` (monotonic) until the instance is gone, 0 when overdue; None without a deadline."""
+        return None if self.deadline is None else max(0.0, self.deadline - now)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """`asked_at`: monotonic, before the question went; `date_unix_s`: the service's clock (full seconds) when it answered."""
+
+    status: int
+    text: str
+    asked_at: float
+    date_unix_s: float
+
+    def monotonic(self, moment_unix_s: float) -> float:
+        """A moment by the service's clock on this process's monotonic clock, at the latest a second too early."""
+        return self.asked_at + moment_unix_s - (self.date_unix_s + 1.0)
 
 
 class InstanceMetadata:
@@ -87,18 +107,19 @@ class InstanceMetadata:
 
     def interruption(self) -> InstanceNotice | None:
         """The interruption notice that stands now, or None."""
-        document = self._document(SPOT_ACTION_PATH)
-        if document is None:
+        found = self._document(SPOT_ACTION_PATH)
+        if found is None:
             return None
-        moment = _unix_time(document.get("time"), SPOT_ACTION_PATH)
-        return InstanceNotice(self.instance_id(), "interruption", str(document.get("action", "terminate")), moment)
+        document, answer = found
+        moment, action = _unix_time(document.get("time"), SPOT_ACTION_PATH), str(document.get("action", "terminate"))
+        return InstanceNotice(self.instance_id(), "interruption", action, moment, answer.monotonic(moment))
 
     def rebalance(self) -> InstanceNotice | None:
         """The rebalance recommendation that stands now, or None."""
-        document = self._document(REBALANCE_PATH)
-        if document is None:
+        found = self._document(REBALANCE_PATH)
+        if found is None:
             return None
-        moment = _unix_time(document.get("noticeTime"), REBALANCE_PATH)
+        moment = _unix_time(found[0].get("noticeTime"), REBALANCE_PATH)
         return InstanceNotice(self.instance_id(), "rebalance", "rebalance", moment)
 
     def new_notices(self) -> tuple[InstanceNotice, ...]:
@@ -109,60 +130,70 @@ class InstanceMetadata:
         return new
 
     def _required(self, path: str) -> str:
-        text = self._get(path)
-        if text is None:
+        answer = self._get(path)
+        if answer is None:
             raise MetadataUnavailable(f"the metadata service knows no {path}")
-        return text
+        return answer.text
 
-    def _document(self, path: str) -> Mapping[str, object] | None:
-        text = self._get(path)
-        if text is None:
+    def _document(self, path: str) -> tuple[Mapping[str, object], _Answer] | None:
+        answer = self._get(path)
+        if answer is None:
             return None
         try:
-            document = json.loads(text)
+            document = json.loads(answer.text)
         except ValueError as error:
-            raise MetadataUnavailable(f"{path} is not JSON: {text[:80]!r}") from error
+            raise MetadataUnavailable(f"{path} is not JSON: {answer.text[:80]!r}") from error
         if not isinstance(document, dict):
-            raise MetadataUnavailable(f"{path} holds {text[:80]!r}, not an object")
-        return document
+            raise MetadataUnavailable(f"{path} holds {answer.text[:80]!r}, not an object")
+        return document, answer
 
-    def _get(self, path: str) -> str | None:
-        """The text at `path`; None for 404. A token that the service refuses is renewed, once."""
-        status, text = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
-        if status == 401:
+    def _get(self, path: str) -> _Answer | None:
+        """What is at `path`; None for 404. A token that the service refuses is renewed, once."""
+        answer = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
+        if answer.status == 401:
             self._token = None
-            status, text = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
-        if status == 404:
+            answer = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
+        if answer.status == 404:
             return None
-        if status != 200:
-            raise MetadataUnavailable(f"the metadata service answered {status} for {path}")
-        return text
+        if answer.status != 200:
+            raise MetadataUnavailable(f"the metadata service answered {answer.status} for {path}")
+        return answer
 
     def _fresh_token(self) -> str:
         if self._token is None or time.monotonic() >= self._token_until:
-            status, text = self._request(
+            answer = self._request(
                 "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
             )
-            if status != 200:
-                raise MetadataUnavailable(f"the metadata service answered {status} when asked for a token")
-            self._token, self._token_until = text, time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
+            if answer.status != 200:
+                raise MetadataUnavailable(f"the metadata service answered {answer.status} when asked for a token")
+            self._token, self._token_until = answer.text, time.monotonic() + TOKEN_TTL_S - TOKEN_RENEWAL_S
         return self._token
 
-    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
+    def _request(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:
         """One exchange on a connection of its own, past any proxy that the environment names."""
         if os.environ.get(DISABLED_VARIABLE, "").lower() == "true":
             raise MetadataUnavailable(f"{DISABLED_VARIABLE} is set")
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        asked_at = time.monotonic()
         try:
             connection.request(method, self._prefix + path, headers=dict(headers))
             response = connection.getresponse()
-            return response.status, response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
+            text = response.read(MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
+            return _Answer(response.status, text, asked_at, _service_time(response.getheader("Date")))
         except (OSError, http.client.HTTPException) as error:
             raise MetadataUnavailable(
                 f"no metadata service at {self._host}:{self._port}: {type(error).__name__}: {error}"
             ) from error
         finally:
             connection.close()
+
+
+def _service_time(header: str | None) -> float:
+    """The service's clock; this machine's where the answer has no date that can be read."""
+    try:
+        return parsedate_to_datetime(header or "").timestamp()
+    except ValueError:
+        return time.time() - 1.0
 
 
 def _unix_time(value: object, path: str) -> float:

@@ -20,6 +20,8 @@ class ImdsServer:
             "instance-life-cycle": "spot",
         }
         self.status_for_all: int | None = None
+        self.clock_ahead_s: float | None = 0.0
+        """Of its clock to this machine's; None: its answers have no date."""
         self.requests: list[tuple[str, str, int]] = []
         """(method, path, status) of every request answered, in order."""
         self._tokens: dict[str, float] = {}
@@ -100,7 +102,9 @@ def _handler_of(server: ImdsServer) -> type[BaseHTTPRequestHandler]:
             headers = {key.lower(): value for key, value in self.headers.items()}
             status, text = server.answer(self.command, self.path, headers)
             body = text.encode()
-            self.send_response(status)
+            self.send_response_only(status)
+            if server.clock_ahead_s is not None:
+                self.send_header("Date", self.date_time_string(time.time() + server.clock_ahead_s))
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -2,11 +2,13 @@
 
 import pickle
 import socket
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
 
+from autohet.driver.agent_actor import NoticeWatch
 from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer
@@ -42,16 +44,52 @@ def test_interruption_carries_its_deadline(server: ImdsServer) -> None:
     server.interrupt(NOTICE_TIME, "stop")
     notice = InstanceMetadata(server.endpoint).interruption()
     assert notice == InstanceNotice("i-0123456789abcdef0", "interruption", "stop", NOTICE_TIME)
-    assert notice.seconds_left(NOTICE_TIME - 120) == 120
-    assert notice.seconds_left(NOTICE_TIME + 5) == 0
     assert pickle.loads(pickle.dumps(notice)) == notice
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -86400.0, None], ids=str)
+def test_what_is_left_is_told_by_the_services_clock(server: ImdsServer, ahead_s: float | None) -> None:
+    """This machine's clock may be anything; a date of full seconds leaves one of them open, and it is taken as gone."""
+    server.clock_ahead_s = ahead_s
+    server.interrupt(int(time.time()) + 1 + (ahead_s or 0.0) + 120)
+    notice = InstanceMetadata(server.endpoint).interruption()
+    assert notice is not None
+    left_s = notice.seconds_left(time.monotonic())
+    assert left_s is not None
+    assert 110 < left_s <= 121
+    assert notice.seconds_left(time.monotonic() + 130) == 0
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0], ids=str)
+def test_an_agent_reports_it_by_the_services_clock(
+    server: ImdsServer, ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's machine is an hour behind or ahead of the service, which is right."""
+    true_time, watch = time.time, None
+    server.interrupt(true_time() + 120)
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.endpoint)
+    server.clock_ahead_s = ahead_s  # the server takes its date from the clock that is set next
+    monkeypatch.setattr(time, "time", lambda: true_time() - ahead_s)
+    try:
+        watch = NoticeWatch(0.02)
+        deadline = time.monotonic() + 20
+        while watch.notice is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        action, at = watch.notice
+        assert action == "terminate"
+        assert at is not None
+        assert 90 < at - time.monotonic() <= 121
+    finally:
+        if watch is not None:
+            watch.close()
 
 
 def test_each_notice_is_new_once(server: ImdsServer) -> None:
     metadata = InstanceMetadata(server.endpoint)
     server.recommend_rebalance(NOTICE_TIME - 300)
     (first,) = metadata.new_notices()
-    assert (first.kind, first.seconds_left(NOTICE_TIME)) == ("rebalance", None)
+    assert (first.kind, first.seconds_left(0.0)) == ("rebalance", None)
     server.interrupt(NOTICE_TIME)
     assert [notice.kind for notice in metadata.new_notices()] == ["interruption"]
     assert metadata.new_notices() == ()
