@@ -35,7 +35,7 @@ class Ledger:
         self.checkpoint_errors: dict[int, str] = {}
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
-        self._first_step = 0
+        self._first_step = self._resumed_at = 0
         self._pace_is_new = False
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
@@ -44,7 +44,11 @@ class Ledger:
     @property
     def committed_steps(self) -> int:
         """Steps whose update is applied: the next step's number."""
-        return max(self.records, default=-1) + 1
+        return max(self._first_step, max(self.records, default=-1) + 1)
+
+    def go_on_from(self, step: int) -> None:
+        """Steps before this one are of an earlier run."""
+        self._first_step = self._resumed_at = step
 
     def begin_generation(self, generation: int, change: Change) -> None:
         """The generation stands at its first step; steps that were run beyond it are forgotten."""
@@ -188,7 +192,7 @@ class Ledger:
         changes = [change for change in self.changes if change.cause != "start"]
         return {
             "steps": len(losses),
-            "first_step": min(self.records, default=0),
+            "first_step": min(self.records, default=self._resumed_at),
             "final_loss": losses[-1] if losses else None,
             "losses": losses,
             "generations": generations,

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from transformers import PreTrainedConfig
 
 from autohet.driver import ray_cluster
 from autohet.driver.controller import Controller
@@ -27,6 +29,7 @@ from autohet.driver.pacing import paces_of
 from autohet.driver.planning import make_planning
 from autohet.driver.ray_workforce import RayWorkforce
 from autohet.driver.rehearsal import Rehearsal, check_script
+from autohet.driver.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.scaling import FleetRequest, bundles_of, launched_from, wanted_nodes
 from autohet.driver.states import Training
 from autohet.runtime.data import prepare_dataset
@@ -35,7 +38,7 @@ from autohet.runtime.models import load_config
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
-from recovery.checkpoint import newest_checkpoint
+from recovery.checkpoint import CheckpointInfo
 from recovery.storage import Storage, open_storage
 from recovery.storage_errors import StorageError
 
@@ -93,6 +96,7 @@ class JobRun:
         found = self.durable.load_newest()
         if found.manifest is not None:
             self.controller.generation = found.manifest.generation
+            self.controller.ledger.go_on_from(found.manifest.step)
             logger.info("Going on from step %d of %s", found.step, found.uri)
         self.events.emit(
             "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri
@@ -139,28 +143,47 @@ def check_data(job: Job, vocab_size: int) -> None:
     dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
 
 
-def check_inputs(job: Job, cluster: Cluster | None) -> None:
-    """All that can be wrong with a job before a cluster is asked: model, data, storage, and whether the whole of
-    `cluster`, where it is known, has a plan for it.
+def check_inputs(job: Job, cluster: Cluster | None) -> CheckpointInfo | None:
+    """All that can be wrong with a job before a cluster is asked: model, storage, data, and whether the whole of
+    `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from; where that is of its last
+    step, nothing more is asked.
 
     Raises:
         ConfigError: says what to mend.
     """
     config = load_config(job.model)
+    found = check_storage(job, config)
+    if is_finished(found, job):
+        return found
     check_data(job, int(config.vocab_size))
-    try:
-        storage = open_storage(job.checkpoint_storage)
-        try:
-            newest_checkpoint(storage)
-            _try_writing(storage)
-        finally:
-            storage.close()
-    except StorageError as error:
-        raise ConfigError(str(error)) from error
     planning = make_planning(job)
     if cluster is not None:
         check_paces(job, cluster)
         planning.propose(cluster.fleet(), None)
+    return found
+
+
+def is_finished(found: CheckpointInfo | None, job: Job) -> TypeGuard[CheckpointInfo]:
+    return found is not None and job.training.steps is not None and found.step >= job.training.steps
+
+
+def check_storage(job: Job, config: PreTrainedConfig) -> CheckpointInfo | None:
+    """The checkpoint to go on from, if any; the storage must take another one unless that was the last.
+
+    Raises:
+        ConfigError: it cannot be read or written, or holds something else.
+    """
+    try:
+        storage = open_storage(job.checkpoint_storage)
+        try:
+            found = found_checkpoint(job, config, storage)
+            if not is_finished(found, job):
+                _try_writing(storage)
+            return found
+        finally:
+            storage.close()
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _try_writing(storage: Storage) -> None:
@@ -207,7 +230,9 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     if "script" in job.elastic.notice_sources:
         first = first_nodes(document) if document is not None and emulated else None
         check_script(job.elastic.script, cluster, first, job.training.steps or 0)
-    check_inputs(job, cluster)
+    found = check_inputs(job, cluster)
+    if is_finished(found, job):
+        return Outcome(True, *summary_of_finished(job, found, events_path))
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         request.ask()
         try:
