@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.harness.promises import CheckedController, Promises, RememberedPlanni
 
 SMALL = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 PAIR = NodeType("pair", "A10G", 2, 24 << 30, 32e9, 3e9)
+THIN = 2e5  # bytes/s: the state takes seconds, so a notice of seconds is urgent
 STEPS = 120
 NODE_TROUBLES = [("notice", 0.3), ("notice", 2.0), ("notice", 30.0), ("notice", None), ("agent", None)]
 NODE_TROUBLES += [("death", "quietly"), ("death", "openly"), ("pace", 1.0), ("pace", 2.0), ("pace", 4.0)]
@@ -64,9 +66,12 @@ class AnyFleet(RuleBasedStateMachine):
         min_pipelines=st.sampled_from([1, 2]),
         nodes=st.integers(2, 4),
         resumed=st.booleans(),
+        thin=st.booleans(),
         ticks=st.integers(0, 40),
     )
-    def start(self, takes: dict[str, Any], min_pipelines: int, nodes: int, resumed: bool, ticks: int) -> None:
+    def start(
+        self, takes: dict[str, Any], min_pipelines: int, nodes: int, resumed: bool, thin: bool, ticks: int
+    ) -> None:
         job, inputs, config = inputs_of(min_pipelines)
         self.workforce = workforce = FaultyWorkforce(SMALL, worker_start_s=3.0, **takes)
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
@@ -75,6 +80,7 @@ class AnyFleet(RuleBasedStateMachine):
             self.resume(planning, config)
         self.promises = Promises(self.controller, workforce, RESUMED_AT if resumed else 0)
         self.names = 0
+        self.network = {"inter_node_bytes_per_s": THIN} if thin else {}
         for _ in range(nodes):
             self.join(False)
         self.time_passes(ticks)
@@ -106,7 +112,7 @@ class AnyFleet(RuleBasedStateMachine):
     @precondition(lambda self: len(self.workforce.nodes) < 5)
     @rule(pair=st.booleans(), stillborn=st.sampled_from([False, False, True]))
     def join(self, pair: bool, stillborn: bool = False) -> None:
-        kind = PAIR if pair else SMALL
+        kind = replace(PAIR if pair else SMALL, **self.network)
         name = f"{kind.name}-{self.names}"
         self.workforce.join(name, kind)
         self.names += 1
@@ -154,6 +160,39 @@ class AnyFleet(RuleBasedStateMachine):
         self.promises.tick()
         if kill:
             self.worker_suffers(whom, ("death", None))
+
+    @rule(whom=anybody, times=st.integers(1, 3), steps=st.integers(0, 2))
+    def it_goes_back(self, whom: int, times: int, steps: int) -> None:
+        """Every process dies, and with them a node's newest snapshots; and again, a few steps later: the nodes then keep
+        steps of histories that were left.
+        """
+        for _ in range(times):
+            names = sorted(self.workforce.nodes)
+            if names:
+                self.workforce.copies.lose_newest(names[whom % len(names)])
+            for worker in list(self.workforce.processes):
+                self.workforce.kill_worker(worker)
+            self.trains_again(steps)
+
+    def trains_again(self, steps: int) -> None:
+        generation = self.controller.generation
+        for _ in range(60):
+            self.promises.tick()
+            trains = isinstance(self.controller.state, Training) and self.controller.generation > generation
+            if trains and len(self.controller.ledger.step_seconds[self.controller.generation]) >= steps:
+                return
+
+    @rule(whom=anybody, rest=st.booleans(), left_s=st.sampled_from([0.5, 5.0, 60.0]))
+    def a_node_is_called_away_while_it_alone_keeps(self, whom: int, rest: bool, left_s: float) -> None:
+        """Its processes are dead, and with `rest` all others', too: its agent has what no one else has."""
+        names = sorted(self.workforce.nodes.keys() - self.workforce.notices.keys())
+        if not names:
+            return
+        name = names[whom % len(names)]
+        for worker in list(self.workforce.processes):
+            if rest or worker.startswith(f"{name}/"):
+                self.workforce.kill_worker(worker)
+        self.workforce.warn(name, left_s)
 
     @rule(what=st.sampled_from(["works", "no upload", "no manifest", "thaw", "thaw", "stop"]))
     def all_are_concerned(self, what: str) -> None:

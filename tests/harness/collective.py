@@ -167,7 +167,7 @@ class Collective(ScriptedWorkforce):
         live, step = (order.generation, order.start_step) if part else (None, 0)
         process.report = replace(
             process.report, phase=Phase.TRAINING if part else Phase.RELEASED, live_generation=live, step=step,
-            prepared_step=None, vote=None, broken=None,
+            prepared_step=None, vote=None, broken=None, snapshot_step=None, replicated_step=None,
         )  # fmt: skip
         if part and order.start_step >= order.end_step:
             process.report = replace(process.report, phase=Phase.FINISHED)
@@ -258,8 +258,14 @@ class Collective(ScriptedWorkforce):
                 self._apply(process, order)
         self.torn = None
         if all(process.report.prepared_step is None for process in members.values()):
-            for process in members.values():
-                self.copies.push(process.order, process.history, self.nodes.keys() - self.cut)
+            self._replicate(members.values())
+
+    def _replicate(self, members: Collection[Life]) -> None:
+        """A round that every worker ends at once, or that is given up because some copy finds no place."""
+        placed = [self.copies.push(p.order, p.history, self.nodes.keys() - self.cut) for p in members]
+        if all(placed):
+            for process in members:
+                process.report = replace(process.report, replicated_step=len(process.history) - 1)
 
     def _apply(self, process: Life, order: GenerationOrder) -> None:
         worker, done = process.report.worker, process.report.step + 1
@@ -267,7 +273,9 @@ class Collective(ScriptedWorkforce):
         self._record(process, order)
         stop, durable = self._vote
         phase = Phase.FINISHED if done >= order.end_step else Phase.STOPPED if stop else Phase.TRAINING
-        process.report = replace(process.report, step=done, phase=phase, vote=(done - 1, None), prepared_step=None)
+        process.report = replace(
+            process.report, step=done, phase=phase, vote=(done - 1, None), prepared_step=None, snapshot_step=done
+        )
         if phase is Phase.FINISHED or durable or done % self.every_steps == 0:
             self._upload(process, order)
         source = Source("memory", node_of(worker), worker, done, order.generation)

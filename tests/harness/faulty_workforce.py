@@ -7,13 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autohet.driver.agent_errands import AgentErrands
 from autohet.driver.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.driver.simulated_workforce import SimulatedManifest
+from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerReport
 from planner.cluster import Node, NodeType
 from recovery.holdings import Holding, Source
 from recovery.layout import Layout
 from tests.harness.collective import MOVING, Collective, Life, node_of, on_nodes
+from tests.harness.scripted_agents import ScriptedAgents
 from tests.harness.scripted_workforce import TICK_S
 
 AGENT_RESTARTS_S = 0.3
@@ -45,6 +48,20 @@ class FaultyWorkforce(Collective):
     _leave_at: dict[str, float] = field(default_factory=dict)
     _agent_up_at: dict[str, float] = field(default_factory=dict)
     _back_at: dict[str, tuple[float, NodeType]] = field(default_factory=dict)
+    _released: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.agents = ScriptedAgents(
+            self.copies,
+            lambda: self.now,
+            lambda: self._agents_up() - self.cut,
+            lambda: self.nodes.keys(),
+            self.inventory_s,
+        )
+        self.errands = AgentErrands(ElasticSection(step_timeout_s=self.step_timeout_s).timeouts(), self.agents)
+
+    def _agents_up(self) -> set[str]:
+        return {name for name in self.nodes if self._agent_up_at[name] <= self.now}
 
     # faults ----------------------------------------------------------------------------------------------------------
 
@@ -113,6 +130,9 @@ class FaultyWorkforce(Collective):
             self._lose(worker, reason)
         for known in (self.nodes, self.notices, self.copies.agents, self._leave_at, self._agent_up_at):
             known.pop(name, None)
+        self.errands.forget(name)
+        self.copies.refusing.discard(name)
+        self._released.discard(name)
 
     def _lose(self, worker: str, reason: str) -> None:
         heard = self.processes[worker].silent_at
@@ -132,11 +152,21 @@ class FaultyWorkforce(Collective):
         reports = {w: r for w, p in self.processes.items() if (r := self._said(p)) is not None and w not in self.losses}
         if not self.prompt:
             self._deliver()
+        self._run_errands(reports)
         self.seen = Observation(
             self.now, {name: self._view(name) for name in self.nodes}, dict(self.notices), reports, dict(self.losses),
             self._inventories(), self.checkpoint, self.stop_reason,
         )  # fmt: skip
         return self.seen
+
+    def _run_errands(self, reports: Mapping[str, WorkerReport]) -> None:
+        """The product's own; a node that is not needed any more goes."""
+        endpoints = {name: AgentEndpoint(name, "here", 1, "token") for name in self._agents_up()}
+        manifest = self.checkpoint.manifest
+        durable = None if manifest is None else (manifest.generation, manifest.step)
+        agents = {name: name for name in self.nodes}
+        for name in self.errands.run(agents, endpoints, self.notices, reports, durable, self.now):
+            self._leave_at[name] = min(self.now + self.leaves_s, self._leave_at.get(name, math.inf))
 
     def _come_and_go(self) -> None:
         for name in [name for name, at in self._leave_at.items() if at <= self.now]:
@@ -199,6 +229,7 @@ class FaultyWorkforce(Collective):
         self._check(orders)
         self.order = next(iter(orders.values()))
         self.copies.begin(self.order)
+        self.errands.upkeep.begin(orders)
         self.torn, self._moved_at, self._asked_at = None, self.now, None
         for worker, order in orders.items():
             self._tell([worker], lambda process, order=order: self.enter(process, order))
@@ -253,6 +284,9 @@ class FaultyWorkforce(Collective):
         self.checkpoint = CheckpointState(step, uri, SimulatedManifest(step, generation, layout.shards))
 
     def release_node(self, node: str) -> None:
+        """It goes once nothing on it is needed."""
         super().release_node(node)
-        if node in self.nodes:
-            self._leave_at[node] = min(self.now + self.leaves_s, self._leave_at.get(node, math.inf))
+        if node in self.nodes and node not in self._released:
+            self._released.add(node)
+            notice = self.notices.get(node)
+            self.errands.release(node, node, None if notice is None else notice.deadline, self.now)

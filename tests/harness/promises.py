@@ -142,7 +142,17 @@ class Promises:
             assert self.workforce.seen is not None
             reports = [self.workforce.seen.reports.get(worker) for worker in self.controller.members]
             steps = self.first_step + len(ledger.records)
+            self._one_history()
             assert steps == max(report.step for report in reports if report is not None)
+
+    def _one_history(self) -> None:
+        """What the members' states came from is what the events tell: each step in the generation that ran it last."""
+        told = {step: record.generation for step, record in self.controller.ledger.records.items()}
+        for worker in self.controller.members:
+            process = self.workforce.processes.get(worker)
+            if process is not None and process.report.live_generation == self.controller.generation:
+                true = {s: g for s, g in enumerate(process.history) if s in told}
+                assert true == {s: told[s] for s in true}, f"{worker} goes on from a history that was left"
 
     def _steps_lost(self) -> None:
         """Each change owns up to every step that is run again, and no part of it takes less than no time."""

@@ -28,6 +28,8 @@ class TrueCopies:
     layouts: dict[int, Layout] = field(default_factory=dict)
     starts: dict[int, int] = field(default_factory=dict)
     bad: set[tuple[Source, ShardId]] = field(default_factory=set)
+    refusing: set[str] = field(default_factory=set)
+    """Nodes whose agents take no more copies."""
 
     def begin(self, order: GenerationOrder) -> None:
         self.layouts[order.generation] = order.layout
@@ -37,21 +39,40 @@ class TrueCopies:
         source = Source("worker", worker.rsplit("/", 1)[0], worker, step, generation)
         return Holding(source, self.layouts[generation].shards_by_worker[worker])
 
+    def takes(self, node: str) -> bool:
+        return node not in self.refusing
+
     def keep(self, holding: Holding, history: History) -> None:
         """A node keeps the last snapshots of each worker."""
         store = self.agents.setdefault(holding.source.node, {})
+        there = store.get(holding.source)
+        if there is not None:
+            holding = Holding(holding.source, holding.shards | there[0].shards)
         store[holding.source] = (holding, history)
         mine = sorted((s for s in store if s.name == holding.source.name), key=lambda s: (s.generation, s.step))
         for source in mine[:-SNAPSHOTS]:
             del store[source]
 
-    def push(self, order: GenerationOrder, history: History, nodes: Iterable[str]) -> None:
-        """Copies of what one node alone holds, at other nodes: of the step before."""
-        step = len(history) - 1
-        for duty in order.duties if step > order.start_step else ():
-            if duty.peers[0] in nodes:
-                source = Source("memory", duty.peers[0], duty.worker, step, order.generation)
+    def lose_newest(self, node: str) -> None:
+        """The node's snapshots of the newest step that it keeps are gone."""
+        store = self.agents.get(node, {})
+        newest = max((source.step for source in store), default=None)
+        for source in [source for source in store if source.step == newest]:
+            del store[source]
+
+    def push(self, order: GenerationOrder, history: History, nodes: Iterable[str]) -> bool:
+        """Copies of what one node alone holds, at other nodes: of the step before. Whether all of them found a place."""
+        step, there = len(history) - 1, set(nodes)
+        if step <= order.start_step:
+            return False
+        placed = True
+        for duty in order.duties:
+            peer = next((peer for peer in duty.peers if peer in there and self.takes(peer)), None)
+            placed = placed and peer is not None
+            if peer is not None:
+                source = Source("memory", peer, duty.worker, step, order.generation)
                 self.keep(Holding(source, frozenset(duty.shards)), history[:step])
+        return placed
 
     def read(self, sources: Iterable[Source], shard: ShardId) -> History | None:
         """The history of what the first source gives that is still there; None where there is none."""
