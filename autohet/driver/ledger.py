@@ -63,10 +63,19 @@ class Ledger:
         self._generation = generation
         self.forget_pace()
         self.checkpoint_errors.clear()
+        self._make_up_for(change.restore_step - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
             self._record(self.open_change, generation)  # overtaken by the next change before its first step
         self.open_change = change
+
+    def _make_up_for(self, step: int) -> None:
+        """The survivors rolled forward over a step whose only witness died after its vote was seen here and before its record
+        was: the vote knows the loss, nobody the time that it took."""
+        if self._vote is None or self._vote[1][0] != step or step in self.records or step < self._resumed_at:
+            return
+        generation, (_, vote) = self._vote
+        self._keep(StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0))
 
     def forget_pace(self) -> None:
         """The workers' compute times start anew: they are to be compared with another plan or other speeds."""
@@ -128,15 +137,19 @@ class Ledger:
             return
         if record.step in self.records and self.records[record.step].generation >= record.generation:
             return
-        self.records[record.step] = record
+        self._keep(record)
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
-        self.events.emit(
-            "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,
-            seconds=round(record.seconds, 6),
-        )  # fmt: skip
         if record.generation == controller.generation:
             controller.failures_in_a_row = 0
             self._close_change(controller, now)
+
+    def _keep(self, record: StepRecord) -> None:
+        self.records[record.step] = record
+        seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
+        self.events.emit(
+            "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,
+            seconds=seconds,
+        )  # fmt: skip
 
     def _close_change(self, controller: Controller, now: float) -> None:
         """The first step is done, by the driver's clock as all other moments of a change: workers' clocks may disagree."""
@@ -188,12 +201,15 @@ class Ledger:
 
     def summary(self, generations: int, plans: Iterable[tuple[int, Plan, float | None]]) -> dict[str, Any]:
         """The document that `autohet train --json` prints."""
-        losses = [self.records[step].loss for step in sorted(self.records)]
+        first = min(self.records, default=self._resumed_at)
+        # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
+        steps = range(first, max(self.committed_steps, first))
+        losses = [self.records[step].loss if step in self.records else None for step in steps]
         changes = [change for change in self.changes if change.cause != "start"]
         return {
             "steps": len(losses),
-            "first_step": min(self.records, default=self._resumed_at),
-            "final_loss": losses[-1] if losses else None,
+            "first_step": first,
+            "final_loss": next((loss for loss in reversed(losses) if loss is not None), None),
             "losses": losses,
             "generations": generations,
             "steps_lost": sum(change.steps_lost for change in changes),

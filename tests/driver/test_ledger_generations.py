@@ -9,6 +9,7 @@ from autohet.driver.events import EventLog
 from autohet.driver.ledger import Ledger
 from autohet.driver.observation import Observation
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from tests.harness.fake_job import fake_job
 
 
 def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
@@ -30,3 +31,15 @@ def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forwa
     ledger.take(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), controller)  # type: ignore[arg-type]
     assert ledger.newest_vote(3) == (16, "of generation 3")
     assert ledger.newest_vote(2) is None
+
+
+def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -> None:
+    ledger = Ledger(fake_job(), EventLog(None))
+    controller = SimpleNamespace(generation=1, failures_in_a_row=0, members=("a/0",))
+    steps = (StepRecord(0, 3.0, 1.0, 64, 0.01, 1, 10.0), StepRecord(1, 2.0, 1.0, 64, 0.01, 1, 10.0))
+    report = WorkerReport("a/0", 1, 1, Phase.TRAINING, 2, 1, steps=steps)
+    ledger.take(Observation(10.0, {}, reports={"a/0": report}), controller)  # type: ignore[arg-type]
+    ledger.begin_generation(2, Change("death", ("a",), 10.0, 10.0, 2, None, restore_step=3))
+    assert ledger.committed_steps == 3
+    summary = ledger.summary(2, [])
+    assert (summary["steps"], summary["losses"], summary["final_loss"]) == (3, [3.0, 2.0, None], 2.0)
