@@ -65,14 +65,21 @@ class Controller(Rebuild):
         if num_workers >= self.job.elastic.min_workers and (settled or late) and frozenset(usable) != state.tried:
             return self._plan_from_rest(state, seen, usable)
         if num_workers < self.job.elastic.min_workers:
-            state.reason = f"{num_workers} workers are ready; the job needs {self.job.elastic.min_workers}"
-        if not state.announced and (late or state.change is not None):
-            state.announced = True
-            self.events.emit("decision", self.generation, f"Deciding to wait, since {state.reason}")
+            state.reason = policy.shortage(num_workers, self.job.elastic.min_workers, len(starting))
+        self._announce_wait(state, seen, late=late, short=num_workers < self.job.elastic.min_workers)
         if seen.now - state.since > self.job.elastic.wait_for_fleet_s:
             reason = f"waited {self.job.elastic.wait_for_fleet_s:.0f} s: {state.reason}"
             return self._save_at_rest(state, seen, reason) or self._fail(reason)
         return state
+
+    def _announce_wait(self, state: Waiting, seen: Observation, *, late: bool, short: bool) -> None:
+        """At once after a change; at the start when it takes longer than arrivals do to settle; again when the fleet that is
+        waited for has grown or shrunk meanwhile."""
+        settle_s = self.job.elastic.arrivals_debounce_s
+        news = not state.announced or (short and state.reason != state.said and seen.now - state.said_at >= settle_s)
+        if news and (late or state.change is not None or (short and seen.now - state.since >= settle_s)):
+            state.announced, state.said, state.said_at = True, state.reason, seen.now
+            self.events.emit("decision", self.generation, f"Deciding to wait, since {state.reason}")
 
     def _save_at_rest(self, state: Waiting, seen: Observation, reason: str) -> State | None:
         """The survivors of a fleet that is too small to train on make their newest step durable before the end. None

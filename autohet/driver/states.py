@@ -22,6 +22,8 @@ class Waiting:
     since: float
     change: Change | None = None
     announced: bool = False
+    said: str = ""
+    said_at: float = 0.0
     tried: frozenset[str] = frozenset()
 
 

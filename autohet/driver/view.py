@@ -32,7 +32,7 @@ class View:
             Live(console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
         )
         self._line_at = 0.0
-        self._line_step = -1
+        self._line_news: tuple[object, ...] = ()
 
     def __enter__(self) -> View:
         if self._live is not None:
@@ -49,9 +49,10 @@ class View:
         if self._live is not None:
             self._live.update(self._render(controller, seen))
             return
-        step = controller.ledger.committed_steps
-        if time.monotonic() - self._line_at >= LINE_PERIOD_S and step != self._line_step:
-            self._line_at, self._line_step = time.monotonic(), step
+        state = controller.state
+        news = (controller.ledger.committed_steps, type(state), getattr(state, "reason", ""))
+        if time.monotonic() - self._line_at >= LINE_PERIOD_S and news != self._line_news:
+            self._line_at, self._line_news = time.monotonic(), news
             print(status_line(controller, seen), file=sys.stderr, flush=True)
 
     def _render(self, controller: Controller, seen: Observation) -> RenderableType:
