@@ -12,7 +12,7 @@ from autohet.driver.ledger import Ledger
 from autohet.driver.observation import Observation, Workforce
 from autohet.driver.orders import OrderBook
 from autohet.driver.planning import Planning, Proposal
-from autohet.driver.states import Closing, Ended, State, Waiting
+from autohet.driver.states import Building, Closing, Ended, State, Waiting
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
 from planner.cluster import Fleet
@@ -55,6 +55,7 @@ class Desk:
     def _announce(self, seen: Observation) -> None:
         """Write down each notice and each new node once; forget what is gone."""
         gone = (self._known_nodes | self._known_notices | self.slowdowns.keys()) - seen.nodes.keys()
+        self._tell_of_idle_deaths(self._known_nodes - seen.nodes.keys(), seen)
         for known in (self._known_nodes, self._known_notices, self._released):
             known -= gone
         self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
@@ -104,6 +105,16 @@ class Desk:
         )
         self.workforce.dismiss([worker for worker in trouble.workers if worker in seen.losses])
         self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
+
+    def _tell_of_idle_deaths(self, gone: Collection[str], seen: Observation) -> None:
+        """Nodes that were not trained on and went without a notice; of all others somebody else tells."""
+        busy = {*self.members, *(self.state.participants if isinstance(self.state, Building) else ())}
+        for name in sorted(
+            set(gone) - {seen.node_of(worker) for worker in busy} - self._known_notices - self._released
+        ):
+            reasons = sorted({loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name})
+            reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
+            self.events.emit("death", self.generation, nodes=[name], workers=[], reason=reason)
 
     def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
         """Members whose end changes nothing just now: while all wait, or a generation without them is being built."""

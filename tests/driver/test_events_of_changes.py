@@ -1,6 +1,10 @@
 """Whatever befalls the fleet, an event tells of it, with its reason."""
 
+from rich.console import Console
+
+from autohet.driver.observation import Loss
 from autohet.driver.states import Building, Quiescing, Waiting
+from autohet.driver.view import View
 from tests.driver.test_controller import make, run, trained
 from tests.driver.test_overtaken import make_faulty
 
@@ -46,3 +50,79 @@ def test_an_arrival_that_dies_while_others_quiesce_is_told_of():
     controller.tick()
     assert deaths(controller) == [["small-1/0"], ["small-9/0"]]
     assert controller.state.change.nodes == ("small-1", "small-9")
+
+
+def waits(controller):
+    return [e["reason"] for e in controller.events.records if e["kind"] == "decision" and "wait" in e["reason"]]
+
+
+def test_a_wait_from_the_very_start_is_told_and_told_again_as_the_fleet_grows():
+    controller, workforce = make(nodes=0, min_workers=3)
+    run(controller, lambda: bool(waits(controller)), ticks=20)
+    assert "waiting for fleet: have 0 workers, need 3" in waits(controller)[0]
+    workforce.join("small-0")
+    run(controller, lambda: len(waits(controller)) == 2, ticks=20)
+    assert "have 1 workers, need 3" in waits(controller)[1]
+    for _ in range(100):
+        controller.tick()
+    assert len(waits(controller)) == 2, "once for each size of the fleet"
+    workforce.join("small-1")
+    workforce.join("small-2")
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+
+
+def test_a_wait_is_shown_live(capsys, monkeypatch):
+    controller, workforce = make(nodes=0, min_workers=3)
+    monkeypatch.setattr("autohet.driver.view.LINE_PERIOD_S", 0.0)
+    with View(emulated=False, console=Console(stderr=True, force_terminal=False)) as view:
+        for count in range(3):
+            workforce.join(f"small-{count}")
+            for _ in range(4):
+                view(controller, controller.tick())
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == len(set(shown))
+    for count in range(3):
+        assert any(f"have {count} workers, need 3" in line for line in shown), shown
+
+
+def idle_and_busy(controller, workforce):
+    used = {worker.split("/")[0] for worker in controller.members}
+    return sorted(set(workforce.nodes) - used), sorted(used)
+
+
+def take_away(workforce, name):
+    """An idle node goes: nobody who trains is cut off."""
+    del workforce.nodes[name]
+    workforce.processes.pop(f"{name}/0", None)
+    workforce.losses[f"{name}/0"] = Loss(f"{name}/0", "killed", workforce.now, workforce.now)
+
+
+def test_the_death_of_an_idle_node_is_told_once():
+    controller, workforce = make(steps=10**6, nodes=12)
+    run(controller, trained(controller, 3))
+    idle, _ = idle_and_busy(controller, workforce)
+    assert len(idle) >= 2, "eight sequences, so eight pipelines at the most"
+    take_away(workforce, idle[0])
+    for _ in range(10):
+        controller.tick()
+    told = [e for e in controller.events.records if e["kind"] == "death"]
+    assert [(event["nodes"], event["workers"]) for event in told] == [([idle[0]], [])]
+    assert "idle" in told[0]["reason"]
+    assert "killed" in told[0]["reason"]
+    workforce.warn(idle[1], 1.0)
+    for _ in range(5):
+        controller.tick()
+    take_away(workforce, idle[1])
+    for _ in range(5):
+        controller.tick()
+    assert len([e for e in controller.events.records if e["kind"] == "death"]) == 1, "a notice told of the other"
+
+
+def test_the_death_of_a_busy_node_is_told_once():
+    controller, workforce = make(steps=10**6, nodes=4)
+    run(controller, trained(controller, 3))
+    _, busy = idle_and_busy(controller, workforce)
+    workforce.kill(busy[0])
+    run(controller, lambda: bool(controller.summary()["reconfigurations"]))
+    assert [e["nodes"] for e in controller.events.records if e["kind"] == "death"] == [[busy[0]]]
