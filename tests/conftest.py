@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.host_memory import memory_directories
+from tests.harness.host_memory import owned_memory
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_host_memory_left() -> Iterator[None]:
-    """A stopped run keeps its nodes' snapshots for the next one; a test's go with the session."""
-    yield
-    for directory in memory_directories():
-        shutil.rmtree(directory, ignore_errors=True)
+    """A stopped run keeps its nodes' snapshots for the next one; a test's go with the session, killed or not."""
+    with owned_memory():
+        yield

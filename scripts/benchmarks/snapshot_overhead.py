@@ -17,19 +17,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recovery.layout import Layout, TensorSpec
-from recovery.snapshot import SnapshotWriter
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from recovery.layout import Layout, TensorSpec  # noqa: E402
+from recovery.snapshot import SnapshotWriter  # noqa: E402
+from tests.harness.host_memory import memory_directory, owned_memory  # noqa: E402
 
 SIDE = 1024
 
@@ -40,16 +46,26 @@ def main() -> None:
     state = _state(options.state_mb << 20, options.device)
     specs = {name: TensorSpec(name, (SIDE, SIDE), "float32", 0, tuple(range(0, SIDE + 1, SIDE // 8))) for name in state}
     layout = Layout(specs, {"node/0": frozenset(shard for spec in specs.values() for shard in spec.shards)})
-    directory = Path(tempfile.mkdtemp(dir=options.directory))
-    writer = SnapshotWriter(directory, "node/0", layout, 1)
-    try:
-        result = _measure(options, state, writer)
-    finally:
-        writer.close()
-        shutil.rmtree(directory)
+    with _directory(options.directory) as directory:
+        writer = SnapshotWriter(directory, "node/0", layout, 1)
+        try:
+            result = _measure(options, state, writer)
+        finally:
+            writer.close()
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+@contextmanager
+def _directory(on_disk: Path | None) -> Iterator[Path]:
+    """Where the snapshots go: it is removed afterwards; host memory also where this process is killed."""
+    if on_disk is not None:
+        with tempfile.TemporaryDirectory(dir=on_disk) as name:
+            yield Path(name)
+        return
+    with owned_memory():
+        yield memory_directory(Path("snapshot_overhead"))
 
 
 def _options() -> argparse.Namespace:
@@ -58,7 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--step-s", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--directory", default="/dev/shm")
+    parser.add_argument("--directory", type=Path, help="one on a disk; default: host memory")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

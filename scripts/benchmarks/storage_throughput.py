@@ -18,10 +18,11 @@ import os
 import platform
 import re
 import subprocess
-import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -87,8 +88,10 @@ def _serve(pipe: Connection, path: str, latency_s: float) -> None:
     _Handler.path_of_data, _Handler.latency_s = path, latency_s
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     pipe.send(server.server_address[1])
-    server.serve_forever()
+    with suppress(EOFError):
+        pipe.recv()  # nothing comes: it ends with whoever started it
 
 
 def _boto3_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
@@ -184,6 +187,19 @@ def _where() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def data_in_memory(num_bytes: int) -> Iterator[str]:
+    """A path to a file of host memory that has no name of its own: it goes with this process, however that ends."""
+    descriptor = os.memfd_create("storage_throughput")
+    try:
+        block = os.urandom(1 << 20)
+        for at in range(0, num_bytes, len(block)):
+            os.pwrite(descriptor, block[: num_bytes - at], at)
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=512)
@@ -191,12 +207,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(AWS_ACCESS_KEY_ID="testing", AWS_SECRET_ACCESS_KEY="testing", AWS_DEFAULT_REGION="us-east-1")
     num_bytes, where = args.mib << 20, _where()
-    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.NamedTemporaryFile(dir=shared) as file:
-        file.write(os.urandom(1 << 20) * args.mib)
-        file.flush()
+    with data_in_memory(num_bytes) as path:
         cases = [(latency_s, concurrency) for latency_s in (0.0, 0.1) for concurrency in (1, 8)]
-        rows = [row for case in cases for row in _compare(file.name, num_bytes, *case)]
+        rows = [row for case in cases for row in _compare(path, num_bytes, *case)]
     document = {"what": "S3 client throughput, boto3 against pyarrow", "num_bytes": num_bytes, "part_bytes": PART_BYTES}
     document |= {"where": where, "results": rows}
     if args.out:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.exact_job import Reference, train_alone
+from tests.harness.host_memory import memory_directory
 from tests.harness.remote_process import server_address
 
 
@@ -32,6 +32,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """Host memory for this test's snapshots."""
-    path = Path("/dev/shm") / f"autohet-faults-{os.getpid()}-{tmp_path.name}"
+    path = memory_directory(tmp_path)
     yield path
     shutil.rmtree(path, ignore_errors=True)

@@ -19,6 +19,7 @@ from recovery.holdings import Source
 from recovery.layout import ShardId, TensorSpec
 from recovery.snapshot import SnapshotWriter, file_name, remove_older
 from recovery.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
+from tests.harness.host_memory import memory_directory
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
 WORKER = "node/0"
@@ -349,7 +350,7 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
 
 
 def test_populating_maps_every_page_and_stops_when_told(tmp_path: Path) -> None:
-    directory = Path("/dev/shm") / f"autohet-test-{os.getpid()}-populate"  # pages of a disk's file are mapped anyhow
+    directory = memory_directory(Path("populate"))  # pages of a disk's file are mapped anyhow
     spec = TensorSpec("w", (1 << 20,), "float32")
     try:
         for give_up, mapped_kb in ((lambda: True, 8), (lambda: False, 4096)):
