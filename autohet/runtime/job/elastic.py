@@ -41,8 +41,6 @@ class Timeouts:
 
     step_s: float
     """A collective, a send, a receive, a whole step."""
-    heartbeat_interval_s: float
-    """Between two signs of life of a worker."""
     heartbeat_s: float
     """Silence after which a worker counts as dead or frozen."""
     suspicion_s: float
@@ -132,7 +130,6 @@ class ElasticSection:
         heartbeat = self.heartbeat_timeout_s or step / 6
         return Timeouts(
             step_s=step,
-            heartbeat_interval_s=min(1.0, heartbeat / 5),
             heartbeat_s=heartbeat,
             suspicion_s=min(3.0, 0.3 * heartbeat),
             node_silence_s=max(0.6 * heartbeat, min(heartbeat, 5.0)),

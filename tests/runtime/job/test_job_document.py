@@ -1,12 +1,25 @@
 """The job document: what it takes, what it refuses, and what its refusals say."""
 
 import pickle
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autohet.runtime.job import DataSection, ElasticSection, EmulationSection, Job, TrainingSection
+from autohet.runtime.job import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    EmulationSection,
+    Job,
+    ModelSection,
+    ParallelismSection,
+    ScriptedEvent,
+    Timeouts,
+    TrainingSection,
+)
 from autohet.runtime.job.emulated_profile import emulated_profile
 from planner.errors import ConfigError
 from planner.profile import ProfileKey
@@ -162,7 +175,6 @@ def test_time_outs_follow_the_step_unless_given() -> None:
     assert (derived.worker_start_s, derived.transfer_s, derived.checkpoint_s) == (360, 600, 1200)
     given = ElasticSection(step_timeout_s=120, heartbeat_timeout_s=3, transfer_timeout_s=7).timeouts()
     assert (given.heartbeat_s, given.transfer_s) == (3, 7)
-    assert given.heartbeat_interval_s < given.heartbeat_s / 2
     assert ElasticSection(step_timeout_s=60).arrivals_debounce_s == 2
     assert ElasticSection(debounce_s=0).arrivals_debounce_s == 0
 
@@ -181,3 +193,39 @@ def test_emulated_profile_is_as_fast_as_its_speeds_say() -> None:
     assert fast[2].forward_s == pytest.approx(slow[1].forward_s)
     split = table.layers(ProfileKey("m", "A10G", "fp32", 16, 2))["block"]
     assert slow[1].forward_s / 2 < split[1].forward_s < slow[1].forward_s
+
+
+def readers(name: str) -> list[str]:
+    """Files of the product that read an attribute of this name, those left out that only say what may be in it."""
+    root = Path(__file__).parents[3]
+    files = [f for f in (root / "autohet").rglob("*.py") if f.name not in ("elastic.py", "sections.py")]
+    return [str(f) for f in files if re.search(rf"\.{name}\b", f.read_text())]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        TrainingSection,
+        ModelSection,
+        DataSection,
+        CheckpointSection,
+        EmulationSection,
+        ParallelismSection,
+        ScriptedEvent,
+        Timeouts,
+    ],
+)
+def test_every_option_is_acted_upon(section: type) -> None:
+    assert [f.name for f in fields(section) if not readers(f.name)] == []
+
+
+def test_every_elastic_option_is_acted_upon() -> None:
+    """Time-outs by way of `Timeouts`, whose every field is read too."""
+    names = {f.name for f in fields(ElasticSection)}
+    given = {name for name in names if name.endswith("_timeout_s")}
+    assert [name for name in names - given if name != "debounce_s" and not readers(name)] == []
+    plain = ElasticSection(step_timeout_s=60)
+    for name in given:
+        assert replace(plain, **{name: 7.0}).timeouts() != plain.timeouts(), name
+    assert replace(plain, debounce_s=7.0).arrivals_debounce_s == 7.0
+    assert readers("arrivals_debounce_s")
