@@ -350,7 +350,7 @@ def signals(workforce: RayWorkforce) -> Iterator[None]:
         if workforce.stop_reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         workforce.stop_reason = signal.Signals(number).name
-        logger.info("%s: stopping after this step, with a checkpoint", workforce.stop_reason)
+        logger.info("%s: stopping once the newest step is committed; Ctrl-C again ends at once", workforce.stop_reason)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

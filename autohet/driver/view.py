@@ -84,8 +84,9 @@ def status_line(controller: Controller, seen: Observation) -> str:
     shown = " + ".join(f"{count} {gpu_type}" for gpu_type, count in sorted(fleet.items())) or "no GPUs"
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     speed = "-" if not status["tokens_per_s"] else f"{status['tokens_per_s']:,.0f}"
-    reason = f" ({status['reason']})" if status["reason"] else ""
-    return f"step {status['step']}/{status['steps']}  loss {loss}  {speed} tokens/s  {shown}  {status['state']}{reason}"
+    state, reason = status["state"], status["reason"]
+    doing = reason if reason.startswith(state) else f"{state} ({reason})" if reason else state
+    return f"step {status['step']}/{status['steps']}  loss {loss}  {speed} tokens/s  {shown}  {doing}"
 
 
 def plan_table(proposal: Proposal, measured_s: float | None = None) -> Table:
