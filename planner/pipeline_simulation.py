@@ -7,6 +7,7 @@ the backwards that remain.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -69,45 +70,45 @@ def run_1f1b(
     forward: Sequence[float], backward: Sequence[float], send_forward: Sequence[float], send_backward: Sequence[float],
     num_microbatches: int, transfers: Transfers,
 ) -> tuple[list[list[float]], list[list[float]]]:  # fmt: skip
-    """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands of times.
-
-    A stage goes forward while fewer microbatches are in flight than stages are left (itself included), else backward. The dependency
-    graph is acyclic, so a sweep that takes each stage's next action whenever its input is known ends, and the order in which
-    stages are swept does not change any time.
-    """
+    """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands of times."""
     depth, k = len(forward), num_microbatches
     before_f, before_b = [0.0, *send_forward, 0.0], [0.0, *send_backward, 0.0]  # boundary s lies before stage s
     wait = 1.0 if transfers != "none" else 0.0
     travel, hold = 1.0 - wait, 1.0 if transfers == "both" else 0.0
+    travel_f, travel_b = [travel * seconds for seconds in before_f], [travel * seconds for seconds in before_b]
+    wait_f, wait_b = [wait * seconds for seconds in before_f], [wait * seconds for seconds in before_b]
+    hold_f, hold_b = [hold * seconds for seconds in before_f], [hold * seconds for seconds in before_b]
     done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
-    free, next_f, next_b = [0.0] * depth, [0] * depth, [0] * depth
-    todo = list(range(depth - 1, -1, -1))
-    while todo:
-        s = todo.pop()
-        f, b = next_f[s], next_b[s]
-        while f < k or b < k:
-            if f < k and f - b < depth - s:
-                if s and f >= next_f[s - 1]:
-                    break
-                ready = done_f[s - 1][f] + travel * before_f[s] if s else 0.0
-                at = (ready if ready > free[s] else free[s]) + wait * before_f[s] + forward[s]
-                done_f[s][f] = at
-                free[s] = at + hold * before_f[s + 1]
-                f += 1
-                if s + 1 < depth:
-                    todo.append(s + 1)
-            else:
-                if s + 1 < depth and b >= next_b[s + 1]:
-                    break
-                ready = done_b[s + 1][b] + travel * before_b[s + 1] if s + 1 < depth else done_f[s][b]
-                at = (ready if ready > free[s] else free[s]) + wait * before_b[s + 1] + backward[s]
-                done_b[s][b] = at
-                free[s] = at + hold * before_b[s]
-                b += 1
-                if s:
-                    todo.append(s - 1)
-            next_f[s], next_b[s] = f, b
+    free, last = [0.0] * depth, depth - 1
+    for s, i in zip(*_actions(depth, k), strict=True):
+        start = free[s]
+        if i >= 0:
+            if s and (ready := done_f[s - 1][i] + travel_f[s]) > start:
+                start = ready
+            done_f[s][i] = end = start + wait_f[s] + forward[s]
+            free[s] = end + hold_f[s + 1]
+        else:
+            if s < last and (ready := done_b[s + 1][~i] + travel_b[s + 1]) > start:
+                start = ready
+            done_b[s][~i] = end = start + wait_b[s + 1] + backward[s]
+            free[s] = end + hold_b[s]
     return done_f, done_b
+
+
+@lru_cache(maxsize=64)
+def _actions(depth: int, k: int) -> tuple[list[int], list[int]]:
+    """(stage, microbatch) of every action in an order in which each comes after those that it waits for; ~microbatch: backward.
+
+    The order of a lockstep in which every action takes one slot. Stage s of P goes forward in slots s, s + 1, ... until P - s
+    microbatches are in flight, then backward in slots 2P - 1 - s, 2P + 1 - s, ... and forward in those between.
+    """
+    stage, microbatch = np.arange(depth)[:, None], np.arange(k)[None, :]
+    forward = np.where(microbatch < depth - stage, stage + microbatch, stage + 2 * microbatch)
+    backward = 2 * depth - 1 - stage + 2 * microbatch
+    order = np.argsort(np.concatenate([forward.ravel(), backward.ravel()]), kind="stable")
+    stages = np.tile(np.repeat(np.arange(depth), k), 2)[order]
+    number = np.tile(np.arange(k), depth)
+    return stages.tolist(), np.concatenate([number, ~number])[order].tolist()
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:

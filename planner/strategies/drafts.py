@@ -31,6 +31,16 @@ class Draft:
     pipelines: tuple[tuple[Shape, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One microbatch's seconds through a pipeline, the bottleneck's, and each stage's: all, and what the warm-up hides."""
+
+    fill_s: float
+    period_s: float
+    busy_s: list[float]
+    hidden_s: list[float]
+
+
 class Estimator:
     """Seconds of pipelines and drafts by the tables; remembers what it has computed."""
 
@@ -38,6 +48,7 @@ class Estimator:
         self.tables = tables
         self._times: dict[tuple[Shape, int], float] = {}
         self._ends: dict[Shape, list[float]] = {}
+        self._ways: dict[Shape, _Way] = {}
         self._stages: dict[Shape, tuple[list[float], list[float], list[float]]] = {}
         self.evaluated = 0
 
@@ -72,7 +83,7 @@ class Estimator:
     def _time(self, shape: Shape, microbatches: int) -> float:
         forward, backward, send = self.stages(shape)
         if not self.tables.overlaps_warmup:
-            return (microbatches - 1) * self._period(shape) + sum(forward) + sum(backward) + sum(self._tolls(shape))
+            return self.quick_s(shape, microbatches)
         near = self._near(shape)
         if microbatches <= near:
             return max(_simulate(forward, backward, send, microbatches, self.tables.transfers))
@@ -90,14 +101,25 @@ class Estimator:
 
     def quick_s(self, shape: Shape, microbatches: int) -> float:
         """A lower bound of `pipeline_s`, by the inequality of `Columns.microbatches_in` for every stage."""
-        forward, backward, _ = self.stages(shape)
-        tolls, share = self._tolls(shape), self.tables.boundary_share
-        whole = sum(forward) + sum(backward) + sum(tolls)
-        k, depth = microbatches - 1, len(forward)
+        way, k = self._way(shape), microbatches - 1
         if not self.tables.overlaps_warmup:
-            return whole + k * self._period(shape)
-        hidden = [min(k, depth - 1 - s) * (f + share * t) for s, (f, t) in enumerate(zip(forward, tolls))]
-        return whole + max(k * (f + b + 2 * share * t) - h for f, b, t, h in zip(forward, backward, tolls, hidden))
+            return way.fill_s + k * way.period_s
+        last = len(way.busy_s) - 1
+        return way.fill_s + max(
+            [k * busy - (k if k < last - s else last - s) * way.hidden_s[s] for s, busy in enumerate(way.busy_s)]
+        )
+
+    def _way(self, shape: Shape) -> "_Way":
+        """What `quick_s` and `affine` need, computed once."""
+        known = self._ways.get(shape)
+        if known is None:
+            forward, backward, _ = self.stages(shape)
+            tolls, share = self._tolls(shape), self.tables.boundary_share
+            busy = [f + b + 2 * share * t for f, b, t in zip(forward, backward, tolls)]
+            hidden = [f + share * t for f, t in zip(forward, tolls)]
+            known = _Way(sum(forward) + sum(backward) + sum(tolls), max(busy), busy, hidden)
+            self._ways[shape] = known
+        return known
 
     def sync_s(self, draft: Draft) -> float:
         """Estimated seconds after the pipelines end."""
@@ -144,8 +166,8 @@ class Estimator:
 
     def affine(self, shape: Shape) -> tuple[float, float]:
         """(seconds of the first microbatch, seconds of each further one) in the steady state."""
-        forward, backward, _ = self.stages(shape)
-        return sum(forward) + sum(backward) + sum(self._tolls(shape)), self._period(shape)
+        way = self._way(shape)
+        return way.fill_s, way.period_s
 
     def _tolls(self, shape: Shape) -> list[float]:
         """Seconds of boundaries charged to each stage: half of each of its neighbours'."""
@@ -156,20 +178,21 @@ class Estimator:
         tolls[-1] *= last
         return tolls
 
-    def _period(self, shape: Shape) -> float:
-        forward, backward, _ = self.stages(shape)
-        tolls, share = self._tolls(shape), 2 * self.tables.boundary_share
-        return max(f + b + share * t for f, b, t in zip(forward, backward, tolls))
-
     def most_in(self, shape: Shape, seconds: float) -> int:
         """The most microbatches that the pipeline completes in so many seconds."""
-        fill, period = self.affine(shape)
-        guess = max(0, int((seconds - fill) / period) + 1) if seconds >= fill else 0
+        guess = self._guess(shape, seconds)
         while self.pipeline_s(shape, guess + 1) <= seconds:
             guess += 1
         while guess > 0 and self.pipeline_s(shape, guess) > seconds:
             guess -= 1
         return guess
+
+    def _guess(self, shape: Shape, seconds: float) -> int:
+        """Microbatches in so many seconds by the steady state, from the number at which it is reached."""
+        way, near = self._way(shape), self._near(shape)
+        if self.tables.overlaps_warmup and seconds > (known := self.pipeline_s(shape, near)):
+            return near + int((seconds - known) / way.period_s)
+        return max(0, int((seconds - way.fill_s) / way.period_s) + 1) if seconds >= way.fill_s else 0
 
 
 def _simulate(

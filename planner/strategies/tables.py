@@ -193,10 +193,16 @@ class Tables:
 
     def memory_bytes(self, row: int, start: int, end: int, in_flight: int) -> float:
         """Bytes a worker of a stage of layers [start, end)."""
-        r = self.rows[row]
-        kept = r.state_bytes[start:end].sum() + in_flight * r.activation_bytes[start:end].sum()
+        r, (state, activations) = self.rows[row], self._memory_sums[row]
+        kept = state[end] - state[start] + in_flight * (activations[end] - activations[start])
         tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
-        return float(kept + r.fixed_bytes - tied)
+        return kept + r.fixed_bytes - tied
+
+    @cached_property
+    def _memory_sums(self) -> list[tuple[list[float], list[float]]]:
+        """State and activation bytes of the first i layers of each row, as plain floats: searches ask thousands of times."""
+        sums = _sums([row.state_bytes for row in self.rows]), _sums([row.activation_bytes for row in self.rows])
+        return [(state.tolist(), kept.tolist()) for state, kept in zip(*sums, strict=True)]
 
 
 def _sums(per_row: list[Floats]) -> Floats:
