@@ -11,7 +11,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
 from planner.cost import CostModel, Prediction
-from planner.errors import ConfigError
+from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.replan import MigrationCost, replan
 from planner.strategies import Answer, Request, plan_with
@@ -81,11 +81,24 @@ class Planning:
         if fixed is not None:
             return fixed
         request = self.request(fleet, cost)
-        if not redundant:
+        if redundant:
+            self._require_nodes(fleet)
+        else:
             request = replace(request, min_node_disjoint_holders=1)
         if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
             return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
         return self._replan(current, request, cost)
+
+    def _require_nodes(self, fleet: Fleet) -> None:
+        """In the job's words, before a search would say it in its own."""
+        wishes, num_nodes = self.job.parallelism, sum(bool(node.workers) for node in fleet.nodes)
+        wanted = max(wishes.redundancy, wishes.min_pipelines)
+        if num_nodes < wanted:
+            name = "min_pipelines" if wishes.min_pipelines == wanted else "redundancy"
+            raise InfeasibleError(
+                f"parallelism.{name} is {wanted}, so that each layer needs as many nodes, and the fleet has {num_nodes}: lower"
+                " it, or add nodes"
+            )
 
     def _replan(self, current: Proposal, request: Request, cost: CostModel) -> Proposal:
         """By the useful work until the fleet is expected to change again, the move's cost taken off."""

@@ -126,3 +126,12 @@ def test_the_death_of_a_busy_node_is_told_once():
     workforce.kill(busy[0])
     run(controller, lambda: bool(controller.summary()["reconfigurations"]))
     assert [e["nodes"] for e in controller.events.records if e["kind"] == "death"] == [[busy[0]]]
+
+
+def test_a_wait_for_want_of_nodes_names_the_jobs_own_option():
+    controller, workforce = make(nodes=2)
+    run(controller, trained(controller, 5))
+    workforce.kill("small-1")
+    run(controller, lambda: bool(waits(controller)))
+    assert "parallelism.min_pipelines is 2" in waits(controller)[-1]
+    assert "the fleet has 1" in waits(controller)[-1]
