@@ -100,7 +100,8 @@ class Durable:
         try:
             work()
         except (RecoveryError, OSError) as error:
-            logger.warning("The checkpoint storage failed: %s", error)
+            # Its text, since the error itself holds on to an open connection wherever the record is kept.
+            logger.warning("The checkpoint storage failed: %s", str(error))
             with self._lock:
                 generation, step = attempt or (None, None)
                 self._state = replace(self._state, error=str(error), error_step=step, error_generation=generation)

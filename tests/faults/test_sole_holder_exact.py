@@ -43,9 +43,10 @@ def copies_on(memory: Path, node: str) -> set[str]:
     return {path.name.split("%")[0] for path in (memory / "run" / node).glob("*pushed*.snapshot")}
 
 
-def test_an_only_holder_is_killed(scene: Scene, tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize("mode", ["kill", "freeze"])
+def test_an_only_holder_is_killed_or_frozen(mode: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
     events = Interference()
-    events.when(replicated, lambda run, seen: run.fleet.kill_node("b"))
+    events.when(replicated, lambda run, seen: run.harm(mode, "b"))
     events.when(in_generation(2), lambda run, seen: None)
     result = run_through(scene, tmp_path, memory, events)
     (change,) = result.summary["reconfigurations"]

@@ -14,6 +14,7 @@ import pytest
 from autohet.driver.observation import Observation
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job
+from tests.harness.fault_points import FaultPoint
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
@@ -128,7 +129,7 @@ def first_life(scene: Scene, directory: Path, memory: Path, uri: str, stop_at: i
 
 
 @pytest.mark.parametrize(
-    "mode", ["flipped", *(pytest.param(mode, marks=SLOW) for mode in ("truncated", "errors", "throttled"))]
+    "mode", ["flipped", *(pytest.param(mode, marks=SLOW) for mode in ("truncated", "errors", "throttled", "slow"))]
 )
 def test_another_fleet_reads_s3_that_misbehaves(
     mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
@@ -142,9 +143,44 @@ def test_another_fleet_reads_s3_that_misbehaves(
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run(DEADLINE_S)
     assert proxy.data_reads
-    assert proxy.refused > 0
+    assert mode == "slow" or proxy.refused > 0
     proxy.mode = "good"
     assert result.summary["first_step"] == before.summary["steps"]
+    check(scene, uri, before.events + result.events, result)
+
+
+@pytest.mark.parametrize("fault", [pytest.param("unreachable", marks=SLOW), "worker"])
+def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
+    fault: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Worker b/0 stands before its part of the restore: then S3 is away until the next attempt, or b/0 dies."""
+    uri = storage_of(tmp_path)
+    before = first_life(scene, tmp_path, memory, uri, 9)
+    shutil.rmtree(memory)
+    shutil.rmtree(tmp_path / "disk")
+    generation = before.summary["generations"] + 1
+    point = FaultPoint("restore", "b/0", generation=generation)
+    proxy.data_reads.clear()
+
+    def strike(arrived: FaultPoint) -> None:
+        if fault == "worker":
+            run.fleet.kill_worker("b/0")
+            return
+        proxy.mode = "unreachable"
+        run.fleet.open_gate(arrived)
+
+    events = Interference()
+    events.when(in_generation(generation + 1), becomes(proxy, "good"))
+    with nothing_left(memory):
+        run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
+        run.fleet.points, run.fleet.act = (point,), strike
+        result = run.run(DEADLINE_S, events)
+    assert not events.events, result.reason
+    assert proxy.data_reads
+    assert fault == "worker" or proxy.refused > 0
+    assert result.summary["first_step"] == before.summary["steps"], (
+        "from the same checkpoint, and no step is drawn anew"
+    )
     check(scene, uri, before.events + result.events, result)
 
 
@@ -181,6 +217,38 @@ def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Pat
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
     assert result.summary["steps_lost"] <= EVERY
+
+
+@pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
+@pytest.mark.parametrize("which", ["the newest", "all"])
+def test_a_damaged_copy_at_a_peer(which: str, how: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """A node dies that alone held its layers; of the copies that its peers have, the newest or all are damaged. What is used is
+    whole: an older round's, or the newest checkpoint's shards of that node.
+    """
+    events, every = Interference(), 2 * EVERY
+
+    def copies() -> list[Path]:
+        found = [path for node in ("c", "e") for path in (memory / "run" / node).glob("b%2F0.*pushed*.snapshot")]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+    def strike(run: StruckRun, seen: Observation) -> None:
+        run.fleet.freeze_node("b")
+        damage(copies() if which == "all" else copies()[-1:], how)
+        run.fleet.kill_node("b")
+
+    events.when(lambda run, seen: trains_at(every + 1)(run, seen) and bool(copies()), strike)
+    events.when(in_generation(2), lambda run, seen: None)
+    with nothing_left(memory):
+        run = start_run(
+            scene, tmp_path, memory, nodes={"b": 1, "c": 1, "e": 1}, plan=CHAIN, checkpoint={"every_steps": every}
+        )
+        result = run.run(DEADLINE_S, events)
+    assert not events.events, result.reason
+    check(scene, str(tmp_path / "checkpoints"), result.events, result)
+    changes = result.summary["reconfigurations"]
+    assert changes[0]["step"] >= every, "not further back than to the newest checkpoint"
+    if which == "all":
+        assert sum(change["bytes_by_tier"]["s3"] for change in changes) > 0, "nothing else holds them"
 
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=SLOW)])
