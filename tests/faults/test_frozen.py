@@ -8,29 +8,24 @@ import pytest
 
 from autohet.driver.observation import Observation
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import STEPS, differing_shards, exact_job
-from tests.harness.leaks import nothing_left
+from tests.faults.test_sequences import nothing_lost, run_through
 from tests.harness.local_fleet import Interference, in_generation, trains_at
-from tests.harness.struck_run import Result, StruckRun, losses_by_step
+from tests.harness.struck_run import Result, StruckRun
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 RAY_NOTICES_S = 64.0  # after which Ray tells that a node is silent, by default
 SLOW_S = 4.5  # beyond the silence that makes a worker suspect
 
 
-def run_through(scene: Scene, directory: Path, memory: Path, events: Interference) -> Result:
+def ray_is_patient(run: StruckRun) -> None:
+    run.fleet.silent_node_s = RAY_NOTICES_S
+
+
+def run_with_defaults(scene: Scene, directory: Path, memory: Path, events: Interference) -> Result:
+    """Bit-equal to the end and nothing lost, under the heartbeat that a job has by default."""
     elastic = {"step_timeout_s": 60, "heartbeat_timeout_s": None}
-    job = exact_job(directory, scene.shared, memory, elastic=elastic)
-    with nothing_left(memory):
-        run = StruckRun(job, directory)
-        run.fleet.silent_node_s = RAY_NOTICES_S
-        result = run.run(60.0, events)
-    assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    assert result.ok, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
-    assert result.summary["steps_lost"] == 0
-    assert sum(change["bytes_by_tier"]["s3"] for change in result.summary["reconfigurations"]) == 0
+    result = run_through(scene, directory, memory, events, ray_is_patient, elastic=elastic)
+    nothing_lost(result)
     return result
 
 
@@ -45,7 +40,7 @@ def test_the_frozen_are_known_before_the_heartbeat_is_over(
     events = Interference()
     events.when(trains_at(6), lambda run, seen: run.harm("freeze", victim))
     events.when(in_generation(2), lambda run, seen: None)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_with_defaults(scene, tmp_path, memory, events)
     deaths = [event for event in result.events if event["kind"] == "death"]
     assert len(deaths) == 1
     assert why in deaths[0]["reason"]
@@ -67,6 +62,6 @@ def test_the_slow_are_waited_for(whole_node: bool, scene: Scene, tmp_path: Path,
 
     events = Interference()
     events.when(trains_at(6), slow_down)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_with_defaults(scene, tmp_path, memory, events)
     assert result.summary["generations"] == 1
     assert [event for event in result.events if event["kind"] == "death"] == []

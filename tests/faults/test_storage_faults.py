@@ -128,6 +128,14 @@ def first_life(scene: Scene, directory: Path, memory: Path, uri: str, stop_at: i
     return result
 
 
+def only_storage_is_left(scene: Scene, directory: Path, memory: Path, uri: str) -> Result:
+    """A run was stopped; then all of its nodes went, with their memories and disks."""
+    before = first_life(scene, directory, memory, uri, 9)
+    shutil.rmtree(memory)
+    shutil.rmtree(directory / "disk")
+    return before
+
+
 @pytest.mark.parametrize(
     "mode", ["flipped", *(pytest.param(mode, marks=SLOW) for mode in ("truncated", "errors", "throttled", "slow"))]
 )
@@ -136,9 +144,7 @@ def test_another_fleet_reads_s3_that_misbehaves(
 ) -> None:
     """All nodes are gone with their memories and disks; the first body of the new fleet's reads is damaged, or requests fail."""
     uri = storage_of(tmp_path)
-    before = first_life(scene, tmp_path, memory, uri, 9)
-    shutil.rmtree(memory)
-    shutil.rmtree(tmp_path / "disk")
+    before = only_storage_is_left(scene, tmp_path, memory, uri)
     proxy.mode = mode
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run(DEADLINE_S)
@@ -155,9 +161,7 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
 ) -> None:
     """Worker b/0 stands before its part of the restore: then S3 is away until the next attempt, or b/0 dies."""
     uri = storage_of(tmp_path)
-    before = first_life(scene, tmp_path, memory, uri, 9)
-    shutil.rmtree(memory)
-    shutil.rmtree(tmp_path / "disk")
+    before = only_storage_is_left(scene, tmp_path, memory, uri)
     generation = before.summary["generations"] + 1
     point = FaultPoint("restore", "b/0", generation=generation)
     proxy.data_reads.clear()
