@@ -189,7 +189,7 @@ def _number(labels: Mapping[str, str], label: str, name: str, *, zero: bool = Fa
         value = -1.0
     if not (0.0 < value < float("inf") or (zero and value == 0.0)):
         raise ConfigError(
-            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be a positive number, not '{text}'"
+            f"label '{LABEL_PREFIX}{label}' of node type '{name}' must be a positive number{' or 0' * zero}, not '{text}'"
         )
     return value
 
@@ -215,13 +215,13 @@ def cluster_from_yaml(path: str | Path) -> Cluster:
         raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
-    return cluster_from_document(document)
+    return cluster_from_document(document, f"cluster '{path}'")
 
 
-def cluster_from_document(document: object) -> Cluster:
+def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     """The node types with GPUs of a Ray cluster-launcher document."""
-    top = read_mapping(document, "cluster")
-    _check_top(top)
+    top = read_mapping(document, where)
+    check_keys(top, where, _TOP_KEYS, frozenset({"cluster_name", "available_node_types"}))
     types = read_mapping(top["available_node_types"], "available_node_types")
     head = top.get("head_node_type")
     limit = top.get("max_workers", 2)
@@ -230,7 +230,8 @@ def cluster_from_document(document: object) -> Cluster:
     ]
     with_gpus = tuple(kind for kind in found if kind is not None and kind.num_gpus > 0 and kind.max_nodes > 0)
     if not with_gpus:
-        raise ConfigError("no node type of the cluster has GPUs and max_workers above 0")
+        unknown = "".join(f"; {text}" for text in (_unknown_instance(name, types[name]) for name in types) if text)
+        raise ConfigError(f"no node type of {where} has GPUs and max_workers above 0{unknown}")
     return Cluster(name=str(top["cluster_name"]), node_types=with_gpus)
 
 
@@ -244,8 +245,15 @@ _TOP_KEYS = frozenset({
 })  # fmt: skip
 
 
-def _check_top(top: Mapping[str, Any]) -> None:
-    check_keys(top, "cluster", _TOP_KEYS, frozenset({"cluster_name", "available_node_types"}))
+def _unknown_instance(name: str, entry: Mapping[str, Any]) -> str:
+    """Why a node type may have GPUs and nobody knows."""
+    instance = (entry.get("node_config") or {}).get("InstanceType")
+    if instance in instance_types() or "GPU" in (entry.get("resources") or {}):
+        return ""
+    named = f"instance type '{instance}' of '{name}' is not in the catalogue of GPU instances" if instance else (
+        f"'{name}' names no instance type"
+    )  # fmt: skip
+    return f"{named}, so its GPUs would have to be said under resources"
 
 
 def _node_type(

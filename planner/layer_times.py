@@ -154,6 +154,10 @@ class LayerTimeModel:
         else:
             forward, backward = self._unmeasured(gpu_type, tp_degree, microbatch, name, layer, notes)
             update = None
+        if update is None and (elsewhere := self._measured_degree(gpu_type, tp_degree, name)) is not None:
+            degree, others = elsewhere
+            share = layer.parameters_per_worker(tp_degree) / max(layer.parameters_per_worker(degree), 1)
+            update = next((p.update_s * share for _, p in sorted(others.items()) if p.update_s is not None), None)
         if update is None:
             update = estimate_update_s(gpu_type, layer, tp_degree, self.parameters)
             notes.append(f"optimizer of {kind} on {gpu_type}: from memory bandwidth")

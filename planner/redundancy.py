@@ -83,7 +83,8 @@ def require_disjoint_holders(plan: Plan, fleet: Fleet, num_layers: int, wanted: 
     for shard, held in holders_by_shard(plan, fleet, num_layers).items():
         if len(held) < wanted:
             raise InfeasibleError(
-                f"layer {shard} lies on {len(held)} node ({', '.join(sorted(held))}), but min_node_disjoint_holders is {wanted}"
+                f"layer {shard} lies on {len(held)} node ({', '.join(sorted(held))}), but {wanted} are asked for"
+                " (min_pipelines or redundancy)"
             )
 
 

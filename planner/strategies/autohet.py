@@ -223,7 +223,10 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
     wanted = request.min_node_disjoint_holders
     if wanted > len(request.fleet.nodes):
         count = len(request.fleet.nodes)
-        return f"min_node_disjoint_holders is {wanted}, but the fleet has {count} nodes, {wanted - count} too few"
+        return (
+            f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the fleet has {count},"
+            f" {wanted - count} too few"
+        )
     if request.max_usd_per_hour is not None:
         prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
         if prices and min(prices) > request.max_usd_per_hour:

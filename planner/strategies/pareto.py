@@ -12,6 +12,7 @@ from planner.strategies.request import Answer, Request
 Search = Callable[[Request], Answer]
 SHARE = 4.0  # of an equal share of the time left: most searches end well before their limit
 MIN_SEARCH_S = 0.2
+_EXPLAINED = 24  # fleets looked at to say by how much a price limit is too low
 
 
 def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> list[Answer]:
@@ -33,7 +34,7 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
         left_s = request.time_limit_s - (request.clock() - begin)
         if left_s <= 0 and answers:
             break
-        price = sum(node.node_type.usd_per_hour or 0.0 for node in fleet.nodes)
+        price = _usd_per_hour(fleet)
         if request.max_usd_per_hour is not None and price > request.max_usd_per_hour:
             continue
         try:
@@ -82,13 +83,36 @@ def search_objective(search: Search, request: Request) -> Answer:
             return search(request)
     front = pareto_front(search, request)
     if not front:
-        limit = request.max_usd_per_hour
-        text = f" for at most {limit:.2f} $/h" if limit is not None else ""
-        raise InfeasibleError(
-            f"no number of these nodes{text} can train the model; raise max_usd_per_hour or add nodes"
-        )
+        raise InfeasibleError(_why_none(search, request))
     if request.objective == "cost":
         best = min(front, key=lambda a: (a.prediction.usd_per_million_tokens or 0.0, a.prediction.step_time_s))
     else:
         best = front[0]
     return dataclasses.replace(best, front=tuple(front))
+
+
+def _why_none(search: Search, request: Request) -> str:
+    """That no fleet within the price trains the model, and the price of one that does."""
+    limit = request.max_usd_per_hour
+    if limit is None:
+        return "no number of these nodes can train the model; add nodes"
+    dearer = sorted((_usd_per_hour(fleet), i, fleet) for i, fleet in enumerate(fleets_up_to(request.fleet, _EXPLAINED)))
+    for price, _, fleet in dearer:
+        if price <= limit:
+            continue
+        try:
+            asked = dataclasses.replace(
+                narrowed(request, fleet), objective="time", max_usd_per_hour=None, time_limit_s=MIN_SEARCH_S
+            )
+            price = search(asked).prediction.usd_per_hour or price
+        except InfeasibleError:
+            continue
+        return (
+            f"no number of these nodes for at most {limit:.2f} $/h can train the model; the cheapest found that can costs {price:.2f} $/h,"
+            f" {price - limit:.2f} more"
+        )
+    return f"no number of these nodes can train the model, whatever max_usd_per_hour ({limit:.2f}); add nodes"
+
+
+def _usd_per_hour(fleet: Fleet) -> float:
+    return sum(node.node_type.usd_per_hour or 0.0 for node in fleet.nodes)

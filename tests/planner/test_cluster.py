@@ -82,7 +82,8 @@ def test_fleet_names_nodes_and_workers():
         (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/spot": "yes"}), "spot"),
         (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu-memory-gib": 16}), "string"),
         (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu-memory-gib": "much"}), "positive"),
-        (lambda d: d["available_node_types"].pop("gpu"), "no node type"),
+        (lambda d: d["available_node_types"].pop("gpu"), "no node type.*'m5.large' of 'head' is not in the catalogue"),
+        (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/usd-per-hour": "-1"}), "positive number or 0"),
     ],
 )
 def test_a_wrong_cluster_is_an_error_that_names_the_value(change, named):
@@ -105,6 +106,9 @@ def test_a_file_that_is_no_yaml_says_so(tmp_path):
         cluster_from_yaml(tmp_path / "c.yaml")
     with pytest.raises(ConfigError, match="cannot read"):
         cluster_from_yaml(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("[a]")
+    with pytest.raises(ConfigError, match=r"list\.yaml"):
+        cluster_from_yaml(tmp_path / "list.yaml")
 
 
 def test_every_instance_type_of_the_catalogue_has_a_known_device_and_price():

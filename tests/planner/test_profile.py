@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError
-from planner.layer_times import PointSplit, make_curve
+from planner.layer_times import LayerTimeModel, PointSplit, make_curve
 from planner.parameters import CostParameters
 from planner.profile import Measurement, ProfileTable, default_profile, read_profile, write_profile
+from tests.planner.cases import model
 
 ROW = {
     "model": "m", "gpu_type": "T4", "dtype": "fp16", "tp_degree": "1", "sequence_length": "8",
@@ -102,3 +103,20 @@ def test_the_bundled_measurements_are_whole():
     gpus = {m.gpu_type for m in table.measurements}
     assert {"T4", "P40", "P100", "V100-16", "A10G", "L4", "L40S", "A6000", "A100-40", "A100-80", "H100-NVL"} <= gpus
     assert all(m.forward_s > 0 and (m.backward_s or 0) > 0 for m in table.measurements)
+
+
+def test_an_update_measured_at_one_tp_degree_is_shared_out_at_another():
+    """No catalogue knows this GPU: nothing could be estimated from its memory bandwidth."""
+    spec = model()
+    rows = [
+        Measurement("tiny", "GPU of tomorrow", "fp32", 1, 128, size, layer, 0.1 * size, 0.2 * size, 0.4)
+        for size in (1, 2)
+        for layer in ("embedding", "block", "head")
+    ]
+    times = LayerTimeModel(
+        ProfileTable(rows), spec, "tiny", "fp32", 128, CostParameters(), False, lambda gpu, degree, size: 0.0
+    ).times("GPU of tomorrow", 2, 1)
+    block = spec.blocks[0]
+    share = block.parameters_per_worker(2) / block.parameters_per_worker(1)
+    assert times.update_s[1] == pytest.approx(0.4 * share)
+    assert 0.5 < share < 0.51

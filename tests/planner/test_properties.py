@@ -142,5 +142,5 @@ def test_an_empty_fleet_and_an_empty_batch_are_named(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"exhaustive"}))
 def test_a_price_below_the_cheapest_node_is_named(strategy: str) -> None:
     asked = request(fleet(("A100", 2, 1)), 4, model(4, width=64, vocab=1000), max_usd_per_hour=0.5)
-    with pytest.raises(InfeasibleError, match=r"0\.50 \$/h"):
+    with pytest.raises(InfeasibleError, match=r"0\.50 \$/h.*costs 1\.00 \$/h, 0\.50 more"):
         plan_with(strategy, asked)
