@@ -8,6 +8,7 @@ directory with it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ from typing import Any
 
 import ray
 import yaml
+from ray._private import services
 from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
@@ -62,7 +64,7 @@ class EmulatedFleet:
         """Start the head and `counts` (default: min_workers) nodes of each type; returns the address for
         `ray.init`.
         """
-        with _environment(HEALTH_CHECKS):
+        with _environment(HEALTH_CHECKS), _groups_of_their_own():
             self._cluster = LocalCluster(
                 initialize_head=True,
                 head_node_args={
@@ -99,7 +101,7 @@ class EmulatedFleet:
         name = name or f"{node_type}-{index}"
         resources = entry.get("resources", {})
         labels = {**{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")}, NAME_LABEL: name}
-        with _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}):
+        with _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}), _groups_of_their_own():
             ray_node = self._cluster.add_node(
                 wait=wait,
                 num_cpus=resources.get("CPU", 1),
@@ -171,6 +173,19 @@ def read_document(path: str | Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document")
     return document
+
+
+@contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Processes that Ray starts meanwhile are not in this one's group: what is sent to the group (by a terminal, `timeout`, a
+    service manager) would end the cluster before the newest step is committed, and the driver with it."""
+    module: Any = services
+    before = module.ConsolePopen
+    module.ConsolePopen = functools.partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = before
 
 
 @contextmanager

@@ -68,6 +68,18 @@ def test_once_commits_and_leaves_nothing(command: subprocess.Popen[str], tmp_pat
     assert not memory_directory(tmp_path).exists()
 
 
+def test_a_sigterm_to_the_whole_group_commits_too(command: subprocess.Popen[str], tmp_path: Path) -> None:
+    """As `timeout` and service managers send it: the emulated cluster must outlive it until the step is committed."""
+    until(lambda: num_steps(tmp_path) >= 3, "three steps", 90)
+    os.killpg(command.pid, signal.SIGTERM)
+    out, _ = command.communicate(timeout=40)
+    assert command.returncode == 1, (tmp_path / "stderr").read_text()
+    summary = json.loads(out)
+    assert summary["reason"] == "stopped by SIGTERM"
+    assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
+    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+
+
 def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:
     until(lambda: num_steps(tmp_path) >= 1, "a step", 90)
     command.send_signal(signal.SIGINT)
