@@ -159,6 +159,7 @@ def check_inputs(job: Job, cluster: Cluster | None) -> CheckpointInfo | None:
     planning = make_planning(job)
     if cluster is not None:
         check_paces(job, cluster)
+        check_min_workers(job, cluster)
         planning.propose(cluster.fleet(), None)
     return found
 
@@ -191,6 +192,16 @@ def _try_writing(storage: Storage) -> None:
     name = f"write-test-{secrets.token_hex(8)}"
     storage.put(name, b"autohet")
     storage.delete([name])
+
+
+def check_min_workers(job: Job, cluster: Cluster) -> None:
+    """A fleet that can never come is not waited for."""
+    most = sum(kind.num_gpus * kind.max_nodes for kind in cluster.node_types)
+    if job.elastic.min_workers > most:
+        raise ConfigError(
+            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has {most} GPUs at the most; lower"
+            " it, or raise max_workers"
+        )
 
 
 def check_paces(job: Job, cluster: Cluster) -> None:

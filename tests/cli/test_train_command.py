@@ -52,6 +52,7 @@ def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str
         ({"model": {"config": {"model_type": "nonesuch"}}}, ("nonesuch", "llama")),
         ({"checkpoint": {"storage": "ftp://host/path"}}, ("ftp",)),
         ({"training": {"steps": None}}, ("training.steps",)),
+        ({"elastic": {"min_workers": 50}}, ("elastic.min_workers is 50", "16 GPUs", "max_workers")),
         (
             {"elastic": {"script": [{"at_step": 3, "event": "death", "node_type": "smal"}]}},
             ("death at step 3", "'smal'", "small"),
@@ -81,6 +82,7 @@ def complaint(job: Path, cluster: Path | None, capsys: pytest.CaptureFixture[str
         "model type",
         "storage scheme",
         "no steps",
+        "workers for ever",
         "scripted node",
         "too long",
     ],
