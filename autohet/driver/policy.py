@@ -63,7 +63,7 @@ def workers_to_hire(observation: Observation) -> tuple[str, ...]:
 def shortage(num_ready: int, num_needed: int, num_starting: int) -> str:
     """What a job that waits for its fleet has, and what it needs."""
     starting = f" ({num_starting} more starting)" if num_starting else ""
-    return f"waiting for fleet: have {num_ready} workers, need {num_needed}{starting}"
+    return f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}; the job needs {num_needed}"
 
 
 def find_unfit(observation: Observation) -> dict[str, str]:

@@ -26,4 +26,4 @@ def test_a_run_that_made_no_step_says_why(tmp_path, capsys):
     assert main(["simulate", *FILES[:4], "--trace", str(trace), "--hours", "0.1", "--policies", "local_first"]) == 0
     out = capsys.readouterr().out
     assert f"SIMULATED: 0.1 hours of {trace}" in out
-    assert "local_first made no step: there were never the nodes" in out
+    assert "local_first made no step: Deciding to wait, since the fleet has 1 worker; the job needs 4" in out

@@ -59,10 +59,10 @@ def waits(controller):
 def test_a_wait_from_the_very_start_is_told_and_told_again_as_the_fleet_grows():
     controller, workforce = make(nodes=0, min_workers=3)
     run(controller, lambda: bool(waits(controller)), ticks=20)
-    assert "waiting for fleet: have 0 workers, need 3" in waits(controller)[0]
+    assert "the fleet has 0 workers; the job needs 3" in waits(controller)[0]
     workforce.join("small-0")
     run(controller, lambda: len(waits(controller)) == 2, ticks=20)
-    assert "have 1 workers, need 3" in waits(controller)[1]
+    assert "has 1 worker; the job needs 3" in waits(controller)[1]
     for _ in range(100):
         controller.tick()
     assert len(waits(controller)) == 2, "once for each size of the fleet"
@@ -83,7 +83,7 @@ def test_a_wait_is_shown_live(capsys, monkeypatch):
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == len(set(shown))
     for count in range(3):
-        assert any(f"have {count} workers, need 3" in line for line in shown), shown
+        assert any(f"has {count} worker{'s' * (count != 1)}; the job needs 3" in line for line in shown), shown
 
 
 def idle_and_busy(controller, workforce):
