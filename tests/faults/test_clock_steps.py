@@ -28,7 +28,8 @@ ray_cluster.head_address = lambda: "127.0.0.1"
 job = SimpleNamespace(elastic=ElasticSection())
 force = ray_workforce.RayWorkforce(job, "run", Mock(), None, worker_threads=1)
 now = force.clock()
-force._reports.answers = {"heard": Answer(now, heard_at=now), "starts": Answer(now)}
+said = SimpleNamespace(process_id=1)
+force._reports.answers = {"heard": Answer(now, value=said, heard_at=now), "starts": Answer(now)}
 ahead[0] = step_s
 force._find_losses(force.clock())
 print(sorted(force._losses))
@@ -48,7 +49,7 @@ def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
 DATES = {
     "autohet/driver/events.py": "when an event happened, for its reader",
     "autohet/driver/ray_cluster.py": "Ray's deadlines of a drain are dates",
-    "autohet/driver/agent_actor.py": "EC2 names the moment of an interruption as a date",
+    "autohet/runtime/instance_metadata.py": "EC2 names the moment of an interruption as a date",
     "recovery/checkpoint.py": "when a checkpoint was made, for its reader",
     "recovery/storage_s3.py": "the date of a server that sends none",
     "recovery/storage_directory.py": "the date of a file system where no file can be made",
