@@ -22,7 +22,7 @@ from tests.harness.local_fleet import (
     trains_at,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 
 
 def drain_a_member(run: JobRun, seen: object) -> None:
@@ -42,7 +42,7 @@ def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Pat
         events.when(trains_at(5, workers=4), drain_a_member)
         events.when(in_generation(3), lambda run, seen: None)
         events.when(trains_a_while(workers=4), stop)
-        outcome, log = run_on(job, cluster, None, tmp_path, events)
+        outcome, log = run_on(job, cluster, None, tmp_path, events, timeout_s=360)
         request.withdraw()
     changes = outcome.summary["reconfigurations"]
     assert {change["cause"] for change in changes} == {"notice", "arrival"}, changes

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
+from ray.autoscaler.v2.utils import is_autoscaler_v2
 
 from autohet.driver import ray_cluster
 from tests.harness.local_fleet import cluster_document, free_port
@@ -55,6 +56,8 @@ def autoscaling_cluster(directory: Path, most: Mapping[str, int]) -> Iterator[di
     head = _start_head(path, address, directory / "head.log")
     try:
         _connect(address)
+        # Ray remembers this of the first cluster that a process sees, and asks the wrong one of its two autoscalers in another
+        is_autoscaler_v2(fetch_from_server=True)
         yield document
     finally:
         ray.shutdown()
