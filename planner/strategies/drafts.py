@@ -46,6 +46,9 @@ class Estimator:
 
     def __init__(self, tables: Tables):
         self.tables = tables
+        # plain floats: single entries of arrays cost ten times as much to read
+        self._time_sums: list[list[float]] = tables.time_sums.tolist()
+        self._forward_sums: list[list[float]] = tables.forward_sums.tolist()
         self._times: dict[tuple[Shape, int], float] = {}
         self._ends: dict[Shape, list[float]] = {}
         self._ways: dict[Shape, _Way] = {}
@@ -55,9 +58,9 @@ class Estimator:
     def stages(self, shape: Shape) -> tuple[list[float], list[float], list[float]]:
         """Forward and backward seconds of each stage, and of each boundary both ways together."""
         if shape not in self._stages:
-            time, forward = self.tables.time_sums, self.tables.forward_sums
-            first = [float(forward[r, e] - forward[r, s]) for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
-            both = [float(time[r, e] - time[r, s]) for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
+            time, forward = self._time_sums, self._forward_sums
+            first = [forward[r][e] - forward[r][s] for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
+            both = [time[r][e] - time[r][s] for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
             send = self._transfers(shape.rows)
             half = self.tables.stage_overhead_s / 2
             self._stages[shape] = ([f + half for f in first], [b - f + half for b, f in zip(both, first)], send)
