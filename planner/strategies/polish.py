@@ -11,7 +11,8 @@ _TRIED = 90
 
 def neighbours(plan: Plan, request: Request, sizes: Sequence[int]) -> Iterator[Plan]:
     """Plans one change away: a block to the neighbouring stage; two neighbours' workers exchanged, with their layers or without;
-    another microbatch size for a pipeline; a microbatch's sequences to another pipeline. At most 90, in a fixed order."""
+    another microbatch size for a pipeline; idle workers that take a block; a microbatch's sequences to another pipeline. At most
+    90, in a fixed order."""
     for number, changed in enumerate(_changes(plan, request, sizes)):
         if number == _TRIED:
             return
@@ -28,6 +29,7 @@ def _changes(plan: Plan, request: Request, sizes: Sequence[int]) -> Iterator[Pla
             for size in sizes:
                 if size != pipeline.microbatch_sequences and pipeline.num_sequences % size == 0:
                     yield _with(plan, {p: _sized(pipeline, size, pipeline.num_sequences)})
+    yield from _joins(plan, request)
     yield from _sequence_moves(plan)
 
 
@@ -55,6 +57,29 @@ def _exchanges(stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
         left, right = stages[i], stages[i + 1]
         yield _laid_out(stages, i, replace(left, workers=right.workers), replace(right, workers=left.workers))
         yield _laid_out(stages, i, right, left)
+
+
+def _joins(plan: Plan, request: Request) -> Iterator[Plan]:
+    """The first idle workers of each node become a stage before or after another, of as many workers, with a block of its."""
+    used = set(plan.workers)
+    idle = [[worker for worker in node.workers if worker not in used] for node in request.fleet.nodes]
+    for p, pipeline in enumerate(plan.pipelines):
+        if len(pipeline.stages) == request.deepest(request.spec.num_layers):
+            continue
+        for i, stage in enumerate(pipeline.stages):
+            for workers in idle:
+                if stage.num_layers < 2 or len(workers) < stage.tp_degree:
+                    continue
+                added = tuple(workers[: stage.tp_degree])
+                rest, last = replace(stage, num_layers=stage.num_layers - 1), stage.end_layer - 1
+                pairs = (
+                    (Stage(stage.first_layer, 1, added), replace(rest, first_layer=stage.first_layer + 1)),
+                    (rest, Stage(last, 1, added)),
+                )
+                for pair in pairs:
+                    yield _with(
+                        plan, {p: replace(pipeline, stages=(*pipeline.stages[:i], *pair, *pipeline.stages[i + 1 :]))}
+                    )
 
 
 def _laid_out(stages: tuple[Stage, ...], at: int, left: Stage, right: Stage) -> tuple[Stage, ...]:
