@@ -205,17 +205,22 @@ def _flag(labels: Mapping[str, str], label: str, name: str) -> bool:
 
 def cluster_from_yaml(path: str | Path) -> Cluster:
     """Reads a Ray cluster-launcher YAML; ConfigError where it cannot be read or is wrong."""
+    return cluster_from_document(read_cluster_yaml(path), f"cluster '{path}'")
+
+
+def read_cluster_yaml(path: str | Path) -> object:
+    """What a cluster file holds, whatever that is; ConfigError where it cannot be read."""
     import yaml
 
     try:
-        document = yaml.safe_load(Path(path).read_text())
+        document: object = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read cluster '{path}': {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
-    return cluster_from_document(document, f"cluster '{path}'")
+    return document
 
 
 def cluster_from_document(document: object, where: str = "cluster") -> Cluster:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import yaml
 from ray._private import services
 from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
 from autohet.driver.ray_cluster import NAME_LABEL
+from planner.cluster import read_cluster_yaml
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
@@ -129,7 +129,8 @@ class EmulatedFleet:
 
     def freeze(self, process_id: int) -> None:
         """A worker's process stops answering without ending."""
-        os.kill(process_id, signal.SIGSTOP)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(process_id, signal.SIGSTOP)
 
     def doom(self, name: str, at: float) -> None:
         """The machine will be taken away at `at` (this process's clock), whatever runs there."""
@@ -166,10 +167,7 @@ def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
 
 def read_document(path: str | Path) -> dict[str, Any]:
     """A cluster file as it stands; `planner.cluster` checks what it says."""
-    try:
-        document = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read cluster '{path}': {error}") from None
+    document = read_cluster_yaml(path)
     if not isinstance(document, dict):
         raise ConfigError(f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document")
     return document

@@ -30,9 +30,13 @@ def usable_nodes(observation: Observation) -> tuple[str, ...]:
         for name, view in sorted(observation.nodes.items())
         if view.endpoint is not None
         and name not in observation.notices
-        and all(worker in observation.reports and worker not in observation.losses for worker in view.workers)
-        and not any(observation.reports[worker].unfit for worker in view.workers)
+        and all(_can_work(observation, worker) for worker in view.workers)
     )
+
+
+def _can_work(observation: Observation, worker: str) -> bool:
+    report = observation.reports.get(worker)
+    return report is not None and not report.unfit and worker not in observation.losses
 
 
 def fleet_of(

@@ -183,7 +183,8 @@ class RayWorkforce:
         self._errands.forget(name)
         for worker in seat.view.workers:
             self._stillborn.pop(worker, None)
-            self._losses.pop(worker, None) if worker in self._losses and self._losses[worker].for_good else None
+            if worker in self._losses and self._losses[worker].for_good:
+                del self._losses[worker]
             if worker in self._workers:
                 self._lose(worker, reason, now)
         self.scripted_notices.pop(name, None)

@@ -40,8 +40,7 @@ class Preservation:
         self._snapshots: SnapshotWriter | None = None
         self._disk: SnapshotWriter | None = None
         self._order: GenerationOrder | None = None
-        self._checkpoint_every = job.checkpoint.every_steps
-        self._turns = Turns(self._checkpoint_every)
+        self._turns = Turns(job.checkpoint.every_steps)
         self._harvesting = threading.Lock()
         self._awaited: tuple[int, int] | None = None
         self._receipts: list[tuple[int, int, Any]] = []
@@ -64,7 +63,7 @@ class Preservation:
         self._close_snapshots()
         self._order = order
         self._begin_rounds(order)
-        self._turns = Turns(self._checkpoint_every)
+        self._turns = Turns(self._turns.every)
         self._snapshots = self._in_memory(order) if self._every else None
         self._disk = self._on_disk(order)
 

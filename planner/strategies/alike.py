@@ -13,7 +13,7 @@ from planner.plan import Plan
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.placement import place_by_stage
-from planner.strategies.refine import fits, refine_shape
+from planner.strategies.refine import draft_fits, refine_shape
 from planner.strategies.request import Request
 from planner.strategies.tables import Ints, Tables
 
@@ -46,7 +46,7 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
 
 def _draft(estimator: Estimator, shape: Shape, number: int, batch: int) -> Draft | None:
     draft = assign_microbatches(estimator, [shape] * number, batch)
-    return draft if draft and all(fits(estimator, s, k) for s, k in set(draft.pipelines)) else None
+    return draft if draft is not None and draft_fits(estimator, draft) else None
 
 
 def _numbers(supply: Ints) -> Iterator[int]:

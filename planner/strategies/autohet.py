@@ -113,16 +113,11 @@ def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
     count = 0
     for _, draft in found.drafts:
         plan = place(tables, draft, request.spec.name, request.global_batch_sequences, request.sequence_length)
-        if plan is not None and _held_apart(request, plan):
+        if plan is not None and _too_few_holders(request, plan) is None:
             yield plan
             count += 1
         if count == (CANDIDATES if len(request.fleet.workers) > FEW_GPUS else 4 * CANDIDATES):
             return
-
-
-def _held_apart(request: Request, plan: Plan) -> bool:
-    wanted = request.min_node_disjoint_holders
-    return wanted < 2 or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= wanted
 
 
 def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
@@ -167,12 +162,16 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
+    return _too_few_holders(request, plan)
+
+
+def _too_few_holders(request: Request, plan: Plan) -> str | None:
+    """That some layer lies on fewer nodes than asked for, or None."""
     wanted = request.min_node_disjoint_holders
-    if wanted > 1:
-        report = redundancy(plan, request.fleet, request.spec.num_layers)
-        if report.weakest < wanted:
-            return f"some layer lies on {report.weakest} node only, {wanted} are asked for"
-    return None
+    if wanted < 2:
+        return None
+    weakest = redundancy(plan, request.fleet, request.spec.num_layers).weakest
+    return f"some layer lies on {weakest} node only, {wanted} are asked for" if weakest < wanted else None
 
 
 def describe(plan: Plan) -> str:

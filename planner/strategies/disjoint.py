@@ -6,7 +6,7 @@ from planner.plan import Plan
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Estimator, Shape, assign_microbatches
 from planner.strategies.placement import place
-from planner.strategies.refine import fits
+from planner.strategies.refine import draft_fits
 from planner.strategies.request import Request
 from planner.strategies.tables import Tables
 
@@ -26,27 +26,23 @@ def disjoint_plans(request: Request, tables: Tables, estimator: Estimator) -> li
 
 
 def _plan(request: Request, tables: Tables, estimator: Estimator, nodes: int, degree: int, size: int) -> Plan | None:
-    """Every pipeline on so many nodes' GPUs; the last takes what is left over."""
-    of = {name: i for i, resource in enumerate(tables.resources) for name in resource.node_names}
-    row_of = {
-        tables.kinds[row.kind].resource: (
-            r,
-            tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus // degree,
-        )
+    """Every pipeline on so many nodes' GPUs; nodes that are left over stay idle."""
+    of_resource = {
+        kind.resource: r
         for r, row in enumerate(tables.rows)
-        if row.microbatch == size and tables.kinds[row.kind].tp_degree == degree
+        if row.microbatch == size and (kind := tables.kinds[row.kind]).tp_degree == degree
     }
-    names = [name for resource in tables.resources for name in resource.node_names if of[name] in row_of]
+    of_node = [of_resource[r] for r in sorted(of_resource) for _ in tables.resources[r].node_names]
     shapes = []
-    for start in range(0, len(names) // nodes * nodes, nodes):
-        mine = [row_of[of[name]] for name in names[start : start + nodes]]
-        rows = [row for row, groups in mine for _ in range(groups)][: request.deepest(tables.num_blocks)]
-        cuts = Balancer(tables, len(rows)).cut(np.array([rows], dtype=np.int64), np.array([len(rows)]))
+    for start in range(0, len(of_node) // nodes * nodes, nodes):
+        mine = of_node[start : start + nodes]
+        rows = np.repeat(mine, tables.groups_a_node[mine])[: request.deepest(tables.num_blocks)]
+        cuts = Balancer(tables, len(rows)).cut(rows[None, :], np.array([len(rows)]))
         if not np.isfinite(cuts.bottleneck_s[0]):
             return None
-        shapes.append(Shape(tuple(rows), tuple(int(end) for end in cuts.ends[0])))
+        shapes.append(Shape(tuple(rows.tolist()), tuple(int(end) for end in cuts.ends[0])))
     batch = request.global_batch_sequences
     draft = assign_microbatches(estimator, shapes, batch) if shapes else None
-    if draft is None or not all(fits(estimator, shape, k) for shape, k in set(draft.pipelines)):
+    if draft is None or not draft_fits(estimator, draft):
         return None
     return place(tables, draft, request.spec.name, batch, request.sequence_length)

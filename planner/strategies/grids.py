@@ -24,10 +24,7 @@ def _search(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answ
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    plans = grid_plans(
-        request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
-        max_tp=max_tp, max_stages=request.deepest(tables.num_blocks), balanced=balanced,
-    )  # fmt: skip
+    plans = grid_plans(request, tables, max_tp=max_tp, balanced=balanced)
     ranked = ranked_grids(request.fleet, tables, plans, Estimator(tables), _CANDIDATES)
     best, rejected = choose(request, [plan for _, plan in ranked])
     if best is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.strategies.drafts import Draft, Estimator, assign_microbatches
-from planner.strategies.refine import fits
+from planner.strategies.refine import draft_fits
 from planner.strategies.segments import Relaxed, Segments
 from planner.strategies.tables import Ints, Tables
 
@@ -107,5 +107,5 @@ class LargeSearch:
             family.relaxed_s, family.relaxed, effort.nodes, effort.lanes, self.least_pipelines
         )
         draft = assign_microbatches(self.estimator, shapes, self.batch) if shapes else None
-        if draft is not None and all(fits(self.estimator, shape, k) for shape, k in set(draft.pipelines)):
+        if draft is not None and draft_fits(self.estimator, draft):
             yield draft

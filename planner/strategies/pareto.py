@@ -34,7 +34,7 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
         left_s = request.time_limit_s - (request.clock() - begin)
         if left_s <= 0 and answers:
             break
-        price = _usd_per_hour(fleet)
+        price = fleet.usd_per_hour() or 0.0
         if request.max_usd_per_hour is not None and price > request.max_usd_per_hour:
             continue
         try:
@@ -96,7 +96,9 @@ def _why_none(search: Search, request: Request) -> str:
     limit = request.max_usd_per_hour
     if limit is None:
         return "no number of these nodes can train the model; add nodes"
-    dearer = sorted((_usd_per_hour(fleet), i, fleet) for i, fleet in enumerate(fleets_up_to(request.fleet, _EXPLAINED)))
+    dearer = sorted(
+        (fleet.usd_per_hour() or 0.0, i, fleet) for i, fleet in enumerate(fleets_up_to(request.fleet, _EXPLAINED))
+    )
     for price, _, fleet in dearer:
         if price <= limit:
             continue
@@ -112,7 +114,3 @@ def _why_none(search: Search, request: Request) -> str:
             f" {price - limit:.2f} more"
         )
     return f"no number of these nodes can train the model, whatever max_usd_per_hour ({limit:.2f}); add nodes"
-
-
-def _usd_per_hour(fleet: Fleet) -> float:
-    return sum(node.node_type.usd_per_hour or 0.0 for node in fleet.nodes)

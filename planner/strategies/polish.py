@@ -1,5 +1,6 @@
 """Small changes to whole plans under the full prediction, where updates and sums overlap other stages: for small fleets."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -66,20 +67,18 @@ def _joins(plan: Plan, request: Request) -> Iterator[Plan]:
     for p, pipeline in enumerate(plan.pipelines):
         if len(pipeline.stages) == request.deepest(request.spec.num_layers):
             continue
-        for i, stage in enumerate(pipeline.stages):
-            for workers in idle:
-                if stage.num_layers < 2 or len(workers) < stage.tp_degree:
-                    continue
-                added = tuple(workers[: stage.tp_degree])
-                rest, last = replace(stage, num_layers=stage.num_layers - 1), stage.end_layer - 1
-                pairs = (
-                    (Stage(stage.first_layer, 1, added), replace(rest, first_layer=stage.first_layer + 1)),
-                    (rest, Stage(last, 1, added)),
-                )
-                for pair in pairs:
-                    yield _with(
-                        plan, {p: replace(pipeline, stages=(*pipeline.stages[:i], *pair, *pipeline.stages[i + 1 :]))}
-                    )
+        for (i, stage), workers in itertools.product(enumerate(pipeline.stages), idle):
+            if stage.num_layers > 1 and len(workers) >= stage.tp_degree:
+                for pair in _shared(stage, tuple(workers[: stage.tp_degree])):
+                    stages = (*pipeline.stages[:i], *pair, *pipeline.stages[i + 1 :])
+                    yield _with(plan, {p: replace(pipeline, stages=stages)})
+
+
+def _shared(stage: Stage, added: tuple[str, ...]) -> Iterator[tuple[Stage, Stage]]:
+    """The stage with its first block at the added workers, or its last."""
+    rest = replace(stage, num_layers=stage.num_layers - 1)
+    yield Stage(stage.first_layer, 1, added), replace(rest, first_layer=stage.first_layer + 1)
+    yield rest, Stage(stage.end_layer - 1, 1, added)
 
 
 def _laid_out(stages: tuple[Stage, ...], at: int, left: Stage, right: Stage) -> tuple[Stage, ...]:

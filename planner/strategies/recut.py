@@ -8,7 +8,7 @@ from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.balance import Balancer
 from planner.strategies.cost_tables import tables_of
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.refine import fits
+from planner.strategies.refine import draft_fits
 from planner.strategies.request import Request
 from planner.strategies.staged import Stager
 from planner.strategies.tables import Tables
@@ -60,7 +60,7 @@ def _plan(
             shapes.append(shape)
             groups.append(stages)
     draft = assign_microbatches(estimator, shapes, request.global_batch_sequences) if shapes else None
-    if draft is None or not all(fits(estimator, shape, k) for shape, k in set(draft.pipelines)):
+    if draft is None or not draft_fits(estimator, draft):
         return None
     return estimator.draft_s(draft), _with_workers(previous, request, estimator, draft, groups)
 

@@ -78,3 +78,8 @@ def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
         if tables.memory_bytes(row, start, end, min(microbatches, depth - stage)) > tables.rows[row].limit_bytes:
             return False
     return True
+
+
+def draft_fits(estimator: Estimator, draft: Draft) -> bool:
+    """Whether each of its pipelines does."""
+    return all(fits(estimator, shape, microbatches) for shape, microbatches in set(draft.pipelines))

@@ -66,10 +66,7 @@ def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int
     """The `keep` best of `megatron`'s, as many of `varuna`'s and of `varuna`'s with tensor parallelism."""
     out, most = [], request.max_tp_degree or request.spec.max_tp_degree
     for max_tp, balanced in ((most, False), (1, True), (most, True)):
-        plans = grid_plans(
-            request.fleet, tables, request.spec.name, request.global_batch_sequences, request.sequence_length,
-            max_tp=max_tp, max_stages=request.deepest(tables.num_blocks), balanced=balanced,
-        )  # fmt: skip
+        plans = grid_plans(request, tables, max_tp=max_tp, balanced=balanced)
         out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, keep)]
     return out
 

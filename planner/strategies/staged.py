@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.refine import fits
+from planner.strategies.refine import draft_fits
 from planner.strategies.tables import Tables
 
 Group = tuple[str, ...]
@@ -66,9 +66,7 @@ class Stager:
         """The draft with microbatches shared by speed; None where memory or the batch forbids it."""
         shapes = [Shape(tuple(rows[d] for rows in staged.rows), tuple(ends)) for d in range(staged.width)]
         draft = assign_microbatches(estimator, shapes, batch)
-        if draft is None or not all(fits(estimator, shape, k) for shape, k in set(draft.pipelines)):
-            return None
-        return draft
+        return draft if draft is not None and draft_fits(estimator, draft) else None
 
     def plan(self, staged: Staged, draft: Draft, microbatch: int, model: str, batch: int, length: int) -> Plan:
         """The plan of a draft of `staged`, pipeline d on its own groups."""

@@ -12,32 +12,31 @@ import numpy as np
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.drafts import Draft, Estimator, Shape
-from planner.strategies.refine import fits
+from planner.strategies.refine import draft_fits
+from planner.strategies.request import Request
 from planner.strategies.tables import Tables
 
 Split = Callable[[int], tuple[int, ...]]
 
 
-def grid_plans(
-    fleet: Fleet,
-    tables: Tables,
-    model: str,
-    batch: int,
-    sequence_length: int,
-    *,
-    max_tp: int,
-    max_stages: int,
-    balanced: bool,
-) -> Iterator[Plan]:
+def grid_plans(request: Request, tables: Tables, *, max_tp: int, balanced: bool) -> Iterator[Plan]:
     """Every grid that fills most of the fleet and whose data-parallel degree divides the batch."""
     sizes = sorted({row.microbatch for row in tables.rows})
     degrees = sorted({d for d in (tables.kinds[row.kind].tp_degree for row in tables.rows) if d <= max_tp})
     for tp in degrees:
-        groups = _groups(fleet, tp)
-        for depth in range(1, min(len(groups), max_stages) + 1):
+        groups = _groups(request.fleet, tp)
+        for depth in range(1, min(len(groups), request.deepest(tables.num_blocks)) + 1):
             split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
             for size in sizes:
-                plan = _grid(groups, depth, size, split, model, batch, sequence_length)
+                plan = _grid(
+                    groups,
+                    depth,
+                    size,
+                    split,
+                    request.spec.name,
+                    request.global_batch_sequences,
+                    request.sequence_length,
+                )
                 if plan is not None:
                     yield plan
 
@@ -117,7 +116,7 @@ def ranked_grids(
     bounded = []
     for number, plan in enumerate(plans):
         draft = draft_of(tables, plan, fleet)
-        if draft is not None and all(fits(estimator, shape, k) for shape, k in set(draft.pipelines)):
+        if draft is not None and draft_fits(estimator, draft):
             least = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
             bounded.append((least, number, draft, plan))
     found: list[tuple[float, int, Plan]] = []

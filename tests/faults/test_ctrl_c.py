@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.host_memory import memory_directory
+from tests.harness.living import end_session, members_of
 from tests.harness.local_fleet import cluster_document, until, write_documents
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
@@ -30,9 +32,8 @@ def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True, start_new_session=True,
     )  # fmt: skip
     yield running
-    if running.poll() is None:
-        os.killpg(running.pid, signal.SIGKILL)
-        running.wait(10)
+    end_session(running.pid)
+    running.wait(10)
 
 
 def num_steps(directory: Path) -> int:
@@ -40,44 +41,30 @@ def num_steps(directory: Path) -> int:
     return events.read_text().count('"kind": "step"') if events.exists() else 0
 
 
-def members_of(session: int) -> list[int]:
-    """Living processes of a session, zombies left out."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(of) == session and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+def stopped_by(number: signal.Signals, command: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
+    """The summary of a command whose whole process group gets a signal after three steps: the newest is committed, nothing runs on."""
+    until(lambda: num_steps(directory) >= 3, "three steps", 90)
+    os.killpg(command.pid, number)
+    out, _ = command.communicate(timeout=40)
+    assert command.returncode == 1, (directory / "stderr").read_text()
+    summary: dict[str, Any] = json.loads(out)
+    assert summary["reason"] == f"stopped by {number.name}"
+    assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
+    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+    return summary
 
 
 def test_once_commits_and_leaves_nothing(command: subprocess.Popen[str], tmp_path: Path) -> None:
-    until(lambda: num_steps(tmp_path) >= 3, "three steps", 90)
-    os.killpg(command.pid, signal.SIGINT)
-    out, _ = command.communicate(timeout=40)
-    assert command.returncode == 1, (tmp_path / "stderr").read_text()
-    summary = json.loads(out)
-    assert summary["reason"] == "stopped by SIGINT"
+    summary = stopped_by(signal.SIGINT, command, tmp_path)
     assert summary["steps"] >= 3
-    assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
     assert Path(summary["checkpoint"].removeprefix("file://")).is_dir()
     assert "Traceback" not in (tmp_path / "stderr").read_text()
-    until(lambda: not members_of(command.pid), "the end of its processes", 20)
     assert not memory_directory(tmp_path).exists()
 
 
 def test_a_sigterm_to_the_whole_group_commits_too(command: subprocess.Popen[str], tmp_path: Path) -> None:
     """As `timeout` and service managers send it: the emulated cluster must outlive it until the step is committed."""
-    until(lambda: num_steps(tmp_path) >= 3, "three steps", 90)
-    os.killpg(command.pid, signal.SIGTERM)
-    out, _ = command.communicate(timeout=40)
-    assert command.returncode == 1, (tmp_path / "stderr").read_text()
-    summary = json.loads(out)
-    assert summary["reason"] == "stopped by SIGTERM"
-    assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
-    until(lambda: not members_of(command.pid), "the end of its processes", 20)
+    stopped_by(signal.SIGTERM, command, tmp_path)
 
 
 def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from recovery.checkpoint import newest_checkpoint
 from recovery.storage import open_storage
 from tests.faults.conftest import Scene
 from tests.faults.fault_matrix import COVERING, MATRIX
-from tests.harness.driver_life import DriverLife, state_of
+from tests.harness.driver_life import DriverLife
 from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
+from tests.harness.living import is_alive
 from tests.harness.struck_run import VICTIMS, Result, Strike, StruckRun, losses_by_step
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
@@ -46,7 +47,7 @@ def _fleet_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> N
     with nothing_left(memory):
         run = StruckRun(job, tmp_path, strike)
         result = run.run(DEADLINE_S)
-        assert not [pid for pid in run.fleet.process_ids if state_of(pid) not in ("", "Z")]
+        assert not [pid for pid in run.fleet.process_ids if is_alive(pid)]
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
     assert result.ok, result.reason
     assert result.complaints == []

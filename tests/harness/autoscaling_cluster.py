@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 
 from autohet.driver import ray_cluster
+from tests.harness.living import end_session
 from tests.harness.local_fleet import cluster_document, free_port
 
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
@@ -61,7 +60,8 @@ def autoscaling_cluster(directory: Path, most: Mapping[str, int]) -> Iterator[di
         yield document
     finally:
         ray.shutdown()
-        _end(head)
+        end_session(head.pid)  # the head, and the nodes that its autoscaler started
+        head.wait(10)
 
 
 def _start_head(path: Path, address: str, log: Path) -> subprocess.Popen[bytes]:
@@ -90,19 +90,3 @@ def _connect(address: str, timeout_s: float = 60.0) -> None:
         except ConnectionError:
             assert time.monotonic() < deadline, f"no head at {address}"
             time.sleep(0.5)
-
-
-def _end(head: subprocess.Popen[bytes]) -> None:
-    """End the head, and the nodes that its autoscaler started: all belong to the head's session."""
-    mine = [process for process in psutil.process_iter() if _session(process.pid) == head.pid]
-    for process in mine:
-        process.send_signal(signal.SIGKILL)
-    head.wait(10)
-    psutil.wait_procs(mine, timeout=10)
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job import Job
+from tests.harness.living import is_alive, kill, state_of
 from tests.harness.remote_process import forking_context, server_address, use_server
 from tests.harness.struck_run import Strike, StruckRun, read_events
 
@@ -43,7 +44,7 @@ class DriverLife:
         code = self._process.exitcode
         assert code is not None, f"the driver did not end within {timeout_s} s"
         deadline = time.monotonic() + 5.0
-        while left := [pid for pid in self.started() if state_of(pid) not in ("", "Z")]:
+        while left := [pid for pid in self.started() if is_alive(pid)]:
             assert time.monotonic() < deadline, f"processes {left} outlive their driver"
             time.sleep(0.02)
         return code
@@ -71,18 +72,9 @@ class DriverLife:
     def close(self) -> None:
         """End whatever of it is left."""
         for pid in (self.pid, *self.started()):
-            if state_of(pid) not in ("", "Z"):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
         self._process.join(5)
         self._process.close()
-
-
-def state_of(pid: int) -> str:
-    """R, S, T (stopped), Z ... of a process; "" when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _drive(job: Job, directory: Path, strike: Strike | None, timeout_s: float, address: str) -> None:

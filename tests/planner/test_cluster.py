@@ -83,7 +83,10 @@ def test_fleet_names_nodes_and_workers():
         (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu-memory-gib": 16}), "string"),
         (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu-memory-gib": "much"}), "positive"),
         (lambda d: d["available_node_types"].pop("gpu"), "no node type.*'m5.large' of 'head' is not in the catalogue"),
-        (lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/usd-per-hour": "-1"}), "positive number or 0"),
+        (
+            lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/usd-per-hour": "-1"}),
+            "positive number or 0",
+        ),
     ],
 )
 def test_a_wrong_cluster_is_an_error_that_names_the_value(change, named):

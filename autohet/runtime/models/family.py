@@ -56,7 +56,9 @@ def local_units(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[int,
     finest = spec.num_units // spec.groups
     assert finest % tp_degree == 0, f"{spec.name}: {finest} units do not divide by TP degree {tp_degree}"
     share = finest // tp_degree
-    return tuple(group * finest + unit for group in range(spec.groups) for unit in range(tp_rank * share, (tp_rank + 1) * share))
+    return tuple(
+        group * finest + unit for group in range(spec.groups) for unit in range(tp_rank * share, (tp_rank + 1) * share)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,9 @@ class Family:
         """How the module at `module_path` is split over a tensor-parallel group; None: it is replicated."""
         if module_path in (self.token_embedding, self.head):
             return "vocabulary"
-        plan = self.tp_plan or {f"{self.base}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
+        plan = self.tp_plan or {
+            f"{self.base}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()
+        }
         return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)), None)
 
     def max_tp_degree(self, config: PreTrainedConfig) -> int:
@@ -142,7 +146,14 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
 
 
 def _spec(
-    family: Family, config: PreTrainedConfig, name: str, path: str, module: nn.Module, kind: str, shape: tuple[int, ...], finest: int
+    family: Family,
+    config: PreTrainedConfig,
+    name: str,
+    path: str,
+    module: nn.Module,
+    kind: str,
+    shape: tuple[int, ...],
+    finest: int,
 ) -> ParameterSpec:
     style = family.style(config, path)
     layer = family.layer_of(name)

@@ -1,0 +1,46 @@
+"""Processes of this machine, by id and by session (Linux: /proc)."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (stopped), Z ... of a process; "" when there is none."""
+    return _state_and_session(pid)[0]
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z")
+
+
+def kill(pid: int) -> None:
+    """A process that is gone already is left alone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def members_of(session: int) -> list[int]:
+    """Living processes of a session, zombies left out."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if (seen := _state_and_session(pid))[1] == session and seen[0] != "Z"]
+
+
+def end_session(session: int, timeout_s: float = 20.0) -> None:
+    """End every process of a session: some end by themselves when others do, some start while the rest are ended."""
+    deadline = time.monotonic() + timeout_s
+    while left := members_of(session):
+        assert time.monotonic() < deadline, f"processes {left} outlive SIGKILL"
+        for pid in left:
+            kill(pid)
+        time.sleep(0.02)
+
+
+def _state_and_session(pid: int) -> tuple[str, int]:
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except (FileNotFoundError, ProcessLookupError):
+        return "", -1
+    return state, int(session)
