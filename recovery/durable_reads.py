@@ -22,11 +22,13 @@ class DurableReads:
     """A `recovery.tiers.ReadDurable` for any number of threads. Contacts nothing before the first read.
 
     At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends leases and threads, once
-    nobody reads any more; the storage is its owner's.
+    nobody reads any more; the storage is its owner's. Once `given_up` is set, every read ends with Abandoned and `close` waits
+    for no answer of the storage.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, given_up: threading.Event | None = None) -> None:
+        self._storage, self._given_up = storage, given_up
+        self._read_from = storage if given_up is None else storage.until(given_up)
         self._lock = threading.Lock()
         self._leases = ExitStack()
         self._manifest_by_step: dict[int, Manifest] = {}
@@ -36,13 +38,15 @@ class DurableReads:
         """The shards of the committed checkpoint of `step`, as `read_shards` gives them and with its errors."""
         memory_bytes = READ_MEMORY_BYTES // READERS
         manifest = self._manifest(step)
-        yield from read_shards(self._storage, manifest, shards, max_memory_bytes=memory_bytes, requests=self._requests)
+        yield from read_shards(
+            self._read_from, manifest, shards, max_memory_bytes=memory_bytes, requests=self._requests
+        )
 
     def _manifest(self, step: int) -> Manifest:
         """Read once, under a lease that retention respects until `close`."""
         with self._lock:
             if step not in self._manifest_by_step:
-                reading = reading_checkpoint(self._storage, step)
+                reading = reading_checkpoint(self._storage, step, given_up=self._given_up)
                 self._manifest_by_step[step] = self._leases.enter_context(reading)
             return self._manifest_by_step[step]
 

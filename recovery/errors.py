@@ -82,6 +82,16 @@ class PeerRefused(RecoveryError, PermissionError):
 
 
 @dataclass(eq=False, repr=False)
+class Abandoned(RecoveryError):
+    """Whoever wanted this has given it up meanwhile. Nothing is known against the source."""
+
+    what: str
+
+    def __str__(self) -> str:
+        return f"given up: {self.what}"
+
+
+@dataclass(eq=False, repr=False)
 class SnapshotError(RecoveryError):
     """A snapshot could not be written or is unreadable; names the file and why."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from recovery.checkpoint import list_checkpoints, open_checkpoint
 from recovery.checkpoint_dcp import METADATA_NAME
 from recovery.checkpoint_write import step_prefix
+from recovery.errors import Abandoned
+from recovery.giving_up import call_until
 from recovery.manifest import MANIFEST_NAME, Manifest
 from recovery.storage import ObjectInfo, Storage
 from recovery.storage_errors import StorageError
@@ -36,44 +38,48 @@ class Removal:
 
 
 @contextmanager
-def reading_checkpoint(storage: Storage, step: int | None = None, lease_s: float = LEASE_S) -> Iterator[Manifest]:
+def reading_checkpoint(
+    storage: Storage, step: int | None = None, lease_s: float = LEASE_S, given_up: threading.Event | None = None
+) -> Iterator[Manifest]:
     """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from removing it.
 
     The lease is an object in the checkpoint, renewed by a thread while the block runs, however long; it ends with the block
     or, if this process dies, `lease_s` after the last renewal. On a storage that may only be read there is no lease,
-    which is logged.
+    which is logged. Once `given_up` is set nothing here waits for the storage any more: the thread ends the lease by itself.
 
     Raises:
-        CheckpointMissing: there is none (any more).
+        CheckpointMissing: there is none (any more). Abandoned: given up before.
     """
-    step = open_checkpoint(storage, step).step
+    asked = storage if given_up is None else storage.until(given_up)
+    step = open_checkpoint(asked, step).step
     lease = f"{step_prefix(step)}reader-{uuid.uuid4().hex[:12]}-{int(lease_s)}.lease"
     try:
-        storage.put(lease, b"")
+        asked.put(lease, b"")
     except StorageError as error:
         logger.warning("Reading step %d without a lease (%s): retention may remove it meanwhile", step, error)
         lease = ""
     done = threading.Event()
-    renewal = threading.Thread(target=_renew, args=(storage, lease, lease_s, done), name="lease", daemon=True)
+    keeper = threading.Thread(target=_keep, args=(storage, lease, lease_s, done), name="lease", daemon=True)
     if lease:
-        renewal.start()
+        keeper.start()
     try:
-        yield open_checkpoint(storage, step)  # again: it may have gone before the lease was seen
+        yield open_checkpoint(asked, step)  # again: it may have gone before the lease was seen
     finally:
         done.set()
         if lease:
-            renewal.join(storage.options.request_timeout_s)
-            with suppress(StorageError):  # it expires by itself
-                storage.delete([lease])
+            with suppress(Abandoned):
+                call_until(given_up, lambda: keeper.join(2 * storage.options.request_timeout_s), "the end of a lease")
 
 
-def _renew(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
-    """Write the lease anew while it is in use: it then ends later, by the storage's own clock."""
+def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
+    """Write the lease anew while it is in use, so that it ends later, by the storage's own clock; then remove it."""
     while not done.wait(lease_s / RENEWALS):
         try:
             storage.put(lease, b"")
         except StorageError as error:
             logger.warning("The lease %s is not renewed this time: %s", lease, error)
+    with suppress(StorageError):  # it expires by itself
+        storage.delete([lease])
 
 
 def apply_retention(storage: Storage, keep: int, reading: Collection[int] = ()) -> Removal:

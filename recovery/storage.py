@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from recovery.errors import Abandoned
 from recovery.storage_errors import StorageUriError
 from recovery.storage_payload import Buffer, Payload
 
@@ -50,7 +51,9 @@ class ObjectInfo:
 
 
 class Storage(Protocol):
-    """Names to immutable bytes. All methods may be called from several threads; all raise StorageError only."""
+    """Names to immutable bytes. All methods may be called from several threads; all raise StorageError only (and Abandoned,
+    where `until` was asked for).
+    """
 
     @property
     def uri(self) -> str: ...
@@ -94,6 +97,14 @@ class Storage(Protocol):
         """Unix time by the storage's own clock, the one that `modified_s` uses."""
         ...
 
+    def until(self, given_up: threading.Event) -> Storage:
+        """The same storage for someone who may give up: once the event is set, every call ends with Abandoned, within about 0.1 s
+        and whatever the storage does. A request that is under way then is left to its own deadline, and not tried again.
+
+        It shares this one's client and bandwidth; only this one is closed.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -105,14 +116,18 @@ class BandwidthLimit:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def take(self, num_bytes: int) -> None:
+    def take(self, num_bytes: int, given_up: threading.Event | None = None) -> None:
+        """Raises Abandoned if `given_up` is set before."""
         if self._bytes_per_s is None:
             return
         with self._lock:
             now = time.monotonic()
             wait_s = max(0.0, self._free_at - now)
             self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
-        time.sleep(wait_s)
+        if given_up is None:
+            time.sleep(wait_s)
+        elif given_up.wait(wait_s):
+            raise Abandoned("a turn within the bandwidth limit")
 
 
 def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:

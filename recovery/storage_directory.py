@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from recovery.giving_up import call_until
 from recovery.storage import BandwidthLimit, ObjectInfo, Storage, StorageOptions, open_storage
 from recovery.storage_errors import (
     ObjectExists,
@@ -33,6 +35,7 @@ class DirectoryStorage:
         self._root = Path(path).expanduser().absolute()
         self._options = options
         self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
+        self._given_up: threading.Event | None = None
 
     def __reduce__(self) -> tuple[Callable[[str, StorageOptions], Storage], tuple[Any, ...]]:
         return open_storage, (str(self._root), self._options)
@@ -48,12 +51,16 @@ class DirectoryStorage:
     def put(self, name: str, data: Buffer | Payload, *, if_none_match: bool = False) -> None:
         target = self._path(name)
         temporary = target.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-        try:
-            self._guard(name, lambda: self._write(temporary, as_payload(data)))
-            self._guard(name, lambda: _publish(temporary, target, if_none_match))
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+
+        def write() -> None:
+            try:
+                self._write(temporary, as_payload(data))
+                _publish(temporary, target, if_none_match)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+        self._guard(name, write)
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         def read() -> bytes:
@@ -62,11 +69,11 @@ class DirectoryStorage:
                 return file.read(-1 if length is None else length)
 
         data = self._guard(name, read)
-        self._bandwidth.take(len(data))
+        self._bandwidth.take(len(data), self._given_up)
         return data
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self._bandwidth.take(len(buffer))
+        self._bandwidth.take(len(buffer), self._given_up)
         got = self._guard(name, lambda: _read_into(self._path(name), start, buffer))
         if got < len(buffer):
             raise ObjectTruncated(f"{self.uri}/{name}", f"has {start + got} bytes, {start + len(buffer)} were expected")
@@ -113,6 +120,11 @@ class DirectoryStorage:
             return time.time()
         return modified_s
 
+    def until(self, given_up: threading.Event) -> Storage:
+        bound = object.__new__(DirectoryStorage)  # not a copy, which would go through `__reduce__` and open it anew
+        vars(bound).update(vars(self), _given_up=given_up)
+        return bound
+
     def close(self) -> None:
         """Nothing stays open between calls."""
 
@@ -127,7 +139,7 @@ class DirectoryStorage:
         with temporary.open("xb", buffering=0) as file:
             for offset in range(0, payload.size, self._options.part_bytes):
                 part = memoryview(payload.read(offset, min(self._options.part_bytes, payload.size - offset)))
-                self._bandwidth.take(len(part))
+                self._bandwidth.take(len(part), self._given_up)
                 while part:
                     part = part[file.write(part) or 0 :]
             os.fsync(file.fileno())
@@ -148,7 +160,7 @@ class DirectoryStorage:
 
     def _guard(self, name: str, action: Callable[[], T]) -> T:
         try:
-            return action()
+            return call_until(self._given_up, action, f"{self.uri}/{name}")
         except OSError as error:
             raise _storage_error(f"{self.uri}/{name}", error) from error
 

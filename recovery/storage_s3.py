@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -19,6 +20,8 @@ from typing import Any, TypeVar
 import boto3
 from botocore.config import Config
 
+from recovery.errors import Abandoned
+from recovery.giving_up import call_until, check
 from recovery.storage import BandwidthLimit, ObjectInfo, Storage, StorageOptions, open_storage
 from recovery.storage_errors import ObjectMissing, ObjectTruncated, StorageError, StorageTimeout
 from recovery.storage_payload import Buffer, Payload, as_payload
@@ -40,6 +43,7 @@ class S3Storage:
         self._options = options
         self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
         self._client = _make_client(options)
+        self._given_up: threading.Event | None = None
 
     def __reduce__(self) -> tuple[Callable[[str, StorageOptions], Storage], tuple[Any, ...]]:
         return open_storage, (self.uri, self._options)
@@ -59,7 +63,7 @@ class S3Storage:
             self._put_parts(name, payload, condition)
             return
         body = bytes(payload.read(0, payload.size))
-        self._bandwidth.take(len(body))
+        self._bandwidth.take(len(body), self._given_up)
         self._call(name, lambda: self._client.put_object(**self._object(name), Body=body, **condition))
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
@@ -72,13 +76,13 @@ class S3Storage:
             return bytes(self._client.get_object(**self._object(name), **condition)["Body"].read())
 
         data = self._call(name, fetch)
-        self._bandwidth.take(len(data))
+        self._bandwidth.take(len(data), self._given_up)
         return data
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
         if not len(buffer):
             return
-        self._bandwidth.take(len(buffer))
+        self._bandwidth.take(len(buffer), self._given_up)
         self._call(name, lambda: self._fetch_into(name, start, buffer))
 
     def size(self, name: str) -> int | None:
@@ -122,6 +126,11 @@ class S3Storage:
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date).timestamp() if date else time.time()
 
+    def until(self, given_up: threading.Event) -> Storage:
+        bound = object.__new__(S3Storage)  # not a copy, which would go through `__reduce__` and open it anew
+        vars(bound).update(vars(self), _given_up=given_up)
+        return bound
+
     def close(self) -> None:
         self._client.close()
 
@@ -137,7 +146,7 @@ class S3Storage:
         def send(number: int) -> dict[str, Any]:
             offset = (number - 1) * part_bytes
             body = bytes(payload.read(offset, min(part_bytes, payload.size - offset)))
-            self._bandwidth.take(len(body))
+            self._bandwidth.take(len(body), self._given_up)
             part = {**target, "UploadId": upload_id, "PartNumber": number, "Body": body}
             answer = self._call(name, lambda: self._client.upload_part(**part))
             return {"PartNumber": number, "ETag": answer["ETag"], **_checksum_of(answer)}
@@ -147,7 +156,7 @@ class S3Storage:
             done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}, **condition}
             self._call(name, lambda: self._client.complete_multipart_upload(**done))
         except BaseException:
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(StorageError, Abandoned):
                 self._abort(target["Key"], upload_id)
             raise
 
@@ -165,6 +174,7 @@ class S3Storage:
             while got < len(buffer) and (piece := body.read(min(_STREAM_BYTES, len(buffer) - got))):
                 buffer[got : got + len(piece)] = piece
                 got += len(piece)
+                check(self._given_up, name)
                 if time.monotonic() > stop_at:
                     raise StorageTimeout(f"{self.uri}/{name}", f"{got} of {len(buffer)} bytes came before the deadline")
         finally:
@@ -180,13 +190,16 @@ class S3Storage:
         backoff_s = self._options.backoff_s
         for attempt in range(1, self._options.attempts + 1):
             try:
-                return request()
+                return call_until(self._given_up, request, uri)
             except (*S3_FAILURES, ObjectTruncated) as error:
                 ours, again = translate(uri, error)
                 pause_s = backoff_s * random.uniform(0.5, 1.5)
                 if not again or attempt == self._options.attempts or time.monotonic() + pause_s > stop_at:
                     raise ours from error
-            time.sleep(pause_s)
+            if self._given_up is None:
+                time.sleep(pause_s)
+            else:
+                self._given_up.wait(pause_s)  # the next try then says so
             backoff_s *= 2
         raise AssertionError("the last attempt returns or raises")
 

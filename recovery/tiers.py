@@ -4,6 +4,7 @@ storage.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,12 +62,13 @@ class PeerTier:
 
     agents: Mapping[str, tuple[str, int, str]]
     timeout_s: float
+    given_up: threading.Event | None = None
 
     def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
-        with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True) as client:
+        with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, given_up=self.given_up) as client:
             for shard, data in client.read(source, shards):
                 yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
 

@@ -159,7 +159,8 @@ class GenerationGroups:
         self._store = PrefixStore(f"generation-{generation}", store)
         self._rendezvous_s = rendezvous_s
         self._groups: dict[tuple[str, tuple[str, ...]], Group] = {}
-        self._interrupted = threading.Event()
+        self.over = threading.Event()
+        """Set by `interrupt`: what else waits on behalf of this generation gives up then."""
         self._lock = threading.Lock()
 
     def meet(self, members: Collection[str]) -> None:
@@ -171,7 +172,7 @@ class GenerationGroups:
     def _poll(self, everyone_came: Callable[[], bool], where: str, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while not everyone_came():
-            if self._interrupted.is_set():
+            if self.over.is_set():
                 raise Interrupted(where)
             if time.monotonic() > deadline:
                 raise PeerLost(f"not everyone came to {where} within {limit_s:.0f} s")
@@ -202,7 +203,7 @@ class GenerationGroups:
             raise PeerLost(f"building {name}: {str(error).splitlines()[0][:300]}") from None
         with self._lock:
             self._groups[key] = made
-        if self._interrupted.is_set():
+        if self.over.is_set():
             made.interrupt()
         return made
 
@@ -224,7 +225,7 @@ class GenerationGroups:
 
     def interrupt(self) -> None:
         """Wake this worker out of every group; any thread."""
-        self._interrupted.set()
+        self.over.set()
         with self._lock:
             groups = list(self._groups.values())
         threads = [
@@ -237,12 +238,12 @@ class GenerationGroups:
 
     def check(self) -> None:
         """Raises Interrupted once `interrupt` was called."""
-        if self._interrupted.is_set():
+        if self.over.is_set():
             raise Interrupted("the generation is over")
 
     @property
     def interrupted(self) -> bool:
-        return self._interrupted.is_set()
+        return self.over.is_set()
 
     def close(self) -> None:
         """Drop every group; whoever holds none of their works lets gloo's threads end."""

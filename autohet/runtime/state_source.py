@@ -4,6 +4,8 @@ is kept.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -29,17 +31,23 @@ class StateSource:
         self._storage = storage
 
     def fill(
-        self, order: GenerationOrder, live: LiveState | None, world: Group, arrived: dict[ShardId, Tensor]
+        self,
+        order: GenerationOrder,
+        live: LiveState | None,
+        world: Group,
+        arrived: dict[ShardId, Tensor],
+        given_up: threading.Event,
     ) -> Restored:
         """The local slices of the order's layout, and the bytes that came from each tier.
 
         `live` is what this worker has of the order's step. Every participant of the generation calls it; it blocks
-        until this worker has received, and sent, all that the schedule says. `arrived` holds what has come so far.
+        until this worker has received, and sent, all that the schedule says. `arrived` holds what has come so far. Once
+        `given_up` is set, it ends soon.
         """
         if order.transfers is None:
             return Restored(self._first(order.layout))
         timeout_s = self.job.elastic.timeouts().transfer_s
-        return restore_state(self.place, order, live, world, self.device, arrived, self._storage, timeout_s)
+        return restore_state(self.place, order, live, world, self.device, arrived, self._storage, timeout_s, given_up)
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
         """State before the first step: drawn or pretrained masters, moments of zero."""

@@ -36,7 +36,7 @@ from autohet.runtime.preservation import Preservation
 from autohet.runtime.state_source import StateSource
 from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
 from planner.errors import ConfigError
-from recovery.errors import RecoveryError, RestoreError
+from recovery.errors import Abandoned, RecoveryError, RestoreError
 from recovery.layout import Layout, ShardId
 from recovery.restore import LiveState
 from recovery.storage import open_storage
@@ -168,7 +168,7 @@ class Worker:
         try:
             phase = self._generation(order, groups)
             self._set(order.generation, phase)
-        except (Interrupted, PeerLost) as error:
+        except (Interrupted, PeerLost, Abandoned) as error:
             self._set(order.generation, Phase.HALTED, f"{type(error).__name__}: {error}")
         except ConfigError as error:
             self._set(order.generation, Phase.FAILED, str(error), unfit=True)
@@ -191,7 +191,7 @@ class Worker:
         source = StateSource(self.place, self.job, self.config, self.device, self._storage)
         arrived: dict[ShardId, Tensor] = {}
         try:
-            filled = source.fill(order, self._known(order.start_step), world, arrived)
+            filled = source.fill(order, self._known(order.start_step), world, arrived, groups.over)
             world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
         except BaseException as error:
             self._broken_off(order.start_step, arrived, error)

@@ -182,9 +182,56 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
     assert not events.events, result.reason
     assert proxy.data_reads
     assert fault == "worker" or proxy.refused > 0
+    again = {"worker-b/0"} if fault == "worker" else set()
+    assert {name for name, count in result.starts.items() if count > 1} == again, "all others keep their processes"
     assert result.summary["first_step"] == before.summary["steps"], (
         "from the same checkpoint, and no step is drawn anew"
     )
+    check(scene, uri, before.events + result.events, result)
+
+
+@pytest.mark.parametrize("mode", ["half", pytest.param("silent", marks=SLOW)])
+def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
+    mode: str, proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+) -> None:
+    """Every worker waits for S3, which answers nothing any more (or half of it), and d/0 dies: the others come out of it at once
+    and keep their processes.
+    """
+    uri = storage_of(tmp_path)
+    before = only_storage_is_left(scene, tmp_path, memory, uri)
+    generation = before.summary["generations"] + 1
+    waiting: dict[str, int] = {}
+
+    def reads(run: StruckRun, seen: Observation) -> bool:
+        """From the first orders on S3 is silent; true once requests of four workers or more wait."""
+        if run.controller.generation == generation:
+            proxy.mode = mode
+        return proxy.silent >= 4
+
+    def strike(run: StruckRun, seen: Observation) -> None:
+        waiting.update({worker: report.process_id for worker, report in seen.reports.items()})
+        run.fleet.kill_worker("d/0")
+
+    def kept(run: StruckRun, seen: Observation) -> None:
+        proxy.mode = "good"
+        assert len(waiting) == 5
+        assert {w: r.process_id for w, r in seen.reports.items() if w != "d/0"}.items() <= waiting.items()
+
+    events = Interference()
+    events.when(reads, strike)
+    events.when(in_generation(generation + 1), kept)
+    with nothing_left(memory):
+        run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
+        result = run.run(DEADLINE_S, events)
+    assert not events.events, result.reason
+    death, again = (
+        next(event["time"] for event in result.events if event["kind"] == kind and event["generation"] == number)
+        for kind, number in (("death", generation), ("plan", generation + 1))
+    )
+    print(f"{again - death:.2f} s from the death to the next orders")
+    # Where nothing is answered at all, the driver asks for the newest checkpoint in vain, for as long as it would wait for agents.
+    assert again - death < (2.0 if mode == "half" else 2.0 + run.job.elastic.timeouts().quiesce_s)
+    assert all(count == 1 for name, count in result.starts.items() if name != "worker-d/0"), result.starts
     check(scene, uri, before.events + result.events, result)
 
 

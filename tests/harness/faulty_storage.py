@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import Any
 
 from recovery.storage import ObjectInfo, Storage, StorageOptions
@@ -72,6 +73,11 @@ class FaultyStorage:
 
     def now(self) -> float:
         return self.inner.now()
+
+    def until(self, given_up: threading.Event) -> FaultyStorage:
+        bound = copy(self)
+        bound.inner = self.inner.until(given_up)
+        return bound
 
     def close(self) -> None:
         self.inner.close()

@@ -23,7 +23,8 @@ class MisbehavingProxy:
 
     "good"; "slow": a quarter of a second before each; "errors": every third is answered 500; "throttled": every second is
     answered 503 SlowDown; "unreachable": the connection is closed; "truncated" and "flipped": the first `damages` bodies of
-    data files come short, or with one bit changed.
+    data files come short, or with one bit changed; "silent": nothing is answered, "half": of data files the first half is, until
+    the mode changes; then the connection is closed.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -31,6 +32,9 @@ class MisbehavingProxy:
         self.damages = 1
         self.data_reads: list[str] = []
         self.refused = 0
+        self.silent = 0
+        """Requests that wait for an answer or its other half just now."""
+        self._closed = threading.Event()
         self._upstream = urlsplit(upstream)
         self._lock = threading.Lock()
         self._count = 0
@@ -45,18 +49,20 @@ class MisbehavingProxy:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
+        self._closed.set()
         self._server.shutdown()
         self._thread.join(5)
         self._server.server_close()
 
     def verdict(self, method: str, path: str) -> str:
-        """What happens to a request: "pass", "hang up", "500", "503", "truncate" or "flip"."""
+        """What happens to a request: "pass", "hang up", "silence", "500", "503", "truncate", "half" or "flip"."""
         is_data = method == "GET" and urlsplit(path).path.endswith(DATA_SUFFIX)
         with self._lock:
             self._count += 1
             if is_data:
                 self.data_reads.append(path)
-            fails = {"unreachable": "hang up"}.get(self.mode, "pass")
+            fails = {"unreachable": "hang up", "silent": "silence"}.get(self.mode, "pass")
+            fails = "half" if self.mode == "half" and is_data else fails
             fails = "500" if self.mode == "errors" and self._count % 3 == 0 else fails
             fails = "503" if self.mode == "throttled" and self._count % 2 == 0 else fails
             if self.mode in ("truncated", "flipped") and is_data and self.damages > 0:
@@ -66,6 +72,16 @@ class MisbehavingProxy:
         if self.mode == "slow":
             time.sleep(0.25)
         return fails
+
+    def be_silent(self) -> None:
+        """Until the mode changes."""
+        mode = self.mode
+        with self._lock:
+            self.silent += 1
+        while self.mode == mode and not self._closed.wait(0.02):
+            pass
+        with self._lock:
+            self.silent -= 1
 
     def forward(
         self, method: str, path: str, headers: dict[str, str], body: bytes
@@ -89,7 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
             pass  # http.server has answered it already
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         verdict = self.proxy.verdict(self.command, self.path)
-        if verdict == "hang up":
+        if verdict == "silence":
+            self.proxy.be_silent()
+        if verdict in ("hang up", "silence"):
             self.close_connection = True
             return
         if verdict in ("500", "503"):
@@ -102,10 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
         length = len(content)
         if verdict == "flip" and content:
             content = content[: length // 2] + bytes([content[length // 2] ^ 1]) + content[length // 2 + 1 :]
-        if verdict == "truncate":
+        if verdict in ("truncate", "half"):
             content = content[: length // 2]
             self.close_connection = True
         self._answer(status, given, content, length)
+        if verdict == "half":
+            self.wfile.flush()
+            self.proxy.be_silent()
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 

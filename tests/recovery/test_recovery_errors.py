@@ -20,6 +20,7 @@ CASES = [
     errors.PeerRefused("n0:1", "token"),
     errors.SnapshotError("/dev/shm/x", "no space"),
     errors.SnapshotUncommitted("/dev/shm/x", "at work"),
+    errors.Abandoned("s3://bucket/step"),
     errors.RestoreError("n0/0", ("a", "b", "c", "d", "e", "f"), ((SOURCE, SHARD),)),
     errors.NotRestorable(4, (SHARD,)),
     errors.NotRestorable(None, ()),
@@ -40,8 +41,8 @@ def test_no_error_is_forgotten_here() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    assert str(CASES[7]) == "n0/0 cannot restore its state: a; b; c; d; e (and 1 more)"
-    assert "param/layers.0.w[3]" in str(CASES[8])
+    assert str(CASES[8]) == "n0/0 cannot restore its state: a; b; c; d; e (and 1 more)"
+    assert "param/layers.0.w[3]" in str(CASES[9])
 
 
 def test_builtin_handlers_catch_them() -> None:

@@ -1,0 +1,64 @@
+"""Work that its caller may give up: it then ends soon, whatever it waits for."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from recovery.errors import Abandoned
+
+WAKE_S = 0.05
+"""Between two looks whether the caller has given up."""
+T = TypeVar("T")
+
+
+def call_until(given_up: threading.Event | None, call: Callable[[], T], what: str) -> T:
+    """`call()`; with `given_up`, in a thread of its own, which is left to end at the call's own deadline if the event comes first:
+    nothing wakes a thread in a connect, a handshake or a file server's silence. What it brings then is dropped.
+
+    Raises:
+        Abandoned: given up; `what` says of what. And what `call` raises.
+    """
+    if given_up is None:
+        return call()
+    check(given_up, what)
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=f"call {what}", daemon=True).start()
+    while not wait([done], WAKE_S).done:
+        check(given_up, what)
+    return done.result()
+
+
+def await_bytes(connection: socket.socket, given_up: threading.Event | None, what: str) -> None:
+    """Until the connection has bytes (or its end) to read, at most for its own timeout.
+
+    Raises:
+        Abandoned: given up. TimeoutError: nothing came.
+    """
+    patience = connection.gettimeout()
+    if given_up is None or patience is None:
+        return
+    poll, until = select.poll(), time.monotonic() + patience
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(1000 * WAKE_S):
+        check(given_up, what)
+        if time.monotonic() > until:
+            raise TimeoutError(f"nothing came within {patience:.3g} s")
+
+
+def check(given_up: threading.Event | None, what: str) -> None:
+    """Raises Abandoned once the event is set."""
+    if given_up is not None and given_up.is_set():
+        raise Abandoned(what)
