@@ -26,9 +26,10 @@ _COARSE = 1.35
 _FINE = 1.004
 _ROUNDS = 60
 _CLOSE = 3e-3
-_ALONE = 3
+_ALONE = 10
 _INWARD = 0.3
-_NEAR = 1.04
+_NEAR = 1.003
+_SEVERAL = 64
 _IDLE = 1
 
 
@@ -48,7 +49,29 @@ class Interval:
     size: int
     low: float
     high: float
-    seconds: float = 0.0
+    value: float = 0.0
+    prices: Floats | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The bound at the prices of the last look."""
+        return self.value - self.low
+
+    def learn(self, value: float, prices: Floats) -> None:
+        """value: least seconds of fill and m / b times the price of the GPUs, over all paths."""
+        self.value, self.prices = value, prices
+
+    def at_least(self, prices: Floats) -> float:
+        """What the bound at other prices cannot be below: a path's value falls by no larger factor than any price."""
+        if self.prices is None:
+            return self.value - self.low
+        ratio = np.divide(prices, self.prices, out=np.full(len(prices), np.inf), where=self.prices > 0)
+        return min(1.0, float(ratio.min())) * self.value - self.low
+
+    def halves(self) -> "tuple[Interval, Interval]":
+        """Fewer paths each, none of less value."""
+        middle = (self.low * self.high) ** 0.5
+        return replace(self, high=middle), replace(self, low=middle)
 
 
 class Bound:
@@ -68,34 +91,21 @@ class Bound:
         self.work_s = batch / max(float(self._speed() @ supply), 1e-30)
 
     def seconds(self, target: float = np.inf, rounds: int = _ROUNDS) -> float:
-        """The bound, or any number from `target` on once that is reached. Zero where no pipeline holds the model.
-
-        Rounds look at the intervals near the present bound alone; once prices are about the best for those, at all.
-        """
+        """The bound, or any number from `target` on once that is reached. Zero where no pipeline holds the model."""
         if not self.intervals:
             return 0.0
-        best, level, idle, whole = 0.0, 0.0, 0, True
+        best, idle = 0.0, 0
         prices = centre = self._by_speed() if self.prices is None else self.prices
         for _ in range(rounds):
-            found = self._price(prices, np.inf if whole else _NEAR * max(best, self.work_s))
-            least = min(found)
-            if whole:
-                idle = 0 if least > best * (1 + _CLOSE) else idle + 1
-                if least > best:
-                    best, self.prices = least, prices
-                if best >= target or idle > _IDLE:
-                    return best
-            if least > level:
-                centre, level = prices, least
-            top, corner = self._best_prices()
-            level *= 0.999 if self._halve(found, max(best, self.work_s)) else 1.0
-            whole = not whole and least >= top * (1 - _CLOSE)
-            if not whole:
-                # part of the way back to the best prices so far: corners of the cuts alone swing to and fro
-                prices = _INWARD * centre + (1 - _INWARD) * corner
-        last = min(self._price(prices, np.inf))
-        if last > best:
-            best, self.prices = last, prices
+            least = self._price(prices)
+            idle = 0 if least > best * (1 + _CLOSE) else idle + 1
+            if least > best:
+                best, centre, self.prices = least, prices, prices
+            if best >= target or idle > _IDLE:
+                break
+            self._halve(max(best, self.work_s))
+            # part of the way back to the best prices so far: corners of the cuts alone swing to and fro
+            prices = _INWARD * centre + (1 - _INWARD) * self._best_prices()
         return best
 
     def _speed(self) -> Floats:
@@ -109,25 +119,28 @@ class Bound:
         speed = np.append(self._speed(), 0.0) if self.limited else self._speed()
         return np.asarray(speed * self.batch / float(speed @ self.supply))
 
-    def _price(self, prices: Floats, until: float) -> list[float]:
-        """The bound that these prices give in each interval that gave less than `until`, and the cuts that limit it."""
-        out = np.array([interval.seconds for interval in self.intervals])
-        extra = float(prices[-1]) if self.limited else 0.0
-        for i, stages in enumerate(self.relaxed):
-            mine = [
-                j for j, interval in enumerate(self.intervals) if interval.size == i and not interval.seconds > until
-            ]
-            if not mine:
-                continue
-            low = np.array([self.intervals[j].low for j in mine])
-            high = np.array([self.intervals[j].high for j in mine])
-            cost, paths = stages.cheapest(low, high, prices, extra, self.work_s)
-            out[mine] = low * ((cost + extra) / stages.microbatch - 1)
-            for at, j in enumerate(mine):
-                self.intervals[j].seconds = float(out[j])
-                if np.isfinite(cost[at]):
-                    self.cuts.append(self._cut(stages, self.intervals[j], paths, at, len(prices)))
-        return [float(seconds) for seconds in out]
+    def _price(self, prices: Floats) -> float:
+        """The bound that these prices give. Only intervals that may limit it are looked at, and give cuts."""
+        ours = [interval.at_least(prices) for interval in self.intervals]
+        order = sorted(range(len(ours)), key=lambda i: ours[i])
+        least, done = np.inf, 0
+        while done < len(order) and ours[order[done]] < least * _NEAR:
+            several = [self.intervals[i] for i in order[done : done + _SEVERAL] if ours[i] < least * _NEAR]
+            done += len(several)
+            for size in {interval.size for interval in several}:
+                least = min(least, self._solve([i for i in several if i.size == size], prices))
+        return least
+
+    def _solve(self, intervals: Sequence["Interval"], prices: Floats) -> float:
+        """The least bound of some intervals of one size, with the cut that each gives."""
+        stages, extra = self.relaxed[intervals[0].size], float(prices[-1]) if self.limited else 0.0
+        low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
+        cost, paths = stages.cheapest(low, high, prices, extra, self.work_s)
+        for at, interval in enumerate(intervals):
+            interval.learn(float(low[at] * (cost[at] + extra) / stages.microbatch), prices)
+            if np.isfinite(cost[at]):
+                self.cuts.append(self._cut(stages, interval, paths, at, len(prices)))
+        return min(interval.seconds for interval in intervals)
 
     def _cut(self, stages: "PricedStages", interval: Interval, paths: "Chosen", at: int, width: int) -> Cut:
         gpus, fill = paths.totals(at)
@@ -137,11 +150,11 @@ class Bound:
             slope[-1] = 1.0
         return Cut((interval.size, interval.low), slope * interval.low / stages.microbatch, fill - interval.low)
 
-    def _best_prices(self) -> tuple[float, Floats]:
-        """Largest T that the cuts of the present intervals allow, and its prices."""
+    def _best_prices(self) -> Floats:
+        """The prices that allow the largest T by the cuts of the present intervals."""
         from scipy.optimize import linprog
 
-        known = {(interval.size, interval.low): interval for interval in self.intervals}
+        known = {(interval.size, interval.low) for interval in self.intervals}
         self.cuts = [cut for cut in self.cuts if cut.owner in known]
         rows = np.array([np.append(-cut.slope, 1.0) for cut in self.cuts])
         top = np.array([cut.constant for cut in self.cuts])
@@ -149,25 +162,20 @@ class Bound:
             np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=[[*self.supply, 0.0]], b_eq=[self.batch],
             bounds=(0, None), method="highs",
         )  # fmt: skip
-        return float(-result.fun), np.maximum(result.x[:-1], 0.0)
+        return np.maximum(result.x[:-1], 0.0)
 
-    def _halve(self, found: list[float], bound: float) -> bool:
-        """Halves the intervals that limit the bound; whether there were any."""
-        least, out = min(found), []
-        for interval, seconds in zip(self.intervals, found, strict=True):
+    def _halve(self, bound: float) -> None:
+        """Halves the intervals that limit the bound."""
+        least, out = min(interval.seconds for interval in self.intervals), []
+        for interval in self.intervals:
             ratio = interval.high / interval.low
-            if (
-                seconds < max(least, min(bound, least * 1.05)) * (1 + 0.2 * min(ratio - 1, 1.0))
-                and _FINE < ratio < np.inf
-            ):
-                middle = (interval.low * interval.high) ** 0.5
-                out += [Interval(interval.size, interval.low, middle), Interval(interval.size, middle, interval.high)]
+            limits = interval.seconds < max(least, min(bound, least * 1.05)) * (1 + 0.2 * min(ratio - 1, 1.0))
+            if limits and _FINE < ratio < np.inf:
+                out += interval.halves()
                 self.cuts = [cut for cut in self.cuts if cut.owner != (interval.size, interval.low)]
             else:
                 out.append(interval)
-        split = len(out) > len(self.intervals)
         self.intervals = out
-        return split
 
 
 def _first_intervals(size: int, stages: "PricedStages") -> Iterator[Interval]:
@@ -187,6 +195,6 @@ def lower_bound_s(tables: Tables, batch: int, supply: Sequence[int] | Ints, max_
     least = main.seconds()
     alone = Bound(tables, batch, fleet, max_stages, 1, 1)
     if main.prices is not None:
-        alone.prices, alone.intervals = np.append(main.prices, 0.0), [replace(i) for i in main.intervals]
+        alone.prices = np.append(main.prices / 2, batch / 2)
     found = alone.seconds(least, _ALONE)
     return min(least, found) if least > 0 else found
