@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from typing import Any, Protocol
 
 from autohet.runtime.job.elastic import Timeouts
@@ -37,14 +37,15 @@ class Inventories:
         self._found, self._asked_at = {}, now
         self._asked = {self._calls.ask(agent, "inventory"): node for node, agent in agents.items()}
 
-    def take(self, now: float) -> Mapping[str, Any] | None:
-        """What they hold, once all have answered, or those that do have been waited for: one that is silent hides nothing. None
-        before, or where nothing was requested.
+    def take(self, now: float, silent: Set[str] = frozenset()) -> Mapping[str, Any] | None:
+        """What they hold, once all have answered, or those that do have been waited for: one that is slow hides nothing, and nodes
+        that are known to be `silent` are not waited for at all. None before, or where nothing was requested.
         """
         if self._found is None:
             return None
         self._found.update(self._calls.take(self._asked))
-        return dict(self._found) if not self._asked or now - self._asked_at > self._patience_s else None
+        over = set(self._asked.values()) <= silent or now - self._asked_at > self._patience_s
+        return dict(self._found) if over else None
 
     def drop(self) -> None:
         """They are used, and old from now on."""

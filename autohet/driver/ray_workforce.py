@@ -110,7 +110,7 @@ class RayWorkforce:
         fresh = self._reports.poll(0.05, self.clock)
         now = self.clock()
         self._find_losses(now)
-        inventories = self._inventories.take(now) if self.durable.fresh() else None
+        inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
         reports = {
             w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
         }

@@ -11,7 +11,7 @@ Everything else (an interpreter that is held up, a processor that is wanted by o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ class Witnesses:
         self._asked: dict[Any, str] = {}
         self._asked_at: dict[str, float] = {}
         self._stopped: dict[str, ProcessState] = {}
+        self.silent_nodes: frozenset[str] = frozenset()
+        """Of which nothing answered in the last round, for long enough to be sure of it: no worker, nor the agent."""
 
     def frozen(self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float) -> dict[str, str]:
         """One round: of the workers that are not known to be dead, those that are frozen for certain, and why."""
@@ -61,14 +63,19 @@ class Witnesses:
             for node, workers in by_node.items()
             if node in agents and (found := [w for w in workers if now - w.heard_at > self._timeouts.suspicion_s])
         }
-        verdicts = self._take_looks(silent)
+        lost = agents.keys() - by_node.keys()
+        verdicts = self._take_looks(silent, lost)
         for node, suspects in silent.items():
-            if node in self._asked.values():
-                if len(suspects) == len(by_node[node]) and self._unanswered_s(node) > self._patience_s:
-                    verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in suspects}
-            elif self._unanswered_s(node) >= LOOK_PERIOD_S:
+            if node not in self._asked.values() and self._unanswered_s(node) >= LOOK_PERIOD_S:
                 call = self._calls.ask(agents[node], "process_states", [w.process_id for w in suspects])
                 self._asked[call], self._asked_at[node] = node, self._awake_s
+        self.silent_nodes = frozenset(
+            node
+            for node in self._asked.values()
+            if self._unanswered_s(node) > self._patience_s and len(silent.get(node, ())) == len(by_node.get(node, ()))
+        )
+        for node in self.silent_nodes & silent.keys():
+            verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in silent[node]}
         return verdicts
 
     @property
@@ -84,15 +91,18 @@ class Witnesses:
         asked_at = self._asked_at.get(node)
         return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
 
-    def _take_looks(self, silent: Mapping[str, list[Heard]]) -> dict[str, str]:
-        """Take the agents' answers; who speaks again, or runs again, is no suspect any more."""
+    def _take_looks(self, silent: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
+        """Take the agents' answers; who speaks again, or runs again, is no suspect any more. `lost`: nodes whose workers are all
+        known to be dead; what their agents were asked still shows whether these answer.
+        """
+        waited_for = silent.keys() | lost
         suspects = {w.worker: w for workers in silent.values() for w in workers}
-        self._asked = {call: node for call, node in self._asked.items() if node in silent}
-        self._asked_at = {node: at for node, at in self._asked_at.items() if node in silent}
+        self._asked = {call: node for call, node in self._asked.items() if node in waited_for}
+        self._asked_at = {node: at for node, at in self._asked_at.items() if node in waited_for}
         before = {worker: look for worker, look in self._stopped.items() if worker in suspects}
         self._stopped, verdicts = dict(before), {}
         for node, looks in self._calls.take(self._asked):
-            for suspect in silent[node]:
+            for suspect in silent.get(node, ()):
                 look: ProcessState | None = looks.get(suspect.process_id)
                 if look is not None and look.stopped and look == before.get(suspect.worker):
                     verdicts[suspect.worker] = f"its process {suspect.process_id} is stopped, as its node's agent sees"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autohet.driver.agent_calls import Inventories
 from autohet.driver.silence import Heard, Witnesses
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.process_state import ProcessState
@@ -96,6 +97,67 @@ def test_an_agent_alone_that_says_nothing_condemns_nobody() -> None:
 def test_a_driver_that_slept_has_not_waited() -> None:
     """It wakes up to a silence of seven seconds, and gives the answers half a second to come."""
     assert silent_for(Agents([None]), until_s=7.5, tick=lambda now: 7.0 if now == 0.0 else TICK_S) is None
+
+
+def inventories_after_a_death(heartbeat_s: float) -> tuple[float, Mapping[str, Any]]:
+    """Node a falls silent at 0, and what agents keep is asked for once its worker counts as dead. How long that takes, and what
+    is found.
+    """
+    timeouts = ElasticSection(heartbeat_timeout_s=heartbeat_s).timeouts()
+    calls = Scripted()
+    witnesses, inventories = Witnesses(timeouts, calls), Inventories(calls, timeouts)
+    agents = {"a": "a", "b": "b"}
+    now, asked_at = 0.0, None
+    while now < 60.0:
+        lost = {"a/0"} if asked_at is not None or now > timeouts.heartbeat_s else set()
+        heard = [Heard(w, 1, 0.0 if w == "a/0" else now) for w in {"a/0", "b/0"} - lost]
+        if asked_at is None and (witnesses.frozen(heard, agents, now) or lost):
+            asked_at = now
+            inventories.request(agents, now)
+        elif asked_at is not None:
+            witnesses.frozen(heard, agents, now)
+        if (found := inventories.take(now, witnesses.silent_nodes)) is not None:
+            assert asked_at is not None
+            return now - asked_at, found
+        now += TICK_S
+    raise AssertionError("no end")
+
+
+@dataclass
+class Scripted:
+    """Implements `AgentCalls`: the agents that are `up` answer what they were asked."""
+
+    up: set[str] = field(default_factory=lambda: {"b"})
+    asked: int = 0
+
+    def ask(self, agent: Any, method: str, *arguments: Any) -> tuple[int, str, str]:
+        self.asked += 1
+        return self.asked, agent, method
+
+    def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
+        there = [call for call in asked if call[1] in self.up]
+        return [(asked.pop(call), {} if call[2] == "process_states" else ["kept"]) for call in there]
+
+
+@pytest.mark.parametrize("heartbeat_s", [HEARTBEAT_S, 2.0], ids=["known by a witness", "known by the heartbeat"])
+def test_what_a_silent_node_keeps_is_not_waited_for(heartbeat_s: float) -> None:
+    took, found = inventories_after_a_death(heartbeat_s)
+    assert took < 1.0
+    assert found == {"b": ["kept"]}
+
+
+def test_an_agent_of_dead_workers_that_answers_is_waited_for() -> None:
+    timeouts = ElasticSection(heartbeat_timeout_s=3.0).timeouts()
+    calls = Scripted(up={"a", "b"})
+    witnesses, inventories = Witnesses(timeouts, calls), Inventories(calls, timeouts)
+    for tick in range(100):
+        now = tick * TICK_S
+        witnesses.frozen([Heard("a/0", 1, 0.0)] if now < 3.0 else [], {"a": "a"}, now)
+    calls.up = set()
+    inventories.request({"a": "a"}, now)
+    assert inventories.take(now + 1.0, witnesses.silent_nodes) is None, "it answered every look"
+    calls.up = {"a"}
+    assert inventories.take(now + 1.5, witnesses.silent_nodes) == {"a": ["kept"]}
 
 
 def test_nobody_is_asked_while_all_talk() -> None:

@@ -54,6 +54,25 @@ def test_an_only_holder_is_killed_or_frozen(mode: str, scene: Scene, tmp_path: P
     assert result.summary["steps_lost"] <= 8
 
 
+def test_a_frozen_only_holder_is_asked_for_nothing(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    """Under the default heartbeat of 10 s: what b keeps is not waited for once a witness has found the whole of b silent."""
+
+    def freeze(run: StruckRun, seen: Observation) -> None:
+        run.fleet.silent_node_s = 64.0  # when Ray would tell, by default
+        run.harm("freeze", "b")
+
+    events = Interference()
+    events.when(replicated, freeze)
+    events.when(in_generation(2), lambda run, seen: None)
+    elastic = {"step_timeout_s": 60, "heartbeat_timeout_s": None, "quiesce_timeout_s": None}
+    result = run_through(scene, tmp_path, memory, events, elastic=elastic)
+    death = next(event for event in result.events if event["kind"] == "death")
+    orders = next(event for event in result.events if event["kind"] == "plan" and event["generation"] == 2)
+    assert "its agent included" in death["reason"]
+    print(f"{orders['time'] - death['time']:.2f} s from the death to the orders")
+    assert orders["time"] - death["time"] < 3.0
+
+
 def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(scene: Scene, tmp_path: Path, memory: Path) -> None:
     """An idle node has notice, long before its deadline: it goes once the copies are renewed on others. Then a holder dies."""
     had: list[set[str]] = []

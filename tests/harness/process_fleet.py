@@ -184,7 +184,7 @@ class ProcessFleet:
         self._find_losses(now)
         self._act()
         reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
-        inventories = self._inventories.take(now) if self.durable.fresh() else None
+        inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
         self._run_errands(reports, now)
         reports = {w: r if w in fresh else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
