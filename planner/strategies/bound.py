@@ -162,11 +162,12 @@ class Bound:
             np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=[[*self.supply, 0.0]], b_eq=[self.batch],
             bounds=(0, None), method="highs",
         )  # fmt: skip
-        return np.maximum(result.x[:-1], 0.0)
+        return np.asarray(np.maximum(result.x[:-1], 0.0))
 
     def _halve(self, bound: float) -> None:
         """Halves the intervals that limit the bound."""
-        least, out = min(interval.seconds for interval in self.intervals), []
+        least = min(interval.seconds for interval in self.intervals)
+        out: list[Interval] = []
         for interval in self.intervals:
             ratio = interval.high / interval.low
             limits = interval.seconds < max(least, min(bound, least * 1.05)) * (1 + 0.2 * min(ratio - 1, 1.0))

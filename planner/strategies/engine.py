@@ -10,8 +10,9 @@ limit on it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -22,11 +23,12 @@ from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatch
 from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
 from planner.strategies.large import LargeEffort, LargeSearch
-from planner.strategies.packing import Packer
+from planner.strategies.packing import Packer, Relaxed
 from planner.strategies.refine import refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 COLUMNS_GPUS = 512  # at most, for packings of listed columns
+_FAR_BEHIND = 1.15
 FAMILIES_GPUS = 256  # more than these, for families of equal cuts: their integer programs round little off
 
 
@@ -87,9 +89,7 @@ class Engine:
         drafts = {seed: self.estimator.draft_s(seed) for seed in seeds}
         gpus, large = int(self.supply.sum()), self.tables.ring_s is not None and self.effort.families > 0
         families = self._large() if large and gpus > FAMILIES_GPUS else ()
-        for seed in (*seeds, *families):
-            better = refine(self.estimator, seed, self.batch)
-            drafts[seed], drafts[better] = self.estimator.draft_s(seed), self.estimator.draft_s(better)
+        self._add(drafts, itertools.chain(sorted(seeds, key=drafts.__getitem__), families))
         bound = 0.0
         if self.tables.ring_s is not None and self.effort.bounded:
             bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
@@ -108,11 +108,18 @@ class Engine:
         exact = self._promising(columns, bound, prices)
         if len(exact):
             few = self._few(exact) if self.supply.sum() <= FEW_GPUS else iter(())
-            for draft in itertools.chain(few, self._pack_levels(exact)):
-                better = refine(self.estimator, draft, self.batch)
-                drafts[better] = self.estimator.draft_s(better)
+            self._add(drafts, itertools.chain(few, self._pack_levels(exact)))
         evaluated = len(columns) + self.estimator.evaluated
         return Found(self._ranked(drafts), known_bound or bound, evaluated, self.hurry())
+
+    def _add(self, drafts: dict[Draft, float], found: Iterable[Draft]) -> None:
+        """Adds what is found, and what single moves make of it: beyond a few GPUs only where it is not far behind."""
+        far = _FAR_BEHIND if int(self.supply.sum()) > FEW_GPUS // 2 else np.inf
+        for draft in found:
+            drafts[draft] = self.estimator.draft_s(draft)
+            if drafts[draft] <= far * min(drafts.values()):
+                better = refine(self.estimator, draft, self.batch)
+                drafts[better] = self.estimator.draft_s(better)
 
     def _large(self) -> Iterator[Draft]:
         """Drafts of pipelines cut alike, where the fleet is large enough for gradient sync to decide."""
@@ -169,31 +176,42 @@ class Engine:
     def _least_time(
         self, packer: Packer, columns: Columns, sync: Floats, most: int, best: float
     ) -> tuple[float, Floats] | None:
-        def worth(seconds: float) -> Floats:
-            return (columns.microbatches_in(seconds - sync) * columns.microbatch).astype(float)
-
-        def reaches(seconds: float) -> tuple[bool, Floats]:
-            relaxed = packer.relax(worth(seconds), float(self.batch), most)
-            return relaxed.value >= self.batch * (1 - 1e-9), relaxed.prices
+        def sequences(seconds: float, of: Ints | None = None) -> Floats:
+            some, after = (columns, sync) if of is None else (columns.take(of), sync[of])
+            return (some.microbatches_in(seconds - after) * some.microbatch).astype(float)
 
         if np.isfinite(best):
-            high = best
-            if not reaches(best * 0.9999)[0]:
+            if packer.relax(sequences(best * 0.9999), float(self.batch), most).value < self.batch * (1 - 1e-9):
                 return None
+            high = best
         else:
             high = float((columns.fill_s + sync + columns.bottleneck_s * self.batch / columns.microbatch).min())
-            if not reaches(high)[0]:
+        found = self._close_in(packer, sequences, high, most, 1e-3)
+        if found is None:
+            return None
+        low, high = found
+        return max(low, 1e-12), packer.relax(sequences(high), None, most).prices
+
+    def _close_in(
+        self, packer: Packer, sequences: "Sequences", high: float, most: int | None, tolerance: float
+    ) -> tuple[float, float] | None:
+        """A step time that no fractional packing meets the batch in, and one that some does; None if not in `high`.
+
+        Each packing found says in how little time it would do itself, and a little less than that is tried next.
+        """
+        low, trial, last = 0.0, high, np.inf
+        while True:
+            relaxed = packer.relax(sequences(trial), float(self.batch), most)
+            if relaxed.value >= self.batch * (1 - 1e-9):
+                high = _soonest(relaxed, sequences, self.batch, low, trial, tolerance / 4)
+            elif trial == high:
                 return None
-        low, _prices = 0.0, np.zeros(len(self.supply))
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2 if low == 0.0 or high / low > 2 else (low * high) ** 0.5
-            good, found = reaches(middle)
-            if good:
-                high, _prices = middle, found
             else:
-                low = middle
-        final = packer.relax(worth(high), None, most)
-        return max(low, 1e-12), final.prices
+                low = trial
+            if high - low <= tolerance * high:
+                return low, high
+            slow, last = last - high < 4 * tolerance * high, high
+            trial = max((low + high) / 2, 0.9 * high) if slow else max(low, high * (1 - tolerance))
 
     # -- promising pipelines -------------------------------------------------------------------------------------------
 
@@ -277,20 +295,13 @@ class Engine:
     def _pool_time(self, packer: Packer, pool: Pipelines, sync: float, ceiling: float) -> float | None:
         """The relaxation's step time over exact pipelines; None if above `ceiling`."""
 
-        def reaches(seconds: float) -> bool:
-            worth = (pool.microbatches_in(seconds - sync) * pool.microbatch).astype(float)
-            return packer.relax(worth, float(self.batch), None).value >= self.batch * (1 - 1e-9)
+        def sequences(seconds: float, of: Ints | None = None) -> Floats:
+            some = pool if of is None else pool.take(of)
+            return (some.microbatches_in(seconds - sync) * some.microbatch).astype(float)
 
         high = float((pool.fill_s + pool.bottleneck_s * self.batch / pool.microbatch).min()) + sync
-        if ceiling < high:
-            high = ceiling
-            if not reaches(high):
-                return None
-        low = 0.0
-        while high - low > 2e-3 * high:
-            middle = (low + high) / 2 if low == 0.0 or high / low > 2 else (low * high) ** 0.5
-            low, high = (low, middle) if reaches(middle) else (middle, high)
-        return high
+        found = self._close_in(packer, sequences, min(high, ceiling), None, 2e-3)
+        return found and found[1]
 
     def _integer(
         self, packer: Packer, pool: Pipelines, sync: float, start: float, best: float
@@ -348,6 +359,25 @@ class Engine:
             mine = usable[pool.microbatch[usable] == size]
             out.append(mine[np.argsort(-gain[mine], kind="stable")[: self.effort.packed // 8]])
         return out
+
+
+class Sequences(Protocol):
+    """(n,) sequences that each of `of`, by default all, does in so many seconds."""
+
+    def __call__(self, seconds: float, of: Ints | None = None) -> Floats: ...
+
+
+def _soonest(relaxed: Relaxed, sequences: Sequences, batch: int, low: float, high: float, tolerance: float) -> float:
+    """The least time, up to `high`, in which this packing meets the batch."""
+    index = np.array(list(relaxed.amounts), dtype=np.int64)
+    amounts = np.array(list(relaxed.amounts.values()))
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        if float(sequences(middle, index) @ amounts) >= batch * (1 - 1e-9):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _ranges(gpus: int) -> Iterator[tuple[int, int]]:

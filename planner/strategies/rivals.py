@@ -22,6 +22,7 @@ Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, what they find is far behind
 MOST_FOR_METIS = 24
 _GRIDS = 8
+_FAR_BEHIND = 1.15
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -52,22 +53,25 @@ def _rounds(request: Request) -> Iterator[tuple[Search, Request]]:
 
 
 def grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
-    """The best symmetric grids, equal and balanced, on the whole fleet and on its fastest types, by the tables."""
+    """The best symmetric grids, equal and balanced, on the whole fleet and on its fastest types, by the tables; none that is
+    far behind the first."""
     if len(request.fleet.workers) > MOST_GPUS:
         return []
     found = best_grids(request, tables, estimator, _GRIDS)
     for asked in _narrowed(request):
         smaller = tables_of(asked)
         found += best_grids(asked, smaller, Estimator(smaller), _GRIDS)
-    return found
+    most = _FAR_BEHIND * min((seconds for seconds, _ in found), default=0.0)
+    return [plan for seconds, plan in found if seconds <= most]
 
 
-def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int) -> list[Plan]:
-    """The `keep` best of `megatron`'s, as many of `varuna`'s and of `varuna`'s with tensor parallelism."""
-    out, most = [], request.max_tp_degree or request.spec.max_tp_degree
-    for max_tp, balanced in ((most, False), (1, True), (most, True)):
-        plans = grid_plans(request, tables, max_tp=max_tp, balanced=balanced)
-        out += [plan for _, plan in ranked_grids(request.fleet, tables, plans, estimator, keep)]
+def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int) -> list[tuple[float, Plan]]:
+    """The `keep` best of `megatron`'s, and as many of `varuna`'s, with tensor parallelism as well."""
+    out: list[tuple[float, Plan]] = []
+    most = request.max_tp_degree or request.spec.max_tp_degree
+    for balanced in (False, True):
+        plans = grid_plans(request, tables, max_tp=most, balanced=balanced)
+        out += ranked_grids(request.fleet, tables, plans, estimator, keep)
     return out
 
 

@@ -92,14 +92,12 @@ def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
 
 def draft_of(tables: Tables, plan: Plan, fleet: Fleet) -> Draft | None:
     """The plan as a draft over these tables; None where it uses what the tables do not have."""
-    kind_of = {(tables.resources[k.resource].node_type.name, k.tp_degree): i for i, k in enumerate(tables.kinds)}
-    row_of = {(row.kind, row.microbatch): i for i, row in enumerate(tables.rows)}
     out = []
     for pipeline in plan.pipelines:
         rows, ends = [], []
         for stage in pipeline.stages:
-            kind = kind_of.get((fleet.node_of(stage.workers[0]).node_type.name, stage.tp_degree))
-            row = row_of.get((kind, pipeline.microbatch_sequences)) if kind is not None else None
+            kind = fleet.node_of(stage.workers[0]).node_type.name
+            row = tables.row_of.get((kind, stage.tp_degree, pipeline.microbatch_sequences))
             if row is None:
                 return None
             rows.append(row)

@@ -166,6 +166,12 @@ class Tables:
         kinds = [self.kinds[row.kind] for row in self.rows]
         return np.array([max(1, self.resources[k.resource].node_type.num_gpus // k.tp_degree) for k in kinds])
 
+    @cached_property
+    def row_of(self) -> dict[tuple[str, int, int], int]:
+        """The row of a node type's name, TP degree and microbatch size."""
+        kinds = [(self.resources[kind.resource].node_type.name, kind.tp_degree) for kind in self.kinds]
+        return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows)}
+
     def fitting(self, max_in_flight: int) -> Ints:
         """`last_layer_that_fits`, computed once for each number."""
         if max_in_flight not in self._fitting:
