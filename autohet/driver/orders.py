@@ -132,7 +132,7 @@ class OrderBook:
         """What each worker's agent copies to other nodes: whatever one node alone would hold. A plan that survives any
         node has none.
         """
-        if not self.job.checkpoint.replicate_every_steps:
+        if not self.job.checkpoint.replication_steps:
             return {}
         peers = [
             Peer(name, view.node.node_type.zone, name in seen.notices)

@@ -33,7 +33,7 @@ class Preservation:
     def __init__(self, place: WorkerPlace, job: Job, storage: Storage) -> None:
         self._place = place
         self._every = job.checkpoint.snapshot_every_steps
-        self._replicate_every = job.checkpoint.replicate_every_steps
+        self._replicate_every = job.checkpoint.replication_steps
         self._uploader = Uploader(storage)
         self._push_timeout_s = job.elastic.timeouts().step_s
         self._timeout_s = job.elastic.timeouts().checkpoint_s

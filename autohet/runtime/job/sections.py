@@ -149,9 +149,9 @@ class CheckpointSection:
     """Newest committed checkpoints that retention leaves."""
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
-    replicate_every_steps: int = 1
+    replicate_every_steps: int | None = None
     """Steps between copies of what one node alone holds to another node's host memory, at the least (a round under way is
-    never overtaken); 0: none."""
+    never overtaken); 0: none. They are made from snapshots; null: 1, or 0 where `snapshot_every_steps` is 0."""
     replicate_bandwidth_share: float = 0.25
     """The part of a node's network bandwidth that these copies may take."""
     memory_directory: str = "/dev/shm/autohet"
@@ -165,8 +165,19 @@ class CheckpointSection:
         require_at_least("checkpoint.keep", self.keep, 1)
         require_at_least("checkpoint.snapshot_every_steps", self.snapshot_every_steps, 0)
         require_at_least("checkpoint.replicate_every_steps", self.replicate_every_steps, 0)
+        require(
+            self.snapshot_every_steps > 0 or not self.replicate_every_steps,
+            f"checkpoint.replicate_every_steps is {self.replicate_every_steps}, but checkpoint.snapshot_every_steps is 0: copies on"
+            " other nodes are made from snapshots; make snapshots (1: after each step), or leave replicate_every_steps out",
+        )
         share = self.replicate_bandwidth_share
         require(0 < share <= 1, f"checkpoint.replicate_bandwidth_share is {share}, but must be in (0, 1]")
+
+    @property
+    def replication_steps(self) -> int:
+        """`replicate_every_steps`, given or derived."""
+        given = self.replicate_every_steps
+        return min(1, self.snapshot_every_steps) if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True)

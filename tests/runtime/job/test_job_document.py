@@ -47,6 +47,21 @@ def test_what_plan_needs_is_enough_and_the_rest_has_defaults() -> None:
     assert job.checkpoint_storage == "runs/job/checkpoints"
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 1),
+        ({"snapshot_every_steps": 5}, 1),
+        ({"replicate_every_steps": 0}, 0),
+        ({"replicate_every_steps": 7}, 7),
+        ({"snapshot_every_steps": 0}, 0),
+        ({"snapshot_every_steps": 0, "replicate_every_steps": 0}, 0),
+    ],
+)
+def test_copies_are_made_where_there_are_snapshots(given: dict[str, int], steps: int) -> None:
+    assert Job.from_document(minimal(checkpoint=given)).checkpoint.replication_steps == steps
+
+
 def test_round_trip_and_pickle() -> None:
     job = Job.from_document(
         trainable(
@@ -83,6 +98,10 @@ def test_round_trip_and_pickle() -> None:
         (minimal(elastic={"script": [{"at_step": 1, "event": "storm"}]}), ["notice, death, arrival, freeze"]),
         (minimal(emulation={}), ["exactly one of profile"]),
         (minimal(checkpoint={"every_steps": 0}), ["checkpoint.every_steps is 0", "at least 1"]),
+        (
+            minimal(checkpoint={"snapshot_every_steps": 0, "replicate_every_steps": 2}),
+            ["checkpoint.replicate_every_steps is 2", "checkpoint.snapshot_every_steps is 0", "leave"],
+        ),
         (minimal(data={"source": []}), ["data.source is empty"]),
         (minimal(name="a/b"), ["'a/b'"]),
     ],
@@ -216,7 +235,8 @@ def readers(name: str) -> list[str]:
     ],
 )
 def test_every_option_is_acted_upon(section: type) -> None:
-    assert [f.name for f in fields(section) if not readers(f.name)] == []
+    derived = {"replicate_every_steps": "replication_steps"}
+    assert [f.name for f in fields(section) if not readers(derived.get(f.name, f.name))] == []
 
 
 def test_every_elastic_option_is_acted_upon() -> None:
