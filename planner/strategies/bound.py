@@ -160,7 +160,7 @@ class Bound:
         top = np.array([cut.constant for cut in self.cuts])
         result = linprog(
             np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=[[*self.supply, 0.0]], b_eq=[self.batch],
-            bounds=(0, None), method="highs",
+            bounds=[*[(0, None)] * len(self.supply), (None, None)], method="highs",
         )  # fmt: skip
         return np.asarray(np.maximum(result.x[:-1], 0.0))
 

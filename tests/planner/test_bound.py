@@ -23,3 +23,11 @@ def test_no_plan_is_faster_than_the_bound(types: tuple, batch: int, layers: int)
     bound = lower_bound_s(tables, batch, [r.num_gpus for r in tables.resources], tables.num_blocks)
     best = plan_with("exhaustive", asked).prediction.step_time_s
     assert 0 < bound <= best * (1 + 1e-9)
+
+
+def test_hardly_any_microbatches_for_many_gpus() -> None:
+    """With fewer microbatches than pipelines the inequalities allow less than no time at all."""
+    asked = request(fleet(("A100", 3, 8), ("T4", 3, 8)), 4, model(3), max_microbatch_sequences=4)
+    tables = tables_of(asked)
+    bound = lower_bound_s(tables, 4, [r.num_gpus for r in tables.resources], tables.num_blocks)
+    assert 0 <= bound <= plan_with("autohet", asked).prediction.step_time_s
