@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from autohet.cli.bench_planner_accuracy import measurements_folder
@@ -39,7 +40,8 @@ TYPES = {
 
 
 def search_rows(parts: tuple[str, ...] = ("sailor", "metis", "exhaustive", "scale", "replan")) -> list[Row]:
-    """All rows of the parts asked for, one measurement each."""
+    """All rows of the parts asked for, one measurement each; the import of scipy, half a second, is in none."""
+    import_module("scipy.optimize")
     by_part: dict[str, Callable[[], Iterator[Row]]] = {
         "sailor": sailor_rows,
         "metis": metis_rows,
