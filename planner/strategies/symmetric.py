@@ -5,6 +5,7 @@ Both treat the GPUs as equal, in the fleet's order; the grid is chosen under our
 large-scale language model training on GPU clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -61,10 +62,10 @@ def _grid(
     width = next((d for d in range(min(len(groups) // depth, total), 0, -1) if total % d == 0), 0)
     if width == 0:
         return None
-    first = np.concatenate([[0], np.cumsum(split)])
+    first = [0, *itertools.accumulate(split)]
     pipelines = tuple(
         Pipeline(
-            tuple(Stage(int(first[p]), int(split[p]), groups[d + width * p]) for p in range(depth)),
+            tuple(Stage(first[p], split[p], groups[d + width * p]) for p in range(depth)),
             total // width,
             size,
         )
