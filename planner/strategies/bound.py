@@ -63,7 +63,7 @@ class Interval:
 
     def at_least(self, prices: Floats) -> float:
         """What the bound at other prices cannot be below: a path's value falls by no larger factor than any price."""
-        if self.prices is None:
+        if self.prices is None or self.value == np.inf:
             return self.value - self.low
         ratio = np.divide(prices, self.prices, out=np.full(len(prices), np.inf), where=self.prices > 0)
         return min(1.0, float(ratio.min())) * self.value - self.low
