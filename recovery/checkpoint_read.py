@@ -46,7 +46,8 @@ def plan_reads(
     gap_bytes: int = COALESCE_GAP_BYTES,
     whole_items: bool = False,
 ) -> list[Span]:
-    """The fewest ranges that hold `ids`: neighbours merge up to `span_bytes`; a larger shard is a span alone.
+    """The fewest ranges that hold `ids`: neighbours merge up to `span_bytes`; a larger shard is a span alone. In the order of
+    each one's first shard, whatever the files: several writers' parts lie side by side in it.
 
     Pure. `whole_items` covers the items that stock PyTorch reads, not just their raw elements.
 
@@ -64,7 +65,7 @@ def plan_reads(
             spans[-1] = Span(file, last.start, end, (*last.shards, stored))
         else:
             spans.append(Span(file, start, end, (stored,)))
-    return spans
+    return sorted(spans, key=lambda span: min(stored.shard for stored in span.shards))
 
 
 def read_shards(
@@ -75,7 +76,7 @@ def read_shards(
     max_memory_bytes: int = READ_MEMORY_BYTES,
     requests: Executor | None = None,
 ) -> Iterator[tuple[ShardId, torch.Tensor]]:
-    """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape, checked, in file order.
+    """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape, checked, in about the shards' order.
 
     Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own or in `requests`,
     which several readers may share; at most `max_memory_bytes` (or one shard,

@@ -42,7 +42,7 @@ def make_messages(sends: Sequence[Send], placement: Placement, message_bytes: in
 
     A message that hands on received shards stands after every message that brings them, so the globally first
     unfinished message can always proceed: no deadlock, whatever the number of messages that a worker keeps in
-    flight.
+    flight. Shards go in their own order, which is that of reads of durable storage: what is read first goes first.
     """
     streams: dict[tuple[int, str, str], list[int]] = {}
     for send in sends:
@@ -51,7 +51,7 @@ def make_messages(sends: Sequence[Send], placement: Placement, message_bytes: in
     keyed: list[tuple[int, int, str, str, list[int]]] = []
     for (depth, source, destination), shards in sorted(streams.items()):
         round_number = 0
-        for bundle in _bundles(shards, placement.num_bytes, message_bytes):
+        for bundle in _bundles(sorted(shards), placement.num_bytes, message_bytes):
             after = max((arrival.get((source, shard), -1) for shard in bundle), default=-1)
             round_number = max(round_number, after + 1)
             keyed.append((round_number, depth, source, destination, bundle))

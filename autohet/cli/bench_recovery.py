@@ -27,7 +27,8 @@ METHOD = {
     "detect, replan, rebuild, first_step": "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
     "a death, a notice and an arrival; null with --quick",
     "baselines": "s3_only and restart_local: detect, replan and first_step as ours; rebuild = a worker process's start, measured alone, "
-    "with all its imports, and the building of its group; every worker reads its whole state by itself",
+    "with all its imports and a client of the storage, and the building of its group; every worker reads its whole state by itself",
+    "a new fleet": "where no process stays (d), rebuild is that of the baselines for ours too: its processes have to start",
     "ray_train_elastic": "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same model, data parallel; "
     "the time without a step is measured, its parts are not",
     "steps_lost": "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at step 16",
@@ -155,7 +156,7 @@ def _real(options: Options, other_parts: dict[str, Any]) -> tuple[list[dict[str,
     links = scaled_links(options.cloud, options.scale)
     found = []
     with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory, object_storage(directory) as (uri, kind):
-        processes = WorkerProcesses(4)
+        processes = WorkerProcesses(4, uri)
         try:
             committed_checkpoint(uri, config)
             for name in options.scenarios:

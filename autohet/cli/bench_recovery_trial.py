@@ -61,7 +61,8 @@ class Trial:
     def _take(self, results: list[Result], start_s: float, other_parts: dict[str, float | None]) -> None:
         restore_s = max(result.restore_s for result in results)
         group_s = max(result.group_s for result in results)
-        rebuild_s = other_parts["rebuild"] if self.policy == "local_first" else start_s + group_s
+        kept = self.policy == "local_first" and bool(self.task.givers)
+        rebuild_s = other_parts["rebuild"] if kept else start_s + group_s
         self.seconds = {
             "detect": other_parts["detect"],
             "replan": other_parts["replan"],

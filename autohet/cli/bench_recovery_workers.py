@@ -32,11 +32,10 @@ from autohet.cli.bench_recovery_links import (
     ThrottledStorage,
     ThrottledStore,
 )
-from recovery.checkpoint_read import read_shards
+from recovery.durable_reads import DurableReads
 from recovery.layout import Layout, ShardId, TensorSpec
 from recovery.links import Links
 from recovery.restore import Access, LiveState, restore
-from recovery.retention import reading_checkpoint
 from recovery.schedule import TransferSchedule
 from recovery.shard_server import ShardServer
 from recovery.slices import TORCH_DTYPES, empty_local, shard_views
@@ -128,17 +127,15 @@ class _Node:
             proxy = ThrottledProxy(("127.0.0.1", int(store.get(f"agent/{peer}"))), lanes)
             stack.callback(proxy.close)
             agents.setdefault(node, ("127.0.0.1", proxy.port, TOKEN))
+        storage: Any = ThrottledStorage(open_storage(task.storage), lanes)
+        stack.callback(storage.close)
+        self._durable = stack.enter_context(DurableReads(storage))
         self.access = Access(own, agents, self._read_durable, TIMEOUT_S)
 
     def _read_durable(self, uri: str, step: int, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor]]:
-        storage: Any = ThrottledStorage(open_storage(self.task.storage), self.lanes)
-        try:
-            with reading_checkpoint(storage, step) as manifest:
-                for shard, tensor in read_shards(storage, manifest, shards):
-                    self.s3_shards.add(shard)
-                    yield shard, tensor
-        finally:
-            storage.close()
+        for shard, tensor in self._durable(uri, step, shards):
+            self.s3_shards.add(shard)
+            yield shard, tensor
 
 
 class _closing:
@@ -205,12 +202,13 @@ def _meet(store: PrefixStore, name: str, size: int) -> None:
         time.sleep(1e-3)
 
 
-def _serve(connection: Any, free_at: Any, store_port: int, whole: bool) -> None:
-    """A worker process: says when it is up, then does tasks. With `whole` it imports all that a training worker does:
-    part of what a restart costs.
+def _serve(connection: Any, free_at: Any, store_port: int, storage: str | None) -> None:
+    """A worker process: says when it is up, then does tasks. With a `storage` it first imports and opens all that a training
+    worker does: part of what a restart costs.
     """
-    if whole:
+    if storage is not None:
         importlib.import_module("autohet.runtime.worker")
+        open_storage(storage).close()
     torch.set_num_threads(1)
     connection.send("up")
     while (order := connection.recv()) is not None:
@@ -222,27 +220,29 @@ def _serve(connection: Any, free_at: Any, store_port: int, whole: bool) -> None:
 
 
 class WorkerProcesses:
-    """Owns the processes and the store that they meet at. `start_s` is what starting the first one took, alone."""
+    """Owns the processes and the store that they meet at. `start_s` is what starting the first one took, alone, with a client
+    of the `storage`.
+    """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, storage: str) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.store_port = int(self._store.port)
         self._context = multiprocessing.get_context("spawn")
         self._free_at = self._context.Array("d", MAX_NODES * len(LANES))
         self._workers: list[tuple[Any, Any]] = []
         began = time.monotonic()
-        self._launch(whole=True)
+        self._launch(storage)
         self._expect_up(0)
         self.start_s = time.monotonic() - began
         for _ in range(size - 1):
-            self._launch(whole=False)
+            self._launch(None)
         for index in range(1, size):
             self._expect_up(index)
 
-    def _launch(self, *, whole: bool) -> None:
+    def _launch(self, storage: str | None) -> None:
         near, far = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(far, self._free_at, self.store_port, whole), name="bench worker", daemon=True
+            target=_serve, args=(far, self._free_at, self.store_port, storage), name="bench worker", daemon=True
         )
         process.start()
         far.close()

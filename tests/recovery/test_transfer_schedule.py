@@ -141,6 +141,17 @@ def test_deterministic_and_small_on_the_wire(restore: tuple[Placed, list[Holding
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
+def test_what_storage_alone_has_is_handed_on_in_the_order_in_which_it_is_read() -> None:
+    """Else an early message would wait for one of the last reads, and all after it too."""
+    pipelines = [[(2, ["m0/0"]), (1, ["m1/0"])], [(2, ["m2/0"]), (1, ["m3/0"])]]
+    case = placed(TENSORS, LAYERS, pipelines)
+    plan = schedule(case.layout, case.node_by_worker, [DURABLE], STEP, LINKS)
+    for part in plan.parts.values():
+        sent = [shard for message in part.messages if message.source == part.worker for shard in message.shards]
+        assert len({TENSORS[shard.tensor].unit_bytes(shard.unit) for shard in sent}) > 1
+        assert sent == sorted(sent)
+
+
 def even_model(num_layers: int, per_layer: int = 12) -> dict[str, TensorSpec]:
     names = [f"param/layers.{layer}.{number}" for layer in range(num_layers) for number in range(per_layer)]
     return {name: TensorSpec(name, (64, 16), "float32", 0, (0, 16, 32, 48, 64)) for name in names}
