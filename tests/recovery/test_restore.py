@@ -29,7 +29,6 @@ from recovery.tiers import Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, state_of, tensors_of, unit
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 LAYERS, STEP, TOKEN = 3, 7, "token"
 TENSORS = tensors_of(LAYERS)
 LINKS = Links(memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20)

@@ -26,7 +26,6 @@ from tests.harness.state_cases import placed, state_of, tensors_of, unit
 CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
 SHARDS = sorted(CASE.layout.shards_by_worker["n0/0"])
 STEP = 5
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 TOKEN = "token"
 
 
