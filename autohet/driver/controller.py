@@ -308,7 +308,7 @@ class Controller(Rebuild):
             state.step = standing[0].step
         if state.step is not None and seen.checkpoint.step == state.step:
             return self._wait_after(state, seen) if state.then_wait else self._ended(state.reason, ok=state.ok)
-        error = self.ledger.checkpoint_errors.get(state.step or -1)
+        error = self.ledger.checkpoint_errors.get((self.generation, state.step or -1))
         if (seen.checkpoint.error_generation, seen.checkpoint.error_step) == (self.generation, state.step):
             error = seen.checkpoint.error
         if seen.now > state.deadline or (error and state.step is not None):

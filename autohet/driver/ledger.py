@@ -32,7 +32,8 @@ class Ledger:
         self.open_change: Change | None = None
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
-        self.checkpoint_errors: dict[int, str] = {}
+        self.checkpoint_errors: dict[tuple[int, int], str] = {}
+        """By generation and step, why a worker's part is not written."""
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
         self._first_step = self._resumed_at = 0
@@ -62,7 +63,6 @@ class Ledger:
         self._first_step = change.restore_step
         self._generation = generation
         self.forget_pace()
-        self.checkpoint_errors.clear()
         self._make_up_for(change.restore_step - 1)
         self.step_seconds.setdefault(generation, [])
         if self.open_change is not None and self.open_change is not change:
@@ -166,20 +166,21 @@ class Ledger:
             self.events.emit("reconfigure", generation, **change.to_document())
 
     def _take_receipt(self, worker: str, receipt: Any, controller: Controller) -> None:
-        """Collect one worker's part of a checkpoint; once all are in, have the manifest written."""
+        """Collect one worker's part of a checkpoint; once all are in, have the manifest written. They may all be in before the
+        generation is known to be ready: one that begins at the last step has nothing else to do.
+        """
         generation, step, parts = receipt
         if generation != controller.generation or (generation, step) in self._committed:
             return
         if isinstance(parts, str):
-            self.checkpoint_errors[step] = f"{worker}: {parts}"
+            self.checkpoint_errors[generation, step] = f"{worker}: {parts}"
             return
         got = self._receipts.setdefault((generation, step), {})
         got[worker] = parts
-        if set(got) >= set(controller.members):
+        layout = controller.orders.layout_of(generation)
+        if got.keys() >= set(layout.workers):
             self._committed.add((generation, step))
-            controller.workforce.commit_checkpoint(
-                step, generation, controller.orders.layout_of(generation), list(got.values())
-            )
+            controller.workforce.commit_checkpoint(step, generation, layout, list(got.values()))
             self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
 
     def measured_step_s(self, generation: int) -> float | None:

@@ -52,6 +52,7 @@ durations = st.fixed_dictionaries(
         "starts_s": st.sampled_from([0.0, 0.5, 2.0]),
         "agents_start_s": st.sampled_from([0.0, 0.5]),
         "inventory_s": st.sampled_from([0.0, 0.5]),
+        "upload_s": st.sampled_from([0.0, 0.3]),
         "leaves_s": st.sampled_from([0.0, 2.0]),
     }
 )

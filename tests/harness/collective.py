@@ -17,7 +17,6 @@ from tests.harness.true_copies import Copy, History, TrueCopies
 
 MOVING = (Phase.BUILDING, Phase.TRAINING)
 ABSENT = (None, Phase.IDLE, Phase.HALTED, Phase.FAILED)
-UPLOAD_TICKS = 3
 
 
 @dataclass
@@ -62,6 +61,7 @@ class Collective(ScriptedWorkforce):
 
     step_timeout_s: float = 6.0
     every_steps: int = 10
+    upload_s: float = 3 * TICK_S
     torn: frozenset[str] | None = None
     """If set, the next step's vote, or the next restore's end, is seen by these workers alone."""
     bad_restores: set[str] = field(default_factory=set)
@@ -292,7 +292,7 @@ class Collective(ScriptedWorkforce):
     def _upload(self, process: Life, order: GenerationOrder) -> None:
         step = len(process.history)
         self.copies.uploaded[order.generation, step] = process.history
-        process.uploads.append((self.now + UPLOAD_TICKS * TICK_S, order.generation, step))
+        process.uploads.append((self.now + self.upload_s, order.generation, step))
 
 
 def node_of(worker: str) -> str:

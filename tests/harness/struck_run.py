@@ -126,7 +126,10 @@ class StruckRun:
         return late
 
     def at_point(self, point: FaultPoint) -> None:
-        """A worker stands at the fault point: strike, then let it go on if it still can."""
+        """A worker stands at the fault point: strike once, then let it go on if it still can."""
+        if self.struck_at_step is not None:  # a process that took the place of one that was struck here
+            self.fleet.open_gate(point)
+            return
         if self.strike is not None and self.strike.scope == "driver":
             self.fleet.open_gate(point)
             self.strike_now()
