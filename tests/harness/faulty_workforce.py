@@ -43,6 +43,8 @@ class FaultyWorkforce(Collective):
     storage: str = "works"
     """Or "no upload", "no manifest": what fails there."""
     seen: Observation | None = None
+    reported: set[tuple[int, int]] = field(default_factory=set)
+    """Generation and number of each step that the driver was told of."""
     calls: int = 0
     _asked_at: float | None = None
     _leave_at: dict[str, float] = field(default_factory=dict)
@@ -150,6 +152,7 @@ class FaultyWorkforce(Collective):
                 break
         self._find_losses()
         reports = {w: r for w, p in self.processes.items() if (r := self._said(p)) is not None and w not in self.losses}
+        self.reported |= {(step.generation, step.step) for report in reports.values() for step in report.steps}
         if not self.prompt:
             self._deliver()
         self._run_errands(reports)
