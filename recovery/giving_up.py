@@ -58,6 +58,14 @@ def await_bytes(connection: socket.socket, given_up: threading.Event | None, wha
             raise TimeoutError(f"nothing came within {patience:.3g} s")
 
 
+def pause(given_up: threading.Event | None, seconds: float, what: str) -> None:
+    """Sleeps. Raises Abandoned once the event is set."""
+    if given_up is None:
+        time.sleep(seconds)
+    elif given_up.wait(seconds):
+        raise Abandoned(what)
+
+
 def check(given_up: threading.Event | None, what: str) -> None:
     """Raises Abandoned once the event is set."""
     if given_up is not None and given_up.is_set():

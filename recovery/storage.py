@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from recovery.errors import Abandoned
+from recovery.giving_up import pause
 from recovery.storage_errors import StorageUriError
 from recovery.storage_payload import Buffer, Payload
 
@@ -124,10 +124,7 @@ class BandwidthLimit:
             now = time.monotonic()
             wait_s = max(0.0, self._free_at - now)
             self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
-        if given_up is None:
-            time.sleep(wait_s)
-        elif given_up.wait(wait_s):
-            raise Abandoned("a turn within the bandwidth limit")
+        pause(given_up, wait_s, "a turn within the bandwidth limit")
 
 
 def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:

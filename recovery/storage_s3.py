@@ -21,7 +21,7 @@ import boto3
 from botocore.config import Config
 
 from recovery.errors import Abandoned
-from recovery.giving_up import call_until, check
+from recovery.giving_up import call_until, check, pause
 from recovery.storage import BandwidthLimit, ObjectInfo, Storage, StorageOptions, open_storage
 from recovery.storage_errors import ObjectMissing, ObjectTruncated, StorageError, StorageTimeout
 from recovery.storage_payload import Buffer, Payload, as_payload
@@ -196,10 +196,7 @@ class S3Storage:
                 pause_s = backoff_s * random.uniform(0.5, 1.5)
                 if not again or attempt == self._options.attempts or time.monotonic() + pause_s > stop_at:
                     raise ours from error
-            if self._given_up is None:
-                time.sleep(pause_s)
-            else:
-                self._given_up.wait(pause_s)  # the next try then says so
+            pause(self._given_up, pause_s, uri)
             backoff_s *= 2
         raise AssertionError("the last attempt returns or raises")
 

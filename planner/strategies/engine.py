@@ -24,11 +24,10 @@ from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
 from planner.strategies.large import LargeEffort, LargeSearch
 from planner.strategies.packing import Packer, Relaxed
-from planner.strategies.refine import refine
+from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 COLUMNS_GPUS = 512  # at most, for packings of listed columns
-_FAR_BEHIND = 1.15
 FAMILIES_GPUS = 256  # more than these, for families of equal cuts: their integer programs round little off
 
 
@@ -114,7 +113,7 @@ class Engine:
 
     def _add(self, drafts: dict[Draft, float], found: Iterable[Draft]) -> None:
         """Adds what is found, and what single moves make of it: beyond a few GPUs only where it is not far behind."""
-        far = _FAR_BEHIND if int(self.supply.sum()) > FEW_GPUS // 2 else np.inf
+        far = FAR_BEHIND if int(self.supply.sum()) > FEW_GPUS // 2 else np.inf
         for draft in found:
             drafts[draft] = self.estimator.draft_s(draft)
             if drafts[draft] <= far * min(drafts.values()):

@@ -8,6 +8,7 @@ from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatch
 
 _ROUNDS = 12
 _SIMULATED = 3
+FAR_BEHIND = 1.15  # what is slower than the best by more is not made better by single moves
 
 
 def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:

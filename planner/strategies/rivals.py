@@ -14,6 +14,7 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.strategies.cost_tables import microbatch_sizes, tables_of
 from planner.strategies.drafts import Estimator
+from planner.strategies.refine import FAR_BEHIND
 from planner.strategies.request import Answer, Request
 from planner.strategies.symmetric import grid_plans, ranked_grids
 from planner.strategies.tables import Tables
@@ -22,7 +23,6 @@ Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, what they find is far behind
 MOST_FOR_METIS = 24
 _GRIDS = 8
-_FAR_BEHIND = 1.15
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -61,7 +61,7 @@ def grids(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
     for asked in _narrowed(request):
         smaller = tables_of(asked)
         found += best_grids(asked, smaller, Estimator(smaller), _GRIDS)
-    most = _FAR_BEHIND * min((seconds for seconds, _ in found), default=0.0)
+    most = FAR_BEHIND * min((seconds for seconds, _ in found), default=0.0)
     return [plan for seconds, plan in found if seconds <= most]
 
 

@@ -29,15 +29,7 @@ def grid_plans(request: Request, tables: Tables, *, max_tp: int, balanced: bool)
         for depth in range(1, min(len(groups), request.deepest(tables.num_blocks)) + 1):
             split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
             for size in sizes:
-                plan = _grid(
-                    groups,
-                    depth,
-                    size,
-                    split,
-                    request.spec.name,
-                    request.global_batch_sequences,
-                    request.sequence_length,
-                )
+                plan = _grid(request, groups, depth, size, split)
                 if plan is not None:
                     yield plan
 
@@ -48,14 +40,9 @@ def _groups(fleet: Fleet, tp: int) -> list[tuple[str, ...]]:
 
 
 def _grid(
-    groups: list[tuple[str, ...]],
-    depth: int,
-    size: int,
-    split: tuple[int, ...],
-    model: str,
-    batch: int,
-    sequence_length: int,
+    request: Request, groups: list[tuple[str, ...]], depth: int, size: int, split: tuple[int, ...]
 ) -> Plan | None:
+    batch = request.global_batch_sequences
     if batch % size:
         return None
     total = batch // size
@@ -71,7 +58,7 @@ def _grid(
         )
         for d in range(width)
     )
-    return Plan(model, batch, size, sequence_length, pipelines)
+    return Plan(request.spec.name, batch, size, request.sequence_length, pipelines)
 
 
 def equal_split(blocks: int, depth: int) -> tuple[int, ...]:

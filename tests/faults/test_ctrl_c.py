@@ -64,7 +64,8 @@ def test_once_commits_and_leaves_nothing(command: subprocess.Popen[str], tmp_pat
 
 def test_a_sigterm_to_the_whole_group_commits_too(command: subprocess.Popen[str], tmp_path: Path) -> None:
     """As `timeout` and service managers send it: the emulated cluster must outlive it until the step is committed."""
-    stopped_by(signal.SIGTERM, command, tmp_path)
+    summary = stopped_by(signal.SIGTERM, command, tmp_path)
+    assert summary["steps"] >= 3
 
 
 def test_twice_ends_at_once(command: subprocess.Popen[str], tmp_path: Path) -> None:

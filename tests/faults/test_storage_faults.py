@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +237,26 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     check(scene, uri, before.events + result.events, result)
 
 
+def settled(listing: Callable[[], list[Path]], still_s: float = 0.3) -> list[Path]:
+    """What a frozen sender had on its way has come, and what it replaces is gone."""
+    found, since = listing(), time.monotonic()
+    deadline = since + DEADLINE_S
+    while time.monotonic() - since < still_s:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        now = listing()
+        if now != found:
+            found, since = now, time.monotonic()
+    return found
+
+
+def modified(file: Path) -> int:
+    """In nanoseconds; of a file that went while it was looked at, 0."""
+    with suppress(FileNotFoundError):
+        return file.stat().st_mtime_ns
+    return 0
+
+
 def damage(files: list[Path], how: str) -> None:
     """One bit of the payload, or the second half of the file, of each."""
     assert files
@@ -257,7 +279,7 @@ def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Pat
 
     def strike(run: StruckRun, seen: Observation) -> None:
         run.fleet.freeze_worker("b/0")
-        files = sorted((memory / "run" / "b").glob("b%2F0.g1.*.snapshot"), key=lambda path: path.stat().st_mtime_ns)
+        files = sorted((memory / "run" / "b").glob("b%2F0.g1.*.snapshot"), key=modified)
         damage(files[-1:], how)
         run.fleet.kill_worker("b/0")
 
@@ -280,14 +302,24 @@ def test_a_damaged_copy_at_a_peer(which: str, how: str, scene: Scene, tmp_path: 
 
     def copies() -> list[Path]:
         found = [path for node in ("c", "e") for path in (memory / "run" / node).glob("b%2F0.*pushed*.snapshot")]
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        return sorted(found, key=modified)
+
+    def stands_with_copies(run: StruckRun, seen: Observation) -> bool:
+        """Node b stands, and peers have copies of its state; not so right after a checkpoint, which makes older copies needless."""
+        if not (trains_at(every + 1)(run, seen) and copies()):
+            return False
+        processes = run.fleet.processes_of("b")
+        run.fleet.freeze_node("b")
+        if settled(copies):
+            return True
+        run.fleet.thaw_node("b", processes)
+        return False
 
     def strike(run: StruckRun, seen: Observation) -> None:
-        run.fleet.freeze_node("b")
         damage(copies() if which == "all" else copies()[-1:], how)
         run.fleet.kill_node("b")
 
-    events.when(lambda run, seen: trains_at(every + 1)(run, seen) and bool(copies()), strike)
+    events.when(stands_with_copies, strike)
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
         run = start_run(
