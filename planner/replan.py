@@ -13,7 +13,7 @@ from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
 from planner.strategies.autohet import search_autohet, unacceptable
-from planner.strategies.engine import Effort
+from planner.strategies.effort import Effort
 from planner.strategies.extension import extend
 from planner.strategies.recut import recut
 from planner.strategies.request import Answer, Request, SearchReport
@@ -123,7 +123,7 @@ def _search(request: Request, seeds: Sequence[Plan], search_s: float | None) -> 
     """A whole search; with `search_s` one that stops about then and proves nothing."""
     effort = None
     if search_s is not None:
-        request, effort = replace(request, time_limit_s=search_s), Effort(families=1, bounded=False)
+        request, effort = replace(request, time_limit_s=search_s), Effort(bounded=False)
     try:
         return search_autohet(request, seeds, effort)
     except InfeasibleError:

@@ -25,23 +25,61 @@ Mix = tuple[int, tuple[int, ...], tuple[int, ...]]  # pipelines; row of each nod
 
 
 def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
-    """The fastest few by the tables, without their sync, which placement decides."""
+    """The fastest few by the tables and by the sync that lying side by side leaves."""
     supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
-    depth = request.deepest(tables.num_blocks)
+    depth, batch = request.deepest(tables.num_blocks), request.global_batch_sequences
     numbers = [n for n in _numbers(supply) if n >= request.min_node_disjoint_holders]
     mixes = [(n, *mix) for n in numbers for mix in _mixes(tables, supply // n, depth)]
-    batch = request.global_batch_sequences
-    found: list[tuple[float, int, Draft]] = []
-    for number, shape in _timed(tables, batch, depth, _quickest(tables, batch, mixes)):
+    sync = _SideBySide(request, tables)
+    alone, whole = dict[Draft, float](), dict[Draft, float]()
+    for number, shape in _timed(tables, batch, depth, _quickest(tables, batch, mixes, sync)):
         draft = _draft(estimator, shape, number, batch)
         if draft is not None:
-            found.append((estimator.pipeline_s(*draft.pipelines[0]), len(found), draft))
+            alone[draft] = estimator.pipeline_s(*draft.pipelines[0])
+            whole[draft] = alone[draft] + sync.of_cut(number, shape)
     plans, keep = [], min(max(_KEPT[0], _PREDICTED_GPUS // int(supply.sum())), _KEPT[1])
-    for _, _, draft in sorted(found, key=lambda entry: entry[:2])[:keep]:
+    # early stages hide some of the sync of later ones, so what is fastest without it may be fastest
+    for draft in dict.fromkeys(
+        [*sorted(whole, key=whole.__getitem__)[:keep], *sorted(alone, key=alone.__getitem__)[:keep]]
+    ):
         shape, count = draft.pipelines[0]
         better = _draft(estimator, refine_shape(estimator, shape, count), len(draft.pipelines), batch) or draft
         plans.append(place_by_stage(tables, better, request.spec.name, batch, request.sequence_length))
     return [plan for plan in plans if plan is not None]
+
+
+class _SideBySide:
+    """Seconds of gradient sync where the same stage of all pipelines fills one node after the other: a node's NIC carries each
+    gradient once, whatever the number of its holders there."""
+
+    def __init__(self, request: Request, tables: Tables):
+        self._cost, self._tables = request.cost, tables
+        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def of_bytes(self, number: int, row: int, num_bytes: float) -> float:
+        """One stage of so many pipelines, with so many gradient bytes a worker."""
+        if (number, row) not in self._rates:
+            kind = self._tables.kinds[self._tables.rows[row].kind]
+            node = self._tables.resources[kind.resource].node_type
+            held = int(self._tables.groups_a_node[row])
+            members = [(str(i // held), node) for i in range(number)]
+            flows = node.num_gpus / (number % held or held)  # on a node shared with another stage, all its rings cross
+            low, high = (self._cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
+            self._rates[number, row] = (2 * low - high, (high - low) / 1e9)
+        latency, each = self._rates[number, row]
+        return latency + each * num_bytes
+
+    def of_period(self, number: int, rows: Sequence[int], period: float) -> float:
+        """If every stage takes as long as the bottleneck."""
+        rate = [self._tables.sync_sums[row, -1] / self._tables.time_sums[row, -1] for row in rows]
+        return max(self.of_bytes(number, row, period * float(each)) for row, each in zip(rows, rate, strict=True))
+
+    def of_cut(self, number: int, shape: Shape) -> float:
+        sums = self._tables.sync_sums
+        held = [
+            (r, float(sums[r, end] - sums[r, start])) for r, start, end in zip(shape.rows, shape.starts, shape.ends)
+        ]
+        return max(self.of_bytes(number, row, num_bytes) for row, num_bytes in held)
 
 
 def _draft(estimator: Estimator, shape: Shape, number: int, batch: int) -> Draft | None:
@@ -71,7 +109,7 @@ def _mixes(tables: Tables, share: Ints, depth: int) -> Iterator[tuple[tuple[int,
                 yield tuple(row for row, _ in chosen), tuple(count for _, count in chosen)
 
 
-def _quickest(tables: Tables, batch: int, mixes: Sequence[Mix]) -> list[Mix]:
+def _quickest(tables: Tables, batch: int, mixes: Sequence[Mix], sync: _SideBySide) -> list[Mix]:
     """Those that would be fastest if layers were divided in exact proportion to speed, among those whose memory may do."""
     whole, sizes = tables.time_sums[:, -1], [row.microbatch for row in tables.rows]
     most = tables.fitting(1)[:, 0, 1] - 1
@@ -80,8 +118,10 @@ def _quickest(tables: Tables, batch: int, mixes: Sequence[Mix]) -> list[Mix]:
         if sum(c * int(most[r]) for r, c in zip(rows, counts, strict=True)) < tables.num_blocks:
             continue
         period = 1.0 / sum(c / float(whole[r]) for r, c in zip(rows, counts, strict=True))
-        timed.append((period * (batch / number / sizes[rows[0]] - 1 + sum(counts)), i))
-    return [mixes[i] for _, i in sorted(timed)[:_MIXES]]
+        alone = period * (batch / number / sizes[rows[0]] - 1 + sum(counts))
+        timed.append((alone, alone + sync.of_period(number, rows, period), i))
+    first = [i for _, _, i in sorted(timed)[:_MIXES]]
+    return [mixes[i] for i in dict.fromkeys(first + [i for _, _, i in sorted(timed, key=lambda t: t[1:])[:_MIXES]])]
 
 
 def _timed(tables: Tables, batch: int, max_stages: int, mixes: Sequence[Mix]) -> Iterator[tuple[int, Shape]]:

@@ -12,7 +12,8 @@ from planner.redundancy import redundancy
 from planner.strategies.alike import alike_plans
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
-from planner.strategies.engine import Effort, Engine, Found
+from planner.strategies.effort import Effort
+from planner.strategies.engine import Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
 from planner.strategies.polish import neighbours
@@ -27,7 +28,6 @@ _POLISH_ROUNDS = 6
 _POLISHED = 3
 _FEWEST = 8
 _SHARE_ROUNDS = 3
-_MOST_FOR_ALIKE = 128
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     found = engine.run(
         tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None])
     )
-    alike = alike_plans(request, tables, engine.estimator) if len(request.fleet.workers) <= _MOST_FOR_ALIKE else []
+    alike = alike_plans(request, tables, engine.estimator)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart]
     best, rejected = choose(request, plans)

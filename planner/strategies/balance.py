@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.strategies.tables import Floats, Ints, Tables
 
@@ -66,13 +67,23 @@ class Balancer:
         if rows.shape[1] < 2:
             return out
         table = self.tables.boundaries
-        between = table[rows[:, :-1], rows[:, 1:]]
+        between = np.where(self._crosses(rows), self.tables.crossings[rows[:, 1:]], table[rows[:, :-1], rows[:, 1:]])
         between = np.where(np.arange(1, rows.shape[1])[None, :] < num_stages[:, None], between, 0.0)
         out[:, :-1] += between / 2
         out[:, 1:] += between / 2
         weights = np.array([self.tables.boundary_ends(p) for p in range(rows.shape[1] + 1)])
         out[:, 0] *= weights[num_stages, 0]
         out[np.arange(len(rows)), num_stages - 1] *= weights[num_stages, 1]
+        return out
+
+    def _crosses(self, rows: Ints) -> NDArray[np.bool_]:
+        """(n, P - 1) whether a boundary lies between equal groups on two nodes: they fill one node after the other, as `place` does."""
+        groups, inside = self.tables.groups_a_node, np.ones(len(rows), dtype=np.int64)
+        out = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.bool_)
+        for s in range(1, rows.shape[1]):
+            same = rows[:, s] == rows[:, s - 1]
+            inside = np.where(same, inside % groups[rows[:, s]] + 1, 1)
+            out[:, s - 1] = same & (inside == 1)
         return out
 
     def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats, steps: int) -> Ints:

@@ -11,6 +11,10 @@ the batch over the fleet, no plan meets the batch in time T if no pipeline does 
 a shortest path over the block at which each stage starts, for each m. m lies in an interval [low, high): stages within
 `high`, weights at `low`; intervals that matter are halved. The prices that give the largest bound are found by cutting
 planes: every path is a linear inequality in T and p. Only sync of the first stage is in it, at least what its node's NIC must carry.
+
+Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within the fleet: at any prices p of a GPU, in seconds,
+
+    T >= (K - 1) m + least sum over stages of [ stage's share of F + p . gpus ] - p . fleet.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +31,10 @@ _FINE = 1.004
 _ROUNDS = 60
 _CLOSE = 3e-3
 _ALONE = 10
-_INWARD = 0.3
+_OUTWARD = 0.6
 _NEAR = 1.003
 _SEVERAL = 64
-_IDLE = 1
+_IDLE = 2
 
 
 @dataclass(frozen=True)
@@ -44,29 +48,23 @@ class Cut:
 
 @dataclass
 class Interval:
-    """Bottlenecks from `low` to `high` of one microbatch size."""
+    """Bottlenecks from `low` to `high` of one microbatch size. path_s: least of a path's fill and the price of its GPUs."""
 
     size: int
     low: float
     high: float
-    value: float = 0.0
+    path_s: float = 0.0
     prices: Floats | None = None
 
-    @property
-    def seconds(self) -> float:
-        """The bound at the prices of the last look."""
-        return self.value - self.low
+    def learn(self, path_s: float, prices: Floats) -> None:
+        self.path_s, self.prices = path_s, prices
 
-    def learn(self, value: float, prices: Floats) -> None:
-        """value: least seconds of fill and m / b times the price of the GPUs, over all paths."""
-        self.value, self.prices = value, prices
-
-    def at_least(self, prices: Floats) -> float:
-        """What the bound at other prices cannot be below: a path's value falls by no larger factor than any price."""
-        if self.prices is None or self.value == np.inf:
-            return self.value - self.low
+    def path_at_least_s(self, prices: Floats) -> float:
+        """At other prices: a path falls by no larger factor than any price."""
+        if self.prices is None or self.path_s == np.inf:
+            return self.path_s
         ratio = np.divide(prices, self.prices, out=np.full(len(prices), np.inf), where=self.prices > 0)
-        return min(1.0, float(ratio.min())) * self.value - self.low
+        return min(1.0, float(ratio.min())) * self.path_s
 
     def halves(self) -> "tuple[Interval, Interval]":
         """Fewer paths each, none of less value."""
@@ -75,83 +73,93 @@ class Interval:
 
 
 class Bound:
-    """The bound for plans of at least `least` and at most `most` pipelines of one fleet."""
+    """The bound for plans of at least `least` pipelines of one fleet."""
 
-    def __init__(
-        self, tables: Tables, batch: int, supply: Ints, max_stages: int, least: int = 1, most: int | None = None
-    ):
-        self.tables, self.batch, self.least = tables, batch, least
-        self.supply = np.append(supply.astype(float), float(most)) if most is not None else supply.astype(float)
-        self.limited = most is not None
+    def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int, least: int = 1):
+        self.batch, self.supply = batch, supply.astype(float)
         sizes = sorted({row.microbatch for row in tables.rows})
         self.relaxed = [PricedStages(StageTable(tables, size, max_stages), supply, least) for size in sizes]
         self.intervals = [interval for i, stages in enumerate(self.relaxed) for interval in _first_intervals(i, stages)]
         self.cuts: list[Cut] = []
-        self.prices: Floats | None = None
-        self.work_s = batch / max(float(self._speed() @ supply), 1e-30)
+        self.speed = self._speed()
+        self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
 
     def seconds(self, target: float = np.inf, rounds: int = _ROUNDS) -> float:
         """The bound, or any number from `target` on once that is reached. Zero where no pipeline holds the model."""
         if not self.intervals:
             return 0.0
-        best, idle = 0.0, 0
-        prices = centre = self._by_speed() if self.prices is None else self.prices
+        most, idle = -np.inf, 0
+        prices = centre = self._first_prices()
         for _ in range(rounds):
             least = self._price(prices)
-            idle = 0 if least > best * (1 + _CLOSE) else idle + 1
-            if least > best:
-                best, centre, self.prices = least, prices, prices
-            if best >= target or idle > _IDLE:
+            idle = 0 if least - most > _CLOSE * abs(least) else idle + 1
+            if least > most:
+                most, centre = least, prices
+            self.best = max(self.best, most)
+            if self.best >= target or idle > _IDLE:
                 break
-            self._halve(max(best, self.work_s))
-            # part of the way back to the best prices so far: corners of the cuts alone swing to and fro
-            prices = _INWARD * centre + (1 - _INWARD) * self._best_prices()
-        return best
+            self._halve()
+            # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
+            way = _OUTWARD ** (idle + 1)
+            prices = (1 - way) * centre + way * self._best_prices()
+        return self.best
 
     def _speed(self) -> Floats:
         """Sequences a second that a GPU of each resource does at best: its share of the work, and none of it idle."""
-        speed = np.zeros(len(self.supply) - self.limited)
+        speed = np.zeros(len(self.supply))
         for stages in self.relaxed:
             np.maximum.at(speed, stages.resource, stages.speed)
         return speed
 
-    def _by_speed(self) -> Floats:
-        speed = np.append(self._speed(), 0.0) if self.limited else self._speed()
-        return np.asarray(speed * self.batch / float(speed @ self.supply))
+    def _first_prices(self) -> Floats:
+        return np.asarray(self.speed * self.batch / float(self.speed @ self.supply))
+
+    def _scale(self, size: int, low: Floats | float) -> Floats | float:
+        """Seconds of a unit of the prices, at bottlenecks of `low`."""
+        return low / self.relaxed[size].microbatch
+
+    def _beside_s(self, interval: Interval, prices: Floats) -> float:
+        """What the bound of an interval has beside a path's seconds."""
+        return -interval.low
+
+    def _seconds(self, interval: Interval, prices: Floats) -> float:
+        return interval.path_at_least_s(prices) + self._beside_s(interval, prices)
 
     def _price(self, prices: Floats) -> float:
         """The bound that these prices give. Only intervals that may limit it are looked at, and give cuts."""
-        ours = [interval.at_least(prices) for interval in self.intervals]
+        ours = [self._seconds(interval, prices) for interval in self.intervals]
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         least, done = np.inf, 0
         while done < len(order) and ours[order[done]] < least * _NEAR:
             several = [self.intervals[i] for i in order[done : done + _SEVERAL] if ours[i] < least * _NEAR]
             done += len(several)
             for size in {interval.size for interval in several}:
-                least = min(least, self._solve([i for i in several if i.size == size], prices))
+                least = min(least, self._solve(size, [i for i in several if i.size == size], prices))
         return least
 
-    def _solve(self, intervals: Sequence["Interval"], prices: Floats) -> float:
+    def _solve(self, size: int, intervals: Sequence[Interval], prices: Floats) -> float:
         """The least bound of some intervals of one size, with the cut that each gives."""
-        stages, extra = self.relaxed[intervals[0].size], float(prices[-1]) if self.limited else 0.0
         low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
-        cost, paths = stages.cheapest(low, high, prices, extra, self.work_s)
-        for at, interval in enumerate(intervals):
-            interval.learn(float(low[at] * (cost[at] + extra) / stages.microbatch), prices)
-            if np.isfinite(cost[at]):
-                self.cuts.append(self._cut(stages, interval, paths, at, len(prices)))
-        return min(interval.seconds for interval in intervals)
+        scale = np.asarray(self._scale(size, low))
+        cost, paths = self._cheapest(self.relaxed[size], 1 / scale, high, prices)
+        for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
+            interval.learn(float(path_s), prices)
+            if np.isfinite(path_s):
+                gpus, fill = paths.totals(at)
+                self.cuts.append(self._cut(interval, gpus, fill))
+        return min(self._seconds(interval, prices) for interval in intervals)
 
-    def _cut(self, stages: "PricedStages", interval: Interval, paths: "Chosen", at: int, width: int) -> Cut:
-        gpus, fill = paths.totals(at)
-        slope = np.zeros(width)
-        slope[: len(gpus)] = gpus
-        if self.limited:
-            slope[-1] = 1.0
-        return Cut((interval.size, interval.low), slope * interval.low / stages.microbatch, fill - interval.low)
+    def _cheapest(self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats) -> tuple[Floats, Chosen]:
+        return stages.cheapest(weight, high, prices, stages.after_by_depth(high, prices, self.best))
+
+    def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
+        return Cut((interval.size, interval.low), gpus * self._scale(interval.size, interval.low), fill - interval.low)
 
     def _best_prices(self) -> Floats:
         """The prices that allow the largest T by the cuts of the present intervals."""
+        return self._program([[*self.supply, 0.0]], [self.batch], None)
+
+    def _program(self, equal: list[list[float]] | None, to: list[float] | None, most: float | None) -> Floats:
         from scipy.optimize import linprog
 
         known = {(interval.size, interval.low) for interval in self.intervals}
@@ -159,19 +167,24 @@ class Bound:
         rows = np.array([np.append(-cut.slope, 1.0) for cut in self.cuts])
         top = np.array([cut.constant for cut in self.cuts])
         result = linprog(
-            np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=[[*self.supply, 0.0]], b_eq=[self.batch],
-            bounds=[*[(0, None)] * len(self.supply), (None, None)], method="highs",
+            np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=equal, b_eq=to,
+            bounds=[*[(0, None)] * len(self.supply), (None, most)], method="highs",
         )  # fmt: skip
         return np.asarray(np.maximum(result.x[:-1], 0.0))
 
-    def _halve(self, bound: float) -> None:
-        """Halves the intervals that limit the bound."""
-        least = min(interval.seconds for interval in self.intervals)
+    def _halve(self) -> None:
+        """Halves the intervals that limit the bound, by their last looks."""
+        last = {
+            id(interval): interval.path_s + self._beside_s(interval, interval.prices)
+            for interval in self.intervals
+            if interval.prices is not None
+        }
+        least = min(last.values())
         out: list[Interval] = []
         for interval in self.intervals:
             ratio = interval.high / interval.low
-            limits = interval.seconds < max(least, min(bound, least * 1.05)) * (1 + 0.2 * min(ratio - 1, 1.0))
-            if limits and _FINE < ratio < np.inf:
+            most = max(least, min(self.best, least * 1.05)) * (1 + 0.2 * min(ratio - 1, 1.0))
+            if last.get(id(interval), np.inf) < most and _FINE < ratio < np.inf:
                 out += interval.halves()
                 self.cuts = [cut for cut in self.cuts if cut.owner != (interval.size, interval.low)]
             else:
@@ -179,7 +192,35 @@ class Bound:
         self.intervals = out
 
 
-def _first_intervals(size: int, stages: "PricedStages") -> Iterator[Interval]:
+class BoundAlone(Bound):
+    """The bound for plans of one pipeline, whose number of microbatches is known. Prices are seconds of a GPU."""
+
+    def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int):
+        super().__init__(tables, batch, supply, max_stages)
+        self.further = [batch / stages.microbatch - 1 for stages in self.relaxed]
+
+    def _first_prices(self) -> Floats:
+        return np.asarray(self.speed * self.best / float(self.speed @ self.supply))
+
+    def _scale(self, size: int, low: Floats | float) -> Floats | float:
+        return np.ones_like(low)
+
+    def _beside_s(self, interval: Interval, prices: Floats) -> float:
+        return self.further[interval.size] * interval.low - float(prices @ self.supply)
+
+    def _cheapest(self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats) -> tuple[Floats, Chosen]:
+        after = np.full(len(high), max(self.batch / stages.microbatch - 1, 1e-9))
+        return stages.cheapest(weight, high, prices, [(stages.stages, after)])
+
+    def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
+        return Cut((interval.size, interval.low), gpus - self.supply, fill + self.further[interval.size] * interval.low)
+
+    def _best_prices(self) -> Floats:
+        """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far."""
+        return self._program(None, None, 2 * self.best)
+
+
+def _first_intervals(size: int, stages: PricedStages) -> Iterator[Interval]:
     if not np.isfinite(stages.quickest):
         return
     low = stages.quickest
@@ -192,10 +233,6 @@ def _first_intervals(size: int, stages: "PricedStages") -> Iterator[Interval]:
 def lower_bound_s(tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int) -> float:
     """The least step time of any plan: of those of one pipeline, which sync nothing, and of all others."""
     fleet = np.asarray(supply)
-    main = Bound(tables, batch, fleet, max_stages, 2)
-    least = main.seconds()
-    alone = Bound(tables, batch, fleet, max_stages, 1, 1)
-    if main.prices is not None:
-        alone.prices = np.append(main.prices / 2, batch / 2)
-    found = alone.seconds(least, _ALONE)
-    return min(least, found) if least > 0 else found
+    least = Bound(tables, batch, fleet, max_stages, 2).seconds()
+    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE)
+    return min(least, alone) if least > 0 else alone

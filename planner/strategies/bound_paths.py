@@ -1,7 +1,7 @@
 """What the bound of large fleets prices: stages with times that nothing can beat, and the cheapest paths through the model's blocks."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from planner.strategies.stages import BANDS, StageTable
 from planner.strategies.tables import Floats, Ints
 
-_DEPTHS = (10, 18, 30, 50)
+_DEPTHS = (6, 9, 13, 18, 30, 50)
 _TOGETHER = 64
 
 
@@ -67,49 +67,52 @@ class PricedStages:
         return np.array(out).reshape(len(self.rows), self.table.wide)
 
     def cheapest(
-        self, low: Floats, high: Floats, prices: Floats, extra: float, step_s: float
+        self, weight: Floats, high: Floats, prices: Floats, after: Sequence[tuple[int, Floats]]
     ) -> "tuple[Floats, Chosen]":
-        """(intervals,) least cost of a pipeline in each, and the paths. step_s: a bound of the step time known before.
-
-        The deeper a pipeline, the longer its fill may be and the fewer its microbatches, so depths are taken in classes.
+        """(intervals,) least cost of a pipeline in each, fill weighted, and the paths. after: for each class of depths the
+        deepest, and (intervals,) microbatches that its pipelines do at least after their first.
         """
         cost = prices[self.resource] * self.degree
-        fewest = self._fewest_microbatches(cost, extra)
-        steady = np.where(np.isfinite(high), step_s / np.where(np.isfinite(high), high, 1.0), 0.0)
         order = np.argsort(high, kind="stable")
         parts = [order[i : i + _TOGETHER] for i in range(0, len(order), _TOGETHER)]
-        chosen: list[tuple[_Paths, int] | None] = [None] * len(low)
-        least = np.full(len(low), np.inf)
+        chosen: list[tuple[_Paths, int] | None] = [None] * len(high)
+        least = np.full(len(high), np.inf)
         for mine in parts:
             first = 1
-            for depth in [d for d in _DEPTHS if d < self.stages] + [self.stages]:
-                after = self._after(steady[mine], depth, fewest)
-                paths = _Paths(self, self.microbatch / low[mine], high[mine], cost, after, first, depth)
+            for depth, further in after:
+                paths = _Paths(self, weight[mine], high[mine], cost, further[mine], first, depth)
                 for at, (i, found) in enumerate(zip(mine, paths.solve(least[mine]), strict=True)):
                     if found < least[i]:
                         least[i], chosen[i] = found, (paths, at)
                 first = depth + 1
         return least, Chosen(chosen)
 
-    def _after(self, steady: Floats, depth: int, fewest: float) -> Floats:
-        """(intervals,) microbatches that a pipeline of at most so many stages does at least after its first: (T - F) / m, where F
-        is at most its stages' seconds, and each stage's at most m and what the warm-up hides of it."""
-        after = np.full(len(steady), max(fewest - 1, 1e-9))
-        if self.bounded:
-            for _ in range(4):
+    def after_by_depth(self, high: Floats, prices: Floats, step_s: float) -> list[tuple[int, Floats]]:
+        """Classes of depths for `cheapest`: the deeper a pipeline, the longer its fill may be and the fewer its microbatches.
+        step_s: a bound of the step time known before.
+
+        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, and each stage's at most m
+        and what the warm-up hides of it; and one of too few does not pay, at prices in sequences, for the memory that the model needs.
+        """
+        fewest = max(self._fewest_microbatches(prices[self.resource] * self.degree) - 1, 1e-9)
+        steady = np.where(np.isfinite(high), step_s / np.where(np.isfinite(high), high, 1.0), 0.0)
+        found = []
+        for depth in [d for d in _DEPTHS if d < self.stages] + [self.stages]:
+            after = np.full(len(high), fewest)
+            for _ in range(4 if self.bounded else 0):
                 hidden = np.minimum(1.0, (depth - 1) / after)
                 after = np.maximum(after, steady - depth / (1 - self.share * hidden))
-        return after
+            found.append((depth, after))
+        return found
 
-    def _fewest_microbatches(self, cost: Floats, extra: float) -> float:
-        """A pipeline of fewer microbatches does not pay for the memory that the model needs."""
+    def _fewest_microbatches(self, cost: Floats) -> float:
         each = np.where(self.room[0], cost[:, None, None], np.inf).min(axis=(0, 1))
         least = np.full(self.blocks + 1, np.inf)
         least[0] = 0.0
         for blocks in range(1, self.blocks + 1):
             sizes = np.arange(1, min(blocks, len(each)) + 1)
             least[blocks] = (each[sizes - 1] + least[blocks - sizes]).min()
-        return float((least[-1] + extra) / self.microbatch)
+        return float(least[-1] / self.microbatch)
 
 
 def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Floats:

@@ -8,7 +8,8 @@ exact.
 """
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +58,23 @@ class Columns:
 
 
 class ColumnMaker:
-    """Enumerates columns of one set of tables within a budget of columns; deeper pipelines are left out first."""
+    """Enumerates columns of one set of tables within a budget of columns; deeper pipelines are left out first.
 
-    def __init__(self, tables: Tables, max_stages: int, budget: int, supply: Ints):
+    degrees: TP degrees allowed; none: all. node_parts: of each node type whole nodes only (1), or halves (2), and in mixed pipelines
+    TP degrees that differ by a factor of two at most; 0: everything.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        max_stages: int,
+        budget: int,
+        supply: Ints,
+        node_parts: int = 0,
+        degrees: Sequence[int] = (),
+    ):
         self.tables = tables
+        self.node_parts, self.degrees = node_parts, degrees
         self.max_stages = max_stages
         self.budget = budget
         self.supply = supply
@@ -105,14 +119,24 @@ class ColumnMaker:
         rows = self.tables.rows
         by_size: dict[int, dict[int, list[int]]] = {}
         for index, row in enumerate(rows):
-            resource = self.tables.kinds[row.kind].resource
-            if self.supply[resource] < self.tables.kinds[row.kind].tp_degree:
+            kind = self.tables.kinds[row.kind]
+            if self.supply[kind.resource] < kind.tp_degree or (self.degrees and kind.tp_degree not in self.degrees):
                 continue
-            by_size.setdefault(row.microbatch, {}).setdefault(resource, []).append(index)
+            by_size.setdefault(row.microbatch, {}).setdefault(kind.resource, []).append(index)
         for size in sorted(by_size):
             for width in range(1, len(by_size[size]) + 1):
                 for chosen in itertools.combinations(sorted(by_size[size]), width):
-                    yield from itertools.product(*(by_size[size][resource] for resource in chosen))
+                    product = itertools.product(*(by_size[size][resource] for resource in chosen))
+                    yield from (slots for slots in product if not self.node_parts or self._degrees_near(slots))
+
+    def _degrees_near(self, slots: tuple[int, ...]) -> bool:
+        degrees = [self.tables.kinds[self.tables.rows[r].kind].tp_degree for r in slots]
+        return max(degrees) <= 2 * min(degrees)
+
+    def _steps(self, slots: tuple[int, ...]) -> list[int]:
+        """By how many groups of each kind pipelines differ."""
+        groups = self.tables.groups_a_node
+        return [max(1, int(groups[r]) // self.node_parts) if self.node_parts else 1 for r in slots]
 
     def _depths(self, groups: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
         """How deep pipelines may be for each group so that the budget holds."""
@@ -122,8 +146,8 @@ class ColumnMaker:
         out = []
         for width, members in sorted(by_width.items()):
             share = self.budget / len(by_width)
-            depth = self.max_stages
-            while depth > width and len(members) * _count(depth, width) > share:
+            depth, thinning = self.max_stages, [math.prod(self._steps(slots)) for slots in members]
+            while depth > width and sum(_count(depth, width) / each for each in thinning) > share:
                 depth -= 1
             out += [(slots, depth) for slots in members]
         return out
@@ -132,9 +156,10 @@ class ColumnMaker:
         tables = self.tables
         kinds = [tables.kinds[tables.rows[r].kind] for r in slots]
         limits = [min(depth, k.count, int(self.supply[k.resource]) // k.tp_degree) for k in kinds]
-        grids = np.meshgrid(*(np.arange(1, limit + 1) for limit in limits), indexing="ij") if min(limits) else []
-        if not grids:
-            return slots, np.zeros((0, len(slots)), dtype=np.int64)
+        steps = self._steps(slots)
+        grids = np.meshgrid(
+            *(np.arange(step, limit + 1, step) for step, limit in zip(steps, limits, strict=True)), indexing="ij"
+        )
         counts = np.stack([g.ravel() for g in grids], axis=1)
         counts = counts[counts.sum(axis=1) <= depth]
         most = np.array([self.room[r, 0] for r in slots])

@@ -11,7 +11,7 @@ from planner.strategies.request import Request
 from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
 
 GIB = 2**30
-MANY_GPUS = 64
+MANY_GPUS = 16
 
 
 def tables_of(request: Request) -> Tables:
@@ -34,7 +34,7 @@ def tables_of(request: Request) -> Tables:
         raise InfeasibleError(_no_block(request, resources, kinds))
     return Tables(
         resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
-        _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
+        _sync(cost, resources, kinds), stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows),
         least_ring_s=_least_ring(cost, resources),
         ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > MANY_GPUS else None,
@@ -171,12 +171,13 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
 def _least_ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[int, float, int, int], float]:
     """A worker's ring has a link between two nodes like its own, or stays in its node. The node's NIC is shared by at least as
     many rings as its groups have workers on average, and all its other groups may be of one worker."""
-    layers = cost.layer_costs(resources[0].node_type, 1, 1)
-    whole = max(float(layers.sync_bytes.sum()), 1.0)
+    rates: dict[tuple[int, int], float] = {}
 
     def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
         kind = resources[resource].node_type
-        update = num_bytes * float(cost.layer_costs(kind, 1, 1).update_s.sum()) / whole
+        if (resource, degree) not in rates:
+            rates[resource, degree] = _least_update(cost, kind, degree)
+        update = num_bytes * rates[resource, degree]
         if pipelines < 2:
             return update
         flows = kind.num_gpus / (1 + kind.num_gpus - degree)
@@ -188,25 +189,34 @@ def _least_ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[i
     return seconds
 
 
-def _sync(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[SyncShape], float]:
+def _least_update(cost: CostModel, kind: NodeType, degree: int) -> float:
+    """Seconds of update a gradient byte, of the layer that has least of them."""
+    layers = cost.layer_costs(kind, degree, 1)
+    held = layers.sync_bytes > 0
+    return float((layers.update_s[held] / layers.sync_bytes[held]).min()) if held.any() else 0.0
+
+
+def _sync(cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> Callable[[SyncShape], float]:
     """Gradient sync and update of the fullest worker; see `SyncShape`."""
     layers = cost.layer_costs(resources[0].node_type, 1, 1)
     whole = float(layers.sync_bytes.sum())
     per_byte = [float(cost.layer_costs(r.node_type, 1, 1).update_s.sum()) / max(whole, 1.0) for r in resources]
+    degrees = {kind.tp_degree for kind in kinds}
+    least = {d: min(_least_update(cost, r.node_type, d) for r in resources) for d in degrees}
     overhead = cost.parameters.step_overhead_s
 
     def bound(shape: SyncShape) -> float:
-        update = shape.worker_bytes * min(per_byte)
+        update = shape.worker_bytes * min(least.values())
         if shape.pipelines < 2:
             return update + overhead
         types = [r.node_type for r in resources]
-        least = []
+        rings = []
         for kind in types:
             members = [(str(i), kind) for i in range(shape.pipelines)]
-            least.append(cost.sync_s(members, shape.worker_bytes, flows=float(shape.least_tp)))
+            rings.append(cost.sync_s(members, shape.worker_bytes, flows=float(shape.least_tp)))
             if shape.pipelines <= max(t.num_gpus for t in types):
-                least.append(cost.sync_s([("node", kind)] * shape.pipelines, shape.worker_bytes))
-        return min(least) + update + overhead
+                rings.append(cost.sync_s([("node", kind)] * shape.pipelines, shape.worker_bytes))
+        return min(rings) + update + overhead
 
     def seconds(shape: SyncShape) -> float:
         if not shape.resources:

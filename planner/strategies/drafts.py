@@ -214,6 +214,8 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     the surplus is taken
     from whichever pipeline would end last.
     """
+    if len(set(shapes)) == 1:
+        return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
     low = 0.0
     high = max(estimator.pipeline_s(s, -(-batch // estimator.microbatch(s))) for s in set(shapes))
     if _totals(estimator, shapes, batch, high) is None:
@@ -230,6 +232,14 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     assert totals is not None
     counts = _trim(estimator, shapes, high, totals)
     return Draft(tuple((shape, k) for shape, k in zip(shapes, counts)))
+
+
+def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | None:
+    """Equal pipelines: numbers of microbatches that differ by one at most."""
+    each, more = divmod(batch // size, len(shapes))
+    if batch % size or each < 1:
+        return None
+    return Draft(tuple((shape, each + (i < more)) for i, shape in enumerate(shapes)))
 
 
 def _totals(estimator: Estimator, shapes: Sequence[Shape], batch: int, seconds: float) -> dict[int, int] | None:

@@ -1,50 +1,33 @@
 """The search of `autohet`: bound every mix of GPUs, make the promising ones exact, pack them into the fleet, refine.
 
-1. `columns.py` lists the mixes that a pipeline may be made of, each with a bound on its speed. The linear program
-over all of
-   them gives the lower bound and the price of a GPU of each node type.
+1. `columns.py` lists the mixes that a pipeline may be made of, each with a bound on its speed. The linear program over all of
+   them gives the price of a GPU of each node type, and the lower bound where `bound.py` has none.
 2. The columns that these prices do not rule out get their best order and cut (`exact.py`, `balance.py`).
-3. Gradient sync depends on the fullest stage of the whole plan, so the integer program runs once for each promising
-limit on it.
+3. Gradient sync depends on the whole plan. Up to a few GPUs the integer program runs once for each promising limit on the fullest
+   stage, and all sets of few pipelines are compared (`few.py`); on larger fleets it runs by number of pipelines (`by_number.py`).
 4. Each packing gets its microbatches exactly and single-layer moves under the 1F1B simulation (`refine.py`).
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from planner.strategies.balance import Balancer
 from planner.strategies.bound import lower_bound_s
+from planner.strategies.by_number import Problem, drafts_by_number
 from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
-from planner.strategies.large import LargeEffort, LargeSearch
-from planner.strategies.packing import Packer, Relaxed
+from planner.strategies.packing import Packer, close_in
 from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
-COLUMNS_GPUS = 512  # at most, for packings of listed columns
-FAMILIES_GPUS = 256  # more than these, for families of equal cuts: their integer programs round little off
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much the search may look at. The defaults suit a fleet of any size on one core."""
-
-    columns: int = 120_000
-    exact: int = 1500
-    packed: int = 100
-    orders: int = 6
-    levels: int = 4
-    candidates: int = 4
-    sets: int = 40
-    integer_program_nodes: int = 150
-    families: int = 6
-    bounded: bool = True
+COLUMNS_GPUS = 64  # at most, for a bound over listed columns
+_EFFORT = Effort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +52,7 @@ class Engine:
     """One search. `hurry()` is asked between parts and ends the search with what it has."""
 
     def __init__(
-        self, tables: Tables, batch: int, max_stages: int, effort: Effort = Effort(), hurry: Callable[[], bool] = lambda: False,
+        self, tables: Tables, batch: int, max_stages: int, effort: Effort = _EFFORT, hurry: Callable[[], bool] = lambda: False,
         mixed_microbatch: bool = True, mixed_tp: bool = True, supply: Sequence[int] | None = None,
         least_pipelines: int = 1,
     ):  # fmt: skip
@@ -86,30 +69,38 @@ class Engine:
     def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
         """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
         drafts = {seed: self.estimator.draft_s(seed) for seed in seeds}
-        gpus, large = int(self.supply.sum()), self.tables.ring_s is not None and self.effort.families > 0
-        families = self._large() if large and gpus > FAMILIES_GPUS else ()
-        self._add(drafts, itertools.chain(sorted(seeds, key=drafts.__getitem__), families))
-        bound = 0.0
-        if self.tables.ring_s is not None and self.effort.bounded:
-            bound = lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
-        if large and gpus > COLUMNS_GPUS:
-            return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
-        return self._by_columns(drafts, bound)
+        self._add(drafts, sorted(seeds, key=drafts.__getitem__))
+        if self.tables.ring_s is None or int(self.supply.sum()) <= FEW_GPUS:
+            return self._by_columns(drafts)
+        problem = Problem(
+            self.tables, self.batch, self.supply, self.max_stages, self.mixed_microbatch, self.mixed_tp, self.least_pipelines,
+            self.effort, self.hurry,
+        )  # fmt: skip
+        self._add(drafts, drafts_by_number(problem, self.estimator))
+        bound = self._bound() if self.effort.bounded else 0.0
+        return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
 
-    def _by_columns(self, drafts: dict[Draft, float], known_bound: float) -> Found:
-        """Adds what packings of listed columns give; their relaxation is the bound where none is known."""
+    def _bound(self) -> float:
+        """Over listed columns where most can be listed, else over paths."""
+        if int(self.supply.sum()) > COLUMNS_GPUS:
+            return lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
+        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
+        return self._lower_bound(columns)[0] if len(columns) else 0.0
+
+    def _by_columns(self, drafts: dict[Draft, float]) -> Found:
+        """Adds what packings of listed columns give; their relaxation is the bound."""
         columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         if len(columns) == 0:
-            return Found(self._ranked(drafts), known_bound, 0)
+            return Found(self._ranked(drafts), 0.0, 0)
         bound, prices = self._lower_bound(columns)
         if bound == 0.0:
-            return Found(self._ranked(drafts), known_bound, len(columns))
+            return Found(self._ranked(drafts), 0.0, len(columns))
         exact = self._promising(columns, bound, prices)
         if len(exact):
             few = self._few(exact) if self.supply.sum() <= FEW_GPUS else iter(())
             self._add(drafts, itertools.chain(few, self._pack_levels(exact)))
         evaluated = len(columns) + self.estimator.evaluated
-        return Found(self._ranked(drafts), known_bound or bound, evaluated, self.hurry())
+        return Found(self._ranked(drafts), bound, evaluated, self.hurry())
 
     def _add(self, drafts: dict[Draft, float], found: Iterable[Draft]) -> None:
         """Adds what is found, and what single moves make of it: beyond a few GPUs only where it is not far behind."""
@@ -119,14 +110,6 @@ class Engine:
             if drafts[draft] <= far * min(drafts.values()):
                 better = refine(self.estimator, draft, self.batch)
                 drafts[better] = self.estimator.draft_s(better)
-
-    def _large(self) -> Iterator[Draft]:
-        """Drafts of pipelines cut alike, where the fleet is large enough for gradient sync to decide."""
-        search = LargeSearch(
-            self.tables, self.batch, self.supply, self.max_stages, self.estimator, self.hurry, self.mixed_microbatch,
-            self.mixed_tp, self.least_pipelines, LargeEffort(packed=self.effort.families),
-        )  # fmt: skip
-        yield from search.drafts()
 
     def _ranked(self, drafts: dict[Draft, float]) -> tuple[tuple[float, Draft], ...]:
         order = sorted(drafts.items(), key=lambda item: (item[1], item[0].pipelines.__len__(), repr(item[0])))
@@ -185,32 +168,11 @@ class Engine:
             high = best
         else:
             high = float((columns.fill_s + sync + columns.bottleneck_s * self.batch / columns.microbatch).min())
-        found = self._close_in(packer, sequences, high, most, 1e-3)
+        found = close_in(packer, sequences, self.batch, high, most, 1e-3)
         if found is None:
             return None
         low, high = found
         return max(low, 1e-12), packer.relax(sequences(high), None, most).prices
-
-    def _close_in(
-        self, packer: Packer, sequences: "Sequences", high: float, most: int | None, tolerance: float
-    ) -> tuple[float, float] | None:
-        """A step time that no fractional packing meets the batch in, and one that some does; None if not in `high`.
-
-        Each packing found says in how little time it would do itself, and a little less than that is tried next.
-        """
-        low, trial, last = 0.0, high, np.inf
-        while True:
-            relaxed = packer.relax(sequences(trial), float(self.batch), most)
-            if relaxed.value >= self.batch * (1 - 1e-9):
-                high = _soonest(relaxed, sequences, self.batch, low, trial, tolerance / 4)
-            elif trial == high:
-                return None
-            else:
-                low = trial
-            if high - low <= tolerance * high:
-                return low, high
-            slow, last = last - high < 4 * tolerance * high, high
-            trial = max((low + high) / 2, 0.9 * high) if slow else max(low, high * (1 - tolerance))
 
     # -- promising pipelines -------------------------------------------------------------------------------------------
 
@@ -299,7 +261,7 @@ class Engine:
             return (some.microbatches_in(seconds - sync) * some.microbatch).astype(float)
 
         high = float((pool.fill_s + pool.bottleneck_s * self.batch / pool.microbatch).min()) + sync
-        found = self._close_in(packer, sequences, min(high, ceiling), None, 2e-3)
+        found = close_in(packer, sequences, self.batch, min(high, ceiling), None, 2e-3)
         return found and found[1]
 
     def _integer(
@@ -332,12 +294,7 @@ class Engine:
         relaxed = packer.relax(worth)
         if relaxed.value < self.batch * (1 - 1e-9):
             return None
-        gain = worth - pool.usage @ relaxed.prices
-        usable = np.flatnonzero((worth > 0) & packer.possible)
-        order = usable[np.lexsort((usable, -gain[usable]))]
-        keep = np.unique(np.concatenate([order[: self.effort.packed], *self._best_by_size(pool, gain, usable)]))
-        sizes = pool.microbatch[keep]
-        tries = [keep] if self.mixed_microbatch else [keep[sizes == b] for b in np.unique(sizes)]
+        tries = packer.worthwhile(worth, relaxed.prices, pool.microbatch, self.effort.packed, self.mixed_microbatch)
         for members in tries:
             pick = packer.choose(
                 members,
@@ -350,33 +307,6 @@ class Engine:
             if pick is not None:
                 return {int(members[i]): c for i, c in pick.items()}
         return None
-
-    def _best_by_size(self, pool: Pipelines, gain: Floats, usable: Ints) -> list[Ints]:
-        """The best few of each microbatch size, so that odd batches find a size that divides them."""
-        out = []
-        for size in np.unique(pool.microbatch[usable]):
-            mine = usable[pool.microbatch[usable] == size]
-            out.append(mine[np.argsort(-gain[mine], kind="stable")[: self.effort.packed // 8]])
-        return out
-
-
-class Sequences(Protocol):
-    """(n,) sequences that each of `of`, by default all, does in so many seconds."""
-
-    def __call__(self, seconds: float, of: Ints | None = None) -> Floats: ...
-
-
-def _soonest(relaxed: Relaxed, sequences: Sequences, batch: int, low: float, high: float, tolerance: float) -> float:
-    """The least time, up to `high`, in which this packing meets the batch."""
-    index = np.array(list(relaxed.amounts), dtype=np.int64)
-    amounts = np.array(list(relaxed.amounts.values()))
-    while high - low > tolerance * high:
-        middle = (low + high) / 2
-        if float(sequences(middle, index) @ amounts) >= batch * (1 - 1e-9):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def _ranges(gpus: int) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ matter.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -71,6 +72,17 @@ class Packer:
                 out.append(int(mine[np.argmax(value[mine] / self.usage[mine, r])]))
         return out
 
+    def worthwhile(self, value: Floats, prices: Floats, size: Ints, most: int, mixed: bool) -> list[Ints]:
+        """Columns for `choose`: those that gain most at these prices, and the best few of each microbatch size, so that odd
+        batches find a size that divides them; one list for each size unless sizes may be mixed.
+        """
+        gain = value - self.usage @ prices
+        usable = np.flatnonzero((value > 0) & self.possible)
+        order = usable[np.lexsort((usable, -gain[usable]))]
+        by_size = [order[size[order] == b] for b in np.unique(size[usable])]
+        keep = np.unique(np.concatenate([order[:most], *(mine[: most // 8] for mine in by_size)]))
+        return [keep] if mixed else [keep[size[keep] == b] for b in np.unique(size[keep])]
+
     def choose(
         self,
         columns: Ints,
@@ -126,3 +138,45 @@ class Packer:
             return None
         counts = np.round(result.x[:n]).astype(int)
         return {i: int(c) for i, c in enumerate(counts) if c > 0}
+
+
+class Sequences(Protocol):
+    """(n,) sequences that each of `of`, by default all, does in so many seconds."""
+
+    def __call__(self, seconds: float, of: Ints | None = None) -> Floats: ...
+
+
+def close_in(
+    packer: Packer, sequences: Sequences, batch: int, high: float, most: int | None, tolerance: float
+) -> tuple[float, float] | None:
+    """A step time that no fractional packing of at most so many pipelines meets the batch in, and one that some does; None if not
+    in `high`.
+
+    Each packing found says in how little time it would do itself, and a little less than that is tried next.
+    """
+    low, trial, last = 0.0, high, np.inf
+    while True:
+        relaxed = packer.relax(sequences(trial), float(batch), most)
+        if relaxed.value >= batch * (1 - 1e-9):
+            high = _soonest(relaxed, sequences, batch, low, trial, tolerance / 4)
+        elif trial == high:
+            return None
+        else:
+            low = trial
+        if high - low <= tolerance * high:
+            return low, high
+        slow, last = last - high < 4 * tolerance * high, high
+        trial = max((low + high) / 2, 0.9 * high) if slow else max(low, high * (1 - tolerance))
+
+
+def _soonest(relaxed: Relaxed, sequences: Sequences, batch: int, low: float, high: float, tolerance: float) -> float:
+    """The least time, up to `high`, in which this packing meets the batch."""
+    index = np.array(list(relaxed.amounts), dtype=np.int64)
+    amounts = np.array(list(relaxed.amounts.values()))
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        if float(sequences(middle, index) @ amounts) >= batch * (1 - 1e-9):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,9 +1,10 @@
 """The path bound of large fleets, on fleets small enough for every plan to be tried."""
 
+import numpy as np
 import pytest
 
 from planner.strategies import plan_with
-from planner.strategies.bound import lower_bound_s
+from planner.strategies.bound import BoundAlone, lower_bound_s
 from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, request
 
@@ -31,3 +32,26 @@ def test_hardly_any_microbatches_for_many_gpus() -> None:
     tables = tables_of(asked)
     bound = lower_bound_s(tables, 4, [r.num_gpus for r in tables.resources], tables.num_blocks)
     assert 0 <= bound <= plan_with("autohet", asked).prediction.step_time_s
+
+
+def test_where_only_one_pipeline_fits_the_bound_knows_its_microbatches() -> None:
+    asked = request(
+        fleet(("A100", 2, 1), ("T4", 2, 1), memory_gib={"A100": 1.6, "T4": 1.6}),
+        8,
+        model(5, 512),
+        max_microbatch_sequences=4,
+    )
+    best = plan_with("exhaustive", asked)
+    assert len(best.plan.pipelines) == 1
+    tables = tables_of(asked)
+    bound = BoundAlone(tables, 8, np.array([r.num_gpus for r in tables.resources]), 5).seconds()
+    assert 0.9 * best.prediction.step_time_s <= bound <= best.prediction.step_time_s
+
+
+def test_no_bound_is_below_the_work_that_there_is() -> None:
+    """Twelve microbatches a GPU and one pipeline a GPU: nothing is lost but gradient sync."""
+    asked = request(fleet(("A100", 8, 1)), 96, model(2), microbatch_sequences=1)
+    tables = tables_of(asked)
+    row = min((row for row in tables.rows), key=lambda row: tables.kinds[row.kind].tp_degree)
+    work = 12 * float((row.forward_s + row.backward_s).sum())
+    assert lower_bound_s(tables, 96, [8], 2) >= work * (1 - 1e-9)

@@ -1,0 +1,254 @@
+"""Fleets of more than a few GPUs: one packing for each number of pipelines, with the gradient sync that goes with it.
+
+How long gradient sync takes depends on how many pipelines share the model and on the fullest worker of each. So a pipeline's part of
+a step of T seconds, if n share the model, is T less what its own fullest worker then needs for sync and update. The linear program
+over at most n listed columns ranks the numbers n; its prices pick the columns that are cut exactly; integer programs
+pack these for the best numbers. A fleet of many hundreds of GPUs is solved for its k-th part, and every pipeline taken k times.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.strategies.aligned import aligned
+from planner.strategies.balance import Balancer
+from planner.strategies.columns import ColumnMaker, Columns
+from planner.strategies.drafts import Draft, Estimator, assign_microbatches
+from planner.strategies.effort import Effort
+from planner.strategies.exact import Pipelines, make_exact
+from planner.strategies.packing import Packer, close_in
+from planner.strategies.tables import Floats, Ints, SyncShape, Tables
+
+_NUMBERS = (6, 4, 8, 3, 12, 5, 10, 2, 1, 16, 24, 32, 48, 64)  # likely ones first: what is far behind them is left early
+_NEAR = 1.06
+_LOOKED_AT = (1.02, 1.15)  # times the step time, at which columns are compared
+_TRIES = 10
+_PART_GPUS = 256
+_WHOLE_NODES = 64  # beyond so many GPUs, pipelines of whole nodes
+_LOST = 0.01  # share of the GPUs that equal parts may leave over
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be packed. `hurry` is asked between parts and ends the search with what it has."""
+
+    tables: Tables
+    batch: int
+    supply: Ints
+    max_stages: int
+    mixed_microbatch: bool
+    mixed_tp: bool
+    least_pipelines: int
+    effort: Effort
+    hurry: Callable[[], bool]
+
+
+def drafts_by_number(problem: Problem, estimator: Estimator) -> Iterator[Draft]:
+    """Drafts for the whole fleet, of every TP degree that a plan may have."""
+    degrees = sorted({kind.tp_degree for kind in problem.tables.kinds})
+    for allowed in [degrees] if problem.mixed_tp else [[degree] for degree in degrees]:
+        for copies in _parts(problem):
+            if not problem.hurry():
+                yield from _Part(problem, estimator, copies, allowed).drafts()
+
+
+def _parts(problem: Problem) -> list[int]:
+    """Into how many equal parts the fleet is divided; once more whole where these would leave nodes over."""
+    gpus = int(problem.supply.sum())
+    fewest = -(-gpus // _PART_GPUS)
+    if fewest == 1:
+        return [1]
+    left = {k: gpus - k * int(_part(problem, k).sum()) for k in range(fewest, max(1, fewest // 2) - 1, -1)}
+    best = min(left, key=lambda k: (left[k], -k))
+    return [best] if left[best] <= _LOST * gpus else [best, 1]
+
+
+def _part(problem: Problem, copies: int) -> Ints:
+    """(resources,) GPUs of one of so many equal parts, of whole nodes."""
+    node = np.array([resource.node_type.num_gpus for resource in problem.tables.resources])
+    return np.asarray(problem.supply // node // copies * node if copies > 1 else problem.supply)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Up to `number` pipelines: the relaxation's step time and prices, and (columns,) the sync that each then has."""
+
+    seconds: float
+    number: int
+    prices: Floats
+    sync_s: Floats
+
+
+class _Part:
+    """One of `copies` equal parts of the fleet, with pipelines of groups of the `degrees` allowed."""
+
+    def __init__(self, problem: Problem, estimator: Estimator, copies: int, degrees: Sequence[int]):
+        self.problem, self.estimator, self.copies = problem, estimator, copies
+        self.tables, self.effort = problem.tables, problem.effort
+        self.supply, self.batch = _part(problem, copies), max(1, problem.batch // copies)
+        parts = 1 if int(self.supply.sum()) > _WHOLE_NODES else 2
+        maker = ColumnMaker(self.tables, problem.max_stages, self.effort.columns, self.supply, parts, degrees)
+        self.columns = maker.make()
+
+    def drafts(self) -> Iterator[Draft]:
+        """What the packings of the best few numbers give, best relaxation first, each also with its node types in one order."""
+        levels = self._levels() if len(self.columns) else []
+        if not levels:
+            return
+        pool = self._promising(levels)
+        packer, best = Packer(pool.usage, self.supply), np.inf
+        for seconds, number, sync in self._packable(packer, pool, levels):
+            pick = None if self.problem.hurry() else self._pack(packer, pool, sync, seconds, best, number)
+            if pick is None:
+                continue
+            shapes = [pool.shape(i) for i, count in sorted(pick.items()) for _ in range(count * self.copies)]
+            draft = assign_microbatches(self.estimator, shapes, self.problem.batch)
+            if draft is not None:
+                best = min(best, self.estimator.draft_s(draft))
+                yield draft
+            in_order = aligned(self.estimator, shapes, self.problem.batch, self.problem.max_stages)
+            if in_order is not None:
+                yield in_order
+
+    def _sync_s(self, num_bytes: Floats, least_tp: Ints, number: int) -> Floats:
+        """(n,) sync and update of workers with so many gradient bytes, if so many pipelines of all node types share the model."""
+        everyone = tuple(range(len(self.supply)))
+        steps, out = np.linspace(0.0, float(num_bytes.max()), 33), np.zeros(len(num_bytes))
+        for degree in np.unique(least_tp):
+            shapes = [SyncShape(float(b), float(b) * int(degree), int(degree), number, everyone) for b in steps]
+            seconds = [self.tables.sync_s(shape) for shape in shapes]
+            mine = least_tp == degree
+            out[mine] = np.interp(num_bytes[mine], steps, seconds)
+        return out
+
+    # -- which numbers, and which columns ------------------------------------------------------------------------------
+
+    def _levels(self) -> list[_Level]:
+        """The best numbers of pipelines by the relaxation over columns."""
+        packer, fullest, found = Packer(self.columns.usage, self.supply), self._fullest_bytes(), list[_Level]()
+        best = np.inf
+        for number in _NUMBERS:
+            if not -(-self.problem.least_pipelines // self.copies) <= number <= int(self.supply.sum()):
+                continue
+            sync = self._sync_s(fullest, self.columns.least_tp, number * self.copies)
+            level = self._level(packer, sync, number, best * _NEAR)
+            if level is not None:
+                found.append(level)
+                best = min(best, level.seconds)
+        found.sort(key=lambda level: (level.seconds, level.number))
+        return [level for level in found if level.seconds <= best * _NEAR][: self.effort.candidates]
+
+    def _fullest_bytes(self) -> Floats:
+        """(columns,) gradient bytes of the worker that has most where all stages take as long as the bottleneck."""
+        tables = self.tables
+        rate = np.array([row.sync_bytes.sum() for row in tables.rows]) / tables.time_sums[:, -1]
+        return np.asarray(
+            self.columns.bottleneck_s * np.where(self.columns.rows >= 0, rate[self.columns.rows], 0.0).max(axis=1)
+        )
+
+    def _level(self, packer: Packer, sync: Floats, number: int, ceiling: float) -> _Level | None:
+        def sequences(seconds: float, of: Ints | None = None) -> Floats:
+            return (
+                _sequences(self.columns, seconds - sync)
+                if of is None
+                else _sequences(self.columns.take(of), seconds - sync[of])
+            )
+
+        if np.isfinite(ceiling):
+            high = ceiling
+        else:
+            high = float(
+                (self.columns.fill_s + sync + self.columns.bottleneck_s * self.batch / self.columns.microbatch).min()
+            )
+        found = close_in(packer, sequences, self.batch, high, number, 4e-3)
+        if found is None:
+            return None
+        return _Level(found[1], number, packer.relax(sequences(found[1]), None, number).prices, sync)
+
+    def _promising(self, levels: Sequence[_Level]) -> Pipelines:
+        """Exact pipelines of the columns that lose least at the prices of each number, at its step time and somewhat above."""
+        columns, picked = self.columns, list[Ints]()
+        for level in levels:
+            cost = np.maximum(columns.usage @ level.prices, 1e-9)
+            for factor in _LOOKED_AT:
+                ratio = _sequences(columns, level.seconds * factor - level.sync_s) / cost
+                order = np.argsort(-ratio, kind="stable")
+                order = order[ratio[order] > 0]
+                picked.append(order[: self.effort.exact])
+                for r in range(len(self.supply)):
+                    picked.append(order[columns.usage[order, r] > 0][: self.effort.exact // 8])
+        index = np.unique(np.concatenate(picked))
+        balancer = Balancer(self.tables, self.problem.max_stages)
+        return make_exact(self.tables, balancer, columns, index, levels[0].seconds * 1.05, self.effort.orders)
+
+    # -- packing -------------------------------------------------------------------------------------------------------
+
+    def _packable(self, packer: Packer, pool: Pipelines, levels: Sequence[_Level]) -> list[tuple[float, int, Floats]]:
+        """(step time of the relaxation over exact pipelines, number, sync of each), fastest first."""
+        ready: list[tuple[float, int, Floats]] = []
+        best = np.inf
+        for level in levels if len(pool) else ():
+            sync = self._sync_s(pool.worker_bytes, pool.least_tp, level.number * self.copies)
+
+            def sequences(seconds: float, of: Ints | None = None, sync: Floats = sync) -> Floats:
+                some, after = (pool, sync) if of is None else (pool.take(of), sync[of])
+                return (some.microbatches_in(seconds - after) * some.microbatch).astype(float)
+
+            high = float((pool.fill_s + sync + pool.bottleneck_s * self.batch / pool.microbatch).min())
+            found = close_in(packer, sequences, self.batch, min(best * _NEAR, high), level.number, 2e-3)
+            if found is not None:
+                ready.append((found[1], level.number, sync))
+                best = min(best, found[1])
+        return sorted(ready, key=lambda entry: entry[:2])
+
+    def _pack(
+        self, packer: Packer, pool: Pipelines, sync: Floats, start: float, best: float, number: int
+    ) -> dict[int, int] | None:
+        """Whole pipelines, at the shortest step time at which some are found; None where that is well above `best`."""
+        step, low, high, found = 0.005, start * 0.999, np.inf, None
+        seconds = start
+        for _ in range(_TRIES):
+            pick = self._choose(packer, pool, seconds - sync, number)
+            if pick is not None:
+                found, high = pick, seconds
+            else:
+                low = seconds
+            if found is None:
+                seconds, step = start * (1 + step), step * 2
+                if seconds > best * _NEAR:
+                    break
+            elif high - low < 4e-3 * high:
+                break
+            else:
+                seconds = (low + high) / 2
+        return found
+
+    def _choose(self, packer: Packer, pool: Pipelines, seconds: Floats, number: int) -> dict[int, int] | None:
+        """Up to `number` whole pipelines that meet the batch, each in its own `seconds`; of each, how many."""
+        worth = (pool.microbatches_in(seconds) * pool.microbatch).astype(float)
+        relaxed = packer.relax(worth, None, number)
+        if relaxed.value < self.batch * (1 - 1e-9):
+            return None
+        least = -(-self.problem.least_pipelines // self.copies)
+        for members in packer.worthwhile(
+            worth, relaxed.prices, pool.microbatch, 2 * self.effort.packed, self.problem.mixed_microbatch
+        ):
+            pick = packer.choose(
+                members,
+                worth[members],
+                pool.microbatch[members],
+                self.batch,
+                self.effort.integer_program_nodes,
+                least,
+                number,
+            )
+            if pick is not None:
+                return {int(members[i]): count for i, count in pick.items()}
+        return None
+
+
+def _sequences(columns: Columns, seconds: Floats) -> Floats:
+    """(n,) sequences that each column does in its own `seconds`, microbatches not rounded."""
+    microbatches = np.maximum((seconds - columns.fill_s) / columns.bottleneck_s + 1, 0.0)
+    return np.where(seconds >= columns.fill_s, microbatches * columns.microbatch, 0.0)

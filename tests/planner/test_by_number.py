@@ -1,0 +1,47 @@
+"""Fleets beyond what is compared exhaustively: packings by number of pipelines."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.plan import check_plan
+from planner.strategies import plan_with
+from tests.planner.cases import fleet, model, request
+
+MIXED = (("A100", 17, 4), ("T4", 17, 4))
+SMALL = {"A100": 4.0, "A10G": 3.0, "T4": 2.0}
+
+
+def step_s(asked, strategy="autohet"):
+    return plan_with(strategy, asked).prediction.step_time_s
+
+
+@pytest.mark.parametrize("batch", [68, 136])
+def test_neither_a_narrower_search_nor_another_finds_anything_faster(batch):
+    """With few microbatches a pipeline and slow links, gradient sync and fill decide."""
+    asked = request(fleet(*MIXED, memory_gib=SMALL), batch, model(24, 1024))
+    free = step_s(asked)
+    for wish in ({"max_tp_degree": 2}, {"max_stages": 6}):
+        assert free <= step_s(replace(asked, **wish)) * (1 + 1e-9), wish
+    for strategy in ("megatron", "fasop"):
+        assert free <= step_s(asked, strategy) * (1 + 1e-9), strategy
+
+
+def test_no_pipeline_is_deeper_than_asked_in_a_fleet_of_hundreds():
+    asked = request(fleet(("A100", 40, 4), ("T4", 37, 4), memory_gib=SMALL), 308, model(24, 1024), max_stages=4)
+    plan = plan_with("autohet", asked).plan
+    check_plan(plan, 24)
+    assert max(len(pipeline.stages) for pipeline in plan.pipelines) <= 4
+
+
+def test_one_tp_degree_where_asked():
+    asked = request(fleet(*MIXED, memory_gib=SMALL), 68, model(24, 1024), mixed_tp=False)
+    plan = plan_with("autohet", asked).plan
+    assert len({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}) == 1
+
+
+def test_nodes_that_no_equal_parts_use_make_nothing_slower():
+    """23 and 11 nodes are no multiple of what 22 and 10 are two parts of."""
+    spec = model(12, 1024)
+    whole, parts = (request(fleet(("A100", a, 8), ("T4", t, 8)), 544, spec) for a, t in ((23, 11), (22, 10)))
+    assert step_s(whole) <= step_s(parts) * (1 + 1e-9)
