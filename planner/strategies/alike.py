@@ -18,7 +18,7 @@ from planner.strategies.request import Request
 from planner.strategies.tables import Ints, Tables
 
 _ORDERS = 24
-_MIXES = 120
+_MIXES = 60
 _KEPT = (4, 24)
 _PREDICTED_GPUS = 600
 Mix = tuple[int, tuple[int, ...], tuple[int, ...]]  # pipelines; row of each node type used; groups of it in a pipeline

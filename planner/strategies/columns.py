@@ -16,6 +16,8 @@ import numpy as np
 
 from planner.strategies.tables import Floats, Ints, Tables
 
+_CLOSELY, _ROUGHLY = 16, 10  # bisections of a bottleneck
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -246,7 +248,7 @@ class ColumnMaker:
         high = np.where(used, whole[rows], 0.0).max(axis=1) + np.where(used, self.least_boundary[rows], 0.0).max(axis=1)
         high = np.where(np.isfinite(high), high, whole.max())
         alive = self._capacity(rows, counts, stages, high) >= blocks
-        for _ in range(16):
+        for _ in range(_ROUGHLY if self.node_parts else _CLOSELY):
             middle = np.sqrt(low * high)
             good = self._capacity(rows, counts, stages, middle) >= blocks
             high, low = np.where(good, middle, high), np.where(good, low, middle)
