@@ -6,6 +6,7 @@ stage. Searches that place pipeline by pipeline do not see these plans; Metis's 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,22 +31,44 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
     depth, batch = request.deepest(tables.num_blocks), request.global_batch_sequences
     numbers = [n for n in _numbers(supply) if n >= request.min_node_disjoint_holders]
     mixes = [(n, *mix) for n in numbers for mix in _mixes(tables, supply // n, depth)]
-    sync = _SideBySide(request, tables)
-    alone, whole = dict[Draft, float](), dict[Draft, float]()
-    for number, shape in _timed(tables, batch, depth, _quickest(tables, batch, mixes, sync)):
-        draft = _draft(estimator, shape, number, batch)
-        if draft is not None:
-            alone[draft] = estimator.pipeline_s(*draft.pipelines[0])
-            whole[draft] = alone[draft] + sync.of_cut(number, shape)
+    sync, apart = _SideBySide(request, tables), _apart(request, tables)
+    alone, whole, by = dict[Draft, float](), dict[Draft, float](), dict[Draft, Estimator]()
+    chosen = _quickest(tables, batch, mixes, sync)
+    for timing in (estimator, Estimator(apart)):
+        mine = [mix for mix in chosen if _fills_nodes(tables, mix) == (timing.tables is apart)]
+        for number, shape in _timed(timing.tables, batch, depth, mine, sync):
+            draft = _draft(timing, shape, number, batch)
+            if draft is not None:
+                by[draft] = timing
+                alone[draft] = timing.pipeline_s(*draft.pipelines[0])
+                whole[draft] = alone[draft] + sync.of_cut(number, shape)
     plans, keep = [], min(max(_KEPT[0], _PREDICTED_GPUS // int(supply.sum())), _KEPT[1])
     # early stages hide some of the sync of later ones, so what is fastest without it may be fastest
     for draft in dict.fromkeys(
         [*sorted(whole, key=whole.__getitem__)[:keep], *sorted(alone, key=alone.__getitem__)[:keep]]
     ):
         shape, count = draft.pipelines[0]
-        better = _draft(estimator, refine_shape(estimator, shape, count), len(draft.pipelines), batch) or draft
+        better = _draft(by[draft], refine_shape(by[draft], shape, count), len(draft.pipelines), batch) or draft
         plans.append(place_by_stage(tables, better, request.spec.name, batch, request.sequence_length))
     return [plan for plan in plans if plan is not None]
+
+
+def _fills_nodes(tables: Tables, mix: Mix) -> bool:
+    """Whether so many pipelines leave no two stages on one node, but at the edges."""
+    number, rows, _ = mix
+    return number >= max(int(tables.groups_a_node[row]) for row in rows)
+
+
+def _apart(request: Request, tables: Tables) -> Tables:
+    """Every boundary crosses a NIC, which all groups of a node use at once: enough pipelines that a stage fills whole nodes."""
+    kinds = [tables.kinds[row.kind] for row in tables.rows]
+
+    def seconds(one: int, other: int) -> float:
+        sender, receiver = (tables.resources[kinds[row].resource].node_type for row in (one, other))
+        flows = int(tables.groups_a_node[one]) * float(kinds[other].tp_degree)
+        return 2 * request.cost.boundary_s(sender, receiver, tables.rows[one].microbatch, flows=flows)
+
+    return replace(tables, boundary_s=seconds, crossing_s=None)
 
 
 class _SideBySide:
@@ -124,13 +147,11 @@ def _quickest(tables: Tables, batch: int, mixes: Sequence[Mix], sync: _SideBySid
     return [mixes[i] for i in dict.fromkeys(first + [i for _, _, i in sorted(timed, key=lambda t: t[1:])[:_MIXES]])]
 
 
-def _timed(tables: Tables, batch: int, max_stages: int, mixes: Sequence[Mix]) -> Iterator[tuple[int, Shape]]:
-    """(number of pipelines, shape) of each mix's best order of node types, those that hold the model; fastest first."""
-    entries = [
-        (m, tuple(mix[1][i] for i in order for _ in range(mix[2][i])))
-        for m, mix in enumerate(mixes)
-        for order in itertools.islice(itertools.permutations(range(len(mix[1]))), _ORDERS)
-    ]
+def _timed(
+    tables: Tables, batch: int, max_stages: int, mixes: Sequence[Mix], sync: _SideBySide
+) -> Iterator[tuple[int, Shape]]:
+    """(number of pipelines, shape) of each mix that holds the model, in its best order of stages, and in its best with sync."""
+    entries = [(m, rows) for m, mix in enumerate(mixes) for rows in _arrangements(mix)]
     if not entries:
         return
     depth = np.array([len(rows) for _, rows in entries])
@@ -139,11 +160,26 @@ def _timed(tables: Tables, batch: int, max_stages: int, mixes: Sequence[Mix]) ->
         rows[i, : len(row)] = row
     cuts = Balancer(tables, max_stages).cut(rows, depth)
     counts = np.array([batch / mixes[m][0] / tables.rows[row[0]].microbatch for m, row in entries])
-    held = np.isfinite(cuts.bottleneck_s)
-    seconds = cuts.fill_s + (np.maximum(counts, 1.0) - 1) * np.where(held, cuts.bottleneck_s, 0.0)
-    seen: set[int] = set()
-    for i in np.argsort(seconds, kind="stable"):
-        m, row = entries[i]
-        if held[i] and m not in seen:
-            seen.add(m)
-            yield mixes[m][0], Shape(row, tuple(int(e) for e in cuts.ends[i, : depth[i]]))
+    held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
+    shapes = {i: Shape(entries[i][1], tuple(int(e) for e in cuts.ends[i, : depth[i]])) for i in held.tolist()}
+    alone = {i: float(cuts.fill_s[i] + (max(counts[i], 1.0) - 1) * cuts.bottleneck_s[i]) for i in shapes}
+    whole = {i: seconds + sync.of_cut(mixes[entries[i][0]][0], shapes[i]) for i, seconds in alone.items()}
+    seen = set[tuple[int, Shape]]()
+    for seconds in (alone, whole):
+        best: dict[int, int] = {}
+        for i in sorted(shapes, key=seconds.__getitem__):
+            best.setdefault(entries[i][0], i)
+        for m, i in best.items():
+            if (m, shapes[i]) not in seen:
+                seen.add((m, shapes[i]))
+                yield mixes[m][0], shapes[i]
+
+
+def _arrangements(mix: Mix) -> Iterator[tuple[int, ...]]:
+    """Rows of the stages: node types one after the other, and the first one's last stage at the end, where the head is."""
+    _, rows, counts = mix
+    for order in itertools.islice(itertools.permutations(range(len(rows))), _ORDERS):
+        arranged = tuple(rows[i] for i in order for _ in range(counts[i]))
+        yield arranged
+        if len(order) > 1 and counts[order[0]] > 1:
+            yield (*arranged[1:], arranged[0])

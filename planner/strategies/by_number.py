@@ -20,7 +20,24 @@ from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.packing import Packer, close_in
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
-_NUMBERS = (6, 4, 8, 3, 12, 5, 10, 2, 1, 16, 24, 32, 48, 64)  # likely ones first: what is far behind them is left early
+_NUMBERS = (
+    6,
+    4,
+    8,
+    3,
+    12,
+    5,
+    10,
+    2,
+    1,
+    16,
+    24,
+    32,
+    48,
+    64,
+    128,
+    256,
+)  # likely ones first: what is far behind them is left early
 _NEAR = 1.06
 _LOOKED_AT = (1.02, 1.15)  # times the step time, at which columns are compared
 _TRIES = 10
