@@ -17,7 +17,7 @@ Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within t
     T >= (K - 1) m + least sum over stages of [ stage's share of F + p . gpus ] - p . fleet.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,8 +84,12 @@ class Bound:
         self.speed = self._speed()
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
 
-    def seconds(self, target: float = np.inf, rounds: int = _ROUNDS) -> float:
-        """The bound, or any number from `target` on once that is reached. Zero where no pipeline holds the model."""
+    def seconds(
+        self, target: float = np.inf, rounds: int = _ROUNDS, hurry: Callable[[], bool] = lambda: False
+    ) -> float:
+        """The bound, or any number from `target` on once that is reached, or what the round under way proves once there is need
+        to `hurry`. Zero where no pipeline holds the model.
+        """
         if not self.intervals:
             return 0.0
         most, idle = -np.inf, 0
@@ -96,7 +100,7 @@ class Bound:
             if least > most:
                 most, centre = least, prices
             self.best = max(self.best, most)
-            if self.best >= target or idle > _IDLE:
+            if self.best >= target or idle > _IDLE or hurry():
                 break
             self._halve()
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
@@ -230,9 +234,11 @@ def _first_intervals(size: int, stages: PricedStages) -> Iterator[Interval]:
     yield Interval(size, low, np.inf)
 
 
-def lower_bound_s(tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int) -> float:
+def lower_bound_s(
+    tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, hurry: Callable[[], bool] = lambda: False
+) -> float:
     """The least step time of any plan: of those of one pipeline, which sync nothing, and of all others."""
     fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, 2).seconds()
-    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE)
+    least = Bound(tables, batch, fleet, max_stages, 2).seconds(hurry=hurry)
+    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE, hurry)
     return min(least, alone) if least > 0 else alone

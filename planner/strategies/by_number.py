@@ -48,7 +48,7 @@ _LOST = 0.01  # share of the GPUs that equal parts may leave over
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be packed. `hurry` is asked between parts and ends the search with what it has."""
+    """What is to be packed. `hurry` is asked between parts and ends the search once it has a plan."""
 
     tables: Tables
     batch: int
@@ -64,10 +64,14 @@ class Problem:
 def drafts_by_number(problem: Problem, estimator: Estimator) -> Iterator[Draft]:
     """Drafts for the whole fleet, of every TP degree that a plan may have."""
     degrees = sorted({kind.tp_degree for kind in problem.tables.kinds})
+    found = False
     for allowed in [degrees] if problem.mixed_tp else [[degree] for degree in degrees]:
         for copies in _parts(problem):
-            if not problem.hurry():
-                yield from _Part(problem, estimator, copies, allowed).drafts()
+            if found and problem.hurry():
+                return
+            for draft in _Part(problem, estimator, copies, allowed).drafts():
+                found = True
+                yield draft
 
 
 def _parts(problem: Problem) -> list[int]:
@@ -116,7 +120,9 @@ class _Part:
         pool = self._promising(levels)
         packer, best = Packer(pool.usage, self.supply), np.inf
         for seconds, number, sync in self._packable(packer, pool, levels):
-            pick = None if self.problem.hurry() else self._pack(packer, pool, sync, seconds, best, number)
+            if np.isfinite(best) and self.problem.hurry():
+                return
+            pick = self._pack(packer, pool, sync, seconds, best, number)
             if pick is None:
                 continue
             shapes = [pool.shape(i) for i, count in sorted(pick.items()) for _ in range(count * self.copies)]
@@ -150,6 +156,8 @@ class _Part:
                 continue
             sync = self._sync_s(fullest, self.columns.least_tp, number * self.copies)
             level = self._level(packer, sync, number, best * _NEAR)
+            if found and self.problem.hurry():
+                break
             if level is not None:
                 found.append(level)
                 best = min(best, level.seconds)

@@ -83,7 +83,7 @@ class Engine:
     def _bound(self) -> float:
         """Over listed columns where most can be listed, else over paths."""
         if int(self.supply.sum()) > COLUMNS_GPUS:
-            return lower_bound_s(self.tables, self.batch, self.supply, self.max_stages)
+            return lower_bound_s(self.tables, self.batch, self.supply, self.max_stages, self.hurry)
         columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         return self._lower_bound(columns)[0] if len(columns) else 0.0
 
