@@ -267,12 +267,5 @@ class StageTrainer:
             self._updated.add(name)
         self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in gradients})
 
-    def discard_prepared(self) -> None:
-        """Drop a prepared step whose vote nobody saw: it did not happen, and the state is that of `step`."""
-        assert self.last_vote is None or self.last_vote[0] != self.prepared, (
-            "this worker saw the vote: the step is committed"
-        )
-        self.prepared = None
-
 
 __all__ = ["PHASES", "StageTrainer", "StepResult", "Vote"]
