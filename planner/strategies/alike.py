@@ -30,7 +30,7 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
     supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
     depth, batch = request.deepest(tables.num_blocks), request.global_batch_sequences
     numbers = [n for n in _numbers(supply) if n >= request.min_node_disjoint_holders]
-    mixes = [(n, *mix) for n in numbers for mix in _mixes(tables, supply // n, depth)]
+    mixes = [(n, *mix) for n in numbers for mix in _mixes(tables, supply // n, depth, request.mixed_tp)]
     sync, apart = _SideBySide(request, tables), _apart(request, tables)
     alone, whole, by = dict[Draft, float](), dict[Draft, float](), dict[Draft, Estimator]()
     chosen = _quickest(tables, batch, mixes, sync)
@@ -118,7 +118,9 @@ def _numbers(supply: Ints) -> Iterator[int]:
         number += max(1, number // 8)
 
 
-def _mixes(tables: Tables, share: Ints, depth: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _mixes(
+    tables: Tables, share: Ints, depth: int, mixed_tp: bool
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Ways to use the whole share of some node types at one microbatch size, each at one TP degree."""
     for size in sorted({row.microbatch for row in tables.rows}):
         options: list[list[tuple[int, int] | None]] = [[None] for _ in share]
@@ -128,8 +130,12 @@ def _mixes(tables: Tables, share: Ints, depth: int) -> Iterator[tuple[tuple[int,
                 options[kind.resource].append((r, int(share[kind.resource]) // kind.tp_degree))
         for picked in itertools.product(*options):
             chosen = [part for part in picked if part is not None]
-            if chosen and sum(count for _, count in chosen) <= depth:
+            if chosen and sum(count for _, count in chosen) <= depth and (mixed_tp or _one_degree(tables, chosen)):
                 yield tuple(row for row, _ in chosen), tuple(count for _, count in chosen)
+
+
+def _one_degree(tables: Tables, chosen: Sequence[tuple[int, int]]) -> bool:
+    return len({tables.kinds[tables.rows[row].kind].tp_degree for row, _ in chosen}) == 1
 
 
 def _quickest(tables: Tables, batch: int, mixes: Sequence[Mix], sync: _SideBySide) -> list[Mix]:

@@ -162,6 +162,12 @@ def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | 
     deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
     if request.max_stages is not None and deepest > request.max_stages:
         return f"{deepest} stages, at most {request.max_stages} are asked for"
+    degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
+    if not request.mixed_tp and len(degrees) > 1:
+        return f"TP {_either(sorted(degrees))}, one degree is asked for"
+    sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
+    if not request.mixed_microbatch and len(sizes) > 1:
+        return f"microbatches of {_either(sorted(sizes))} sequences, one size is asked for"
     return _too_few_holders(request, plan)
 
 
