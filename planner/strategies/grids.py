@@ -5,7 +5,7 @@ from planner.strategies.autohet import choose, idle_workers, why_infeasible
 from planner.strategies.cost_tables import check_request, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.request import Answer, Request, SearchReport
-from planner.strategies.symmetric import grid_plans, ranked_grids
+from planner.strategies.symmetric import grids_of, ranked_grids
 
 _CANDIDATES = 8
 
@@ -24,8 +24,8 @@ def _search(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answ
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    plans = grid_plans(request, tables, max_tp=max_tp, balanced=balanced)
-    ranked = ranked_grids(request.fleet, tables, plans, Estimator(tables), _CANDIDATES)
+    grids = grids_of(request, tables, max_tp=max_tp, balanced=balanced)
+    ranked = ranked_grids(request, tables, grids, Estimator(tables), _CANDIDATES)
     best, rejected = choose(request, [plan for _, plan in ranked])
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))

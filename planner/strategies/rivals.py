@@ -16,7 +16,7 @@ from planner.strategies.cost_tables import microbatch_sizes, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.refine import FAR_BEHIND
 from planner.strategies.request import Answer, Request
-from planner.strategies.symmetric import grid_plans, ranked_grids
+from planner.strategies.symmetric import grids_of, ranked_grids
 from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
@@ -70,8 +70,8 @@ def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int
     out: list[tuple[float, Plan]] = []
     most = request.max_tp_degree or request.spec.max_tp_degree
     for balanced in (False, True):
-        plans = grid_plans(request, tables, max_tp=most, balanced=balanced)
-        out += ranked_grids(request.fleet, tables, plans, estimator, keep)
+        all_grids = grids_of(request, tables, max_tp=most, balanced=balanced)
+        out += ranked_grids(request, tables, all_grids, estimator, keep)
     return out
 
 

@@ -6,7 +6,8 @@ large-scale language model training on GPU clusters using Megatron-LM", SC'21; A
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,48 +18,70 @@ from planner.strategies.refine import draft_fits
 from planner.strategies.request import Request
 from planner.strategies.tables import Tables
 
-Split = Callable[[int], tuple[int, ...]]
+
+@dataclass(frozen=True)
+class Grid:
+    """`width` pipelines of `len(split)` stages over tensor-parallel groups in the fleet's order, `count` microbatches of `size` each.
+
+    groups, kinds: workers of each group and the name of its node type.
+    """
+
+    groups: Sequence[tuple[str, ...]]
+    kinds: Sequence[str]
+    width: int
+    split: tuple[int, ...]
+    count: int
+    size: int
+
+    def draft(self, tables: Tables) -> Draft | None:
+        """None where it uses what the tables do not have."""
+        depth, degree = len(self.split), len(self.groups[0])
+        ends = tuple(end + 1 for end in itertools.accumulate(self.split))
+        ends = (*ends[:-1], ends[-1] + 1)
+        shapes: dict[tuple[str, ...], Shape] = {}
+        chosen = [tuple(self.kinds[d : d + self.width * depth : self.width]) for d in range(self.width)]
+        for kinds in dict.fromkeys(chosen):
+            rows = [tables.row_of.get((kind, degree, self.size)) for kind in kinds]
+            if None in rows:
+                return None
+            shapes[kinds] = Shape(tuple(row for row in rows if row is not None), ends)
+        return Draft(tuple((shapes[kinds], self.count) for kinds in chosen))
+
+    def plan(self, request: Request) -> Plan:
+        first = [0, *itertools.accumulate(self.split)]
+        pipelines = tuple(
+            Pipeline(
+                tuple(Stage(first[p], blocks, self.groups[d + self.width * p]) for p, blocks in enumerate(self.split)),
+                self.count,
+                self.size,
+            )
+            for d in range(self.width)
+        )
+        batch, length = request.global_batch_sequences, request.sequence_length
+        return Plan(request.spec.name, batch, self.size, length, pipelines)
 
 
-def grid_plans(request: Request, tables: Tables, *, max_tp: int, balanced: bool) -> Iterator[Plan]:
+def grids_of(request: Request, tables: Tables, *, max_tp: int, balanced: bool) -> Iterator[Grid]:
     """Every grid that fills most of the fleet and whose data-parallel degree divides the batch."""
     sizes = sorted({row.microbatch for row in tables.rows})
     degrees = sorted({d for d in (tables.kinds[row.kind].tp_degree for row in tables.rows) if d <= max_tp})
+    batch = request.global_batch_sequences
     for tp in degrees:
         groups = _groups(request.fleet, tp)
+        kinds = [request.fleet.node_of(group[0]).node_type.name for group in groups]
         for depth in range(1, min(len(groups), request.deepest(tables.num_blocks)) + 1):
             split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
             for size in sizes:
-                plan = _grid(request, groups, depth, size, split)
-                if plan is not None:
-                    yield plan
+                total = batch // size
+                widths = range(min(len(groups) // depth, total), 0, -1)
+                width = next((d for d in widths if total % d == 0), 0) if batch % size == 0 else 0
+                if width > 0:
+                    yield Grid(groups, kinds, width, split, total // width, size)
 
 
 def _groups(fleet: Fleet, tp: int) -> list[tuple[str, ...]]:
     """Tensor-parallel groups inside nodes, in the fleet's order."""
     return [node.workers[i : i + tp] for node in fleet.nodes for i in range(0, len(node.workers) - tp + 1, tp)]
-
-
-def _grid(
-    request: Request, groups: list[tuple[str, ...]], depth: int, size: int, split: tuple[int, ...]
-) -> Plan | None:
-    batch = request.global_batch_sequences
-    if batch % size:
-        return None
-    total = batch // size
-    width = next((d for d in range(min(len(groups) // depth, total), 0, -1) if total % d == 0), 0)
-    if width == 0:
-        return None
-    first = [0, *itertools.accumulate(split)]
-    pipelines = tuple(
-        Pipeline(
-            tuple(Stage(first[p], split[p], groups[d + width * p]) for p in range(depth)),
-            total // width,
-            size,
-        )
-        for d in range(width)
-    )
-    return Plan(request.spec.name, batch, size, request.sequence_length, pipelines)
 
 
 def equal_split(blocks: int, depth: int) -> tuple[int, ...]:
@@ -96,18 +119,18 @@ def draft_of(tables: Tables, plan: Plan, fleet: Fleet) -> Draft | None:
 
 
 def ranked_grids(
-    fleet: Fleet, tables: Tables, plans: Iterator[Plan], estimator: Estimator, keep: int
+    request: Request, tables: Tables, grids: Iterable[Grid], estimator: Estimator, keep: int
 ) -> list[tuple[float, Plan]]:
     """The `keep` fastest grids that fit memory by the tables; only those whose bound allows it are simulated."""
     bounded = []
-    for number, plan in enumerate(plans):
-        draft = draft_of(tables, plan, fleet)
+    for number, grid in enumerate(grids):
+        draft = grid.draft(tables)
         if draft is not None and draft_fits(estimator, draft):
             least = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
-            bounded.append((least, number, draft, plan))
-    found: list[tuple[float, int, Plan]] = []
-    for least, number, draft, plan in sorted(bounded, key=lambda item: item[:2]):
+            bounded.append((least, number, draft, grid))
+    found: list[tuple[float, int, Grid]] = []
+    for least, number, draft, grid in sorted(bounded, key=lambda item: item[:2]):
         if len(found) >= keep and least >= found[keep - 1][0]:
             break
-        found = sorted([*found, (estimator.draft_s(draft), number, plan)], key=lambda item: item[:2])
-    return [(seconds, plan) for seconds, _, plan in found[:keep]]
+        found = sorted([*found, (estimator.draft_s(draft), number, grid)], key=lambda item: item[:2])
+    return [(seconds, grid.plan(request)) for seconds, _, grid in found[:keep]]
