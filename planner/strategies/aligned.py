@@ -36,12 +36,8 @@ def aligned(estimator: Estimator, shapes: Sequence[Shape], batch: int, max_stage
 
 def _cut(balancer: Balancer, arranged: Sequence[tuple[int, ...]]) -> list[Shape | None]:
     """Each with the best cut for its order; None where it cannot hold the model."""
-    depth = np.array([len(rows) for rows in arranged])
-    table = np.full((len(arranged), int(depth.max())), -1, dtype=np.int64)
-    for i, rows in enumerate(arranged):
-        table[i, : len(rows)] = rows
-    cuts = balancer.cut(table, depth)
+    cuts = balancer.cut_each(arranged)
+    held = np.isfinite(cuts.bottleneck_s)
     return [
-        Shape(rows, tuple(int(end) for end in cuts.ends[i, : depth[i]])) if np.isfinite(cuts.bottleneck_s[i]) else None
-        for i, rows in enumerate(arranged)
+        Shape(rows, tuple(cuts.ends[i, : len(rows)].tolist())) if held[i] else None for i, rows in enumerate(arranged)
     ]

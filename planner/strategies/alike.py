@@ -12,6 +12,7 @@ import numpy as np
 
 from planner.plan import Plan
 from planner.strategies.balance import Balancer
+from planner.strategies.cost_tables import ring_rate
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits, refine_shape
@@ -87,8 +88,7 @@ class _SideBySide:
             held = int(self._tables.groups_a_node[row])
             members = [(str(i // held), node) for i in range(number)]
             flows = node.num_gpus / (number % held or held)  # on a node shared with another stage, all its rings cross
-            low, high = (self._cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
-            self._rates[number, row] = (2 * low - high, (high - low) / 1e9)
+            self._rates[number, row] = ring_rate(self._cost, members, flows)
         latency, each = self._rates[number, row]
         return latency + each * num_bytes
 
@@ -160,14 +160,10 @@ def _timed(
     entries = [(m, rows) for m, mix in enumerate(mixes) for rows in _arrangements(mix)]
     if not entries:
         return
-    depth = np.array([len(rows) for _, rows in entries])
-    rows = np.full((len(entries), int(depth.max())), -1, dtype=np.int64)
-    for i, (_, row) in enumerate(entries):
-        rows[i, : len(row)] = row
-    cuts = Balancer(tables, max_stages).cut(rows, depth)
+    cuts = Balancer(tables, max_stages).cut_each([rows for _, rows in entries])
     counts = np.array([batch / mixes[m][0] / tables.rows[row[0]].microbatch for m, row in entries])
     held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
-    shapes = {i: Shape(entries[i][1], tuple(int(e) for e in cuts.ends[i, : depth[i]])) for i in held.tolist()}
+    shapes = {i: Shape(entries[i][1], tuple(cuts.ends[i, : len(entries[i][1])].tolist())) for i in held.tolist()}
     alone = {i: float(cuts.fill_s[i] + (max(counts[i], 1.0) - 1) * cuts.bottleneck_s[i]) for i in shapes}
     whole = {i: seconds + sync.of_cut(mixes[entries[i][0]][0], shapes[i]) for i, seconds in alone.items()}
     seen = set[tuple[int, Shape]]()

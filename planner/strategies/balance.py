@@ -46,6 +46,14 @@ class Balancer:
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
         self._width = sums.shape[1]
 
+    def cut_each(self, pipelines: Sequence[tuple[int, ...]]) -> Cuts:
+        """As `cut`, of pipelines given by the table row of each of their stages."""
+        depth = np.array([len(rows) for rows in pipelines])
+        table = np.full((len(pipelines), int(depth.max())), -1, dtype=np.int64)
+        for i, rows in enumerate(pipelines):
+            table[i, : len(rows)] = rows
+        return self.cut(table, depth)
+
     def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None, steps: int = 14) -> Cuts:
         """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than
         the bottleneck a stage may be.

@@ -17,7 +17,7 @@ from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, make_exact
-from planner.strategies.packing import Packer, close_in
+from planner.strategies.packing import Packer, close_in, shortest
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 _NUMBERS = (
@@ -40,7 +40,6 @@ _NUMBERS = (
 )  # likely ones first: what is far behind them is left early
 _NEAR = 1.06
 _LOOKED_AT = (1.02, 1.15)  # times the step time, at which columns are compared
-_TRIES = 10
 _PART_GPUS = 256
 _WHOLE_NODES = 64  # beyond so many GPUs, pipelines of whole nodes
 _LOST = 0.01  # share of the GPUs that equal parts may leave over
@@ -230,47 +229,17 @@ class _Part:
     def _pack(
         self, packer: Packer, pool: Pipelines, sync: Floats, start: float, best: float, number: int
     ) -> dict[int, int] | None:
-        """Whole pipelines, at the shortest step time at which some are found; None where that is well above `best`."""
-        step, low, high, found = 0.005, start * 0.999, np.inf, None
-        seconds = start
-        for _ in range(_TRIES):
-            pick = self._choose(packer, pool, seconds - sync, number)
-            if pick is not None:
-                found, high = pick, seconds
-            else:
-                low = seconds
-            if found is None:
-                seconds, step = start * (1 + step), step * 2
-                if seconds > best * _NEAR:
-                    break
-            elif high - low < 4e-3 * high:
-                break
-            else:
-                seconds = (low + high) / 2
-        return found
+        """Up to `number` whole pipelines, at the shortest step time at which some are found; None where that is well above `best`."""
+        effort, least = self.effort, -(-self.problem.least_pipelines // self.copies)
 
-    def _choose(self, packer: Packer, pool: Pipelines, seconds: Floats, number: int) -> dict[int, int] | None:
-        """Up to `number` whole pipelines that meet the batch, each in its own `seconds`; of each, how many."""
-        worth = (pool.microbatches_in(seconds) * pool.microbatch).astype(float)
-        relaxed = packer.relax(worth, None, number)
-        if relaxed.value < self.batch * (1 - 1e-9):
-            return None
-        least = -(-self.problem.least_pipelines // self.copies)
-        for members in packer.worthwhile(
-            worth, relaxed.prices, pool.microbatch, 2 * self.effort.packed, self.problem.mixed_microbatch
-        ):
-            pick = packer.choose(
-                members,
-                worth[members],
-                pool.microbatch[members],
-                self.batch,
-                self.effort.integer_program_nodes,
-                least,
-                number,
-            )
-            if pick is not None:
-                return {int(members[i]): count for i, count in pick.items()}
-        return None
+        def choose(seconds: float) -> dict[int, int] | None:
+            worth = (pool.microbatches_in(seconds - sync) * pool.microbatch).astype(float)
+            return packer.whole(
+                worth, pool.microbatch, self.batch, 2 * effort.packed, effort.integer_program_nodes, self.problem.mixed_microbatch,
+                least, number,
+            )  # fmt: skip
+
+        return shortest(choose, start, best * _NEAR, 4e-3)
 
 
 def _sequences(columns: Columns, seconds: Floats) -> Floats:

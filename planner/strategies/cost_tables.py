@@ -1,17 +1,17 @@
 """The search's tables from the cost model: one row for each way to use a node type at each microbatch size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from planner.cluster import NodeType
 from planner.cost import CostModel, LayerCosts
 from planner.errors import ConfigError, InfeasibleError
+from planner.strategies.few import FEW_GPUS
 from planner.strategies.request import Request
 from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
 
 GIB = 2**30
-MANY_GPUS = 16
 
 
 def tables_of(request: Request) -> Tables:
@@ -37,7 +37,7 @@ def tables_of(request: Request) -> Tables:
         _sync(cost, resources, kinds), stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows),
         least_ring_s=_least_ring(cost, resources),
-        ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > MANY_GPUS else None,
+        ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > FEW_GPUS else None,
     )  # fmt: skip
 
 
@@ -149,6 +149,12 @@ def _crossing(
     return seconds
 
 
+def ring_rate(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float) -> tuple[float, float]:
+    """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` rings share each NIC."""
+    low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
+    return 2 * low - high, (high - low) / 1e9
+
+
 def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozenset[int], float, int], float]:
     """One all-reduce while every GPU of each node takes part in another: the NIC is shared by all of them."""
     rates: dict[tuple[frozenset[int], int], tuple[float, float]] = {}
@@ -160,8 +166,7 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
             types = [resources[r].node_type for r in sorted(used)]
             members = [(str(i), types[i % len(types)]) for i in range(max(pipelines, len(types)))]
             flows = float(max(kind.num_gpus for kind in types))
-            low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
-            rates[used, pipelines] = (2 * low - high, (high - low) / 1e9)
+            rates[used, pipelines] = ring_rate(cost, members, flows)
         latency, each = rates[used, pipelines]
         return latency + each * num_bytes
 

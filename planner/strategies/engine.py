@@ -18,11 +18,11 @@ from planner.strategies.balance import Balancer
 from planner.strategies.bound import lower_bound_s
 from planner.strategies.by_number import Problem, drafts_by_number
 from planner.strategies.columns import ColumnMaker, Columns
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
-from planner.strategies.packing import Packer, close_in
+from planner.strategies.packing import Packer, close_in, shortest
 from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
@@ -244,12 +244,14 @@ class Engine:
                 ceiling = min(ceiling, seconds)
         relaxed.sort(key=lambda item: item[:2])
         for seconds, _, level, pool, packer in relaxed[: self.effort.candidates]:
-            for pick in self._integer(packer, pool, level.sync_s, seconds, best):
+            pick = self._pack(packer, pool, level.sync_s, seconds, best)
+            draft = None
+            if pick is not None:
                 shapes = [pool.shape(i) for i, count in sorted(pick.items()) for _ in range(count)]
                 draft = assign_microbatches(self.estimator, shapes, self.batch)
-                if draft is not None:
-                    best = min(best, self.estimator.draft_s(draft))
-                    yield draft
+            if draft is not None:
+                best = min(best, self.estimator.draft_s(draft))
+                yield draft
             if self.hurry():
                 return
 
@@ -264,49 +266,18 @@ class Engine:
         found = close_in(packer, sequences, self.batch, min(high, ceiling), None, 2e-3)
         return found and found[1]
 
-    def _integer(
-        self, packer: Packer, pool: Pipelines, sync: float, start: float, best: float
-    ) -> Iterator[dict[int, int]]:
-        """Packings of whole pipelines, each at a shorter step time than the one before."""
-        step, low, high, found = 0.005, start * 0.999, None, None
-        seconds = start
-        for _ in range(10):
-            pick = self._choose(packer, pool, seconds - sync)
-            if pick is not None:
-                found, high = pick, seconds
-            else:
-                low = seconds
-            if high is None:
-                seconds = start * (1 + step)
-                step *= 2
-            else:
-                if high - low < 3e-3 * high:
-                    break
-                seconds = (low + high) / 2
-            if high is None and seconds > best * 1.25:
-                break
-        if found is not None:
-            yield found
+    def _pack(self, packer: Packer, pool: Pipelines, sync: float, start: float, best: float) -> dict[int, int] | None:
+        """Whole pipelines, at the shortest step time at which some are found; None where that is well above `best`."""
+        effort = self.effort
 
-    def _choose(self, packer: Packer, pool: Pipelines, seconds: float) -> dict[int, int] | None:
-        count = pool.microbatches_in(seconds)
-        worth = (count * pool.microbatch).astype(float)
-        relaxed = packer.relax(worth)
-        if relaxed.value < self.batch * (1 - 1e-9):
-            return None
-        tries = packer.worthwhile(worth, relaxed.prices, pool.microbatch, self.effort.packed, self.mixed_microbatch)
-        for members in tries:
-            pick = packer.choose(
-                members,
-                worth[members],
-                pool.microbatch[members],
-                self.batch,
-                self.effort.integer_program_nodes,
+        def choose(seconds: float) -> dict[int, int] | None:
+            worth = (pool.microbatches_in(seconds - sync) * pool.microbatch).astype(float)
+            return packer.whole(
+                worth, pool.microbatch, self.batch, effort.packed, effort.integer_program_nodes, self.mixed_microbatch,
                 self.least_pipelines,
-            )
-            if pick is not None:
-                return {int(members[i]): c for i, c in pick.items()}
-        return None
+            )  # fmt: skip
+
+        return shortest(choose, start, best * 1.25, 3e-3)
 
 
 def _ranges(gpus: int) -> Iterator[tuple[int, int]]:
@@ -314,7 +285,3 @@ def _ranges(gpus: int) -> Iterator[tuple[int, int]]:
     for low, high in ((16, gpus), (8, 15), (4, 7), (2, 3), (1, 1)):
         if gpus >= low:
             yield low, min(high, gpus)
-
-
-def shapes_of(draft: Draft) -> list[Shape]:
-    return [shape for shape, _ in draft.pipelines]

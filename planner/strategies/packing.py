@@ -7,12 +7,15 @@ GPUs are together worth the global batch. The relaxation is solved by column gen
 matter.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from planner.strategies.tables import Floats, Ints
+
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,28 @@ class Packer:
                 out.append(int(mine[np.argmax(value[mine] / self.usage[mine, r])]))
         return out
 
-    def worthwhile(self, value: Floats, prices: Floats, size: Ints, most: int, mixed: bool) -> list[Ints]:
+    def whole(
+        self,
+        value: Floats,
+        size: Ints,
+        batch: int,
+        packed: int,
+        nodes: int,
+        mixed: bool,
+        at_least: int,
+        at_most: int | None = None,
+    ) -> dict[int, int] | None:
+        """How many of each column reach `batch`, out of the `packed` most worthwhile ones; None if none are found. As `choose`."""
+        relaxed = self.relax(value, None, at_most)
+        if relaxed.value < batch * (1 - 1e-9):
+            return None
+        for members in self._worthwhile(value, relaxed.prices, size, packed, mixed):
+            pick = self.choose(members, value[members], size[members], batch, nodes, at_least, at_most)
+            if pick is not None:
+                return {int(members[i]): count for i, count in pick.items()}
+        return None
+
+    def _worthwhile(self, value: Floats, prices: Floats, size: Ints, most: int, mixed: bool) -> list[Ints]:
         """Columns for `choose`: those that gain most at these prices, and the best few of each microbatch size, so that odd
         batches find a size that divides them; one list for each size unless sizes may be mixed.
         """
@@ -138,6 +162,30 @@ class Packer:
             return None
         counts = np.round(result.x[:n]).astype(int)
         return {i: int(c) for i, c in enumerate(counts) if c > 0}
+
+
+def shortest(
+    choose: Callable[[float], dict[int, int] | None], start: float, ceiling: float, tolerance: float
+) -> dict[int, int] | None:
+    """What `choose` picks at the shortest step time from `start` on at which it picks something; None where that is above
+    `ceiling`."""
+    step, low, high, found = 0.005, start * 0.999, np.inf, None
+    seconds = start
+    for _ in range(_TRIES):
+        pick = choose(seconds)
+        if pick is not None:
+            found, high = pick, seconds
+        else:
+            low = seconds
+        if found is None:
+            seconds, step = start * (1 + step), step * 2
+            if seconds > ceiling:
+                break
+        elif high - low < tolerance * high:
+            break
+        else:
+            seconds = (low + high) / 2
+    return found
 
 
 class Sequences(Protocol):

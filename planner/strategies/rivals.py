@@ -20,7 +20,7 @@ from planner.strategies.symmetric import grids_of, ranked_grids
 from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
-MOST_GPUS = 128  # beyond, what they find is far behind
+MOST_GPUS = 128  # beyond, they take longer than what they find is worth
 MOST_FOR_METIS = 24
 _GRIDS = 8
 TIME_SHARE = 0.5  # of the request's limit
