@@ -44,6 +44,10 @@ class NodeType:
     max_nodes: int = 1
     slowdown: float = 1.0
 
+    def __hash__(self) -> int:
+        """Of what tells types apart: searches look them up tens of thousands of times."""
+        return hash((self.name, self.slowdown))
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

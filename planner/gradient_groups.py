@@ -28,17 +28,25 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     width = parameters.sync_bytes_per_parameter
     union = spec.tied_embeddings and parameters.tied_sync == "union"
     bytes_by_members: dict[tuple[str, ...], float] = {}
-    for layer in range(spec.num_layers + 2):
-        entry = [*(spec.embedding,), *spec.blocks, spec.head][layer]
-        count = entry.parameters - entry.replicated_parameters
-        if layer == 0 and union:
+    entries = (spec.embedding, *spec.blocks, spec.head)
+    for first, last in _runs(plan, spec.num_layers):
+        replicated = sum(entry.replicated_parameters for entry in entries[first : last + 1])
+        count = sum(entry.parameters for entry in entries[first : last + 1]) - replicated
+        if first == 0 and union:
             count -= spec.tied_parameters
-        if layer == spec.num_layers + 1 and spec.tied_embeddings and not union and len(plan.pipelines[0].stages) > 1:
+        if last == spec.num_layers + 1 and spec.tied_embeddings and not union and len(plan.pipelines[0].stages) > 1:
             count += spec.tied_parameters
-        stages = [_stage_of(pipeline, layer, spec.num_layers) for pipeline in plan.pipelines]
-        _add(bytes_by_members, stages, units, count * width, entry.replicated_parameters * width)
+        stages = [_stage_of(pipeline, first, spec.num_layers) for pipeline in plan.pipelines]
+        _add(bytes_by_members, stages, units, count * width, replicated * width)
     jobs = [SyncJob(m, b) for m, b in bytes_by_members.items() if len(m) > 1 and b > 0]
     return tuple(jobs + _tied_jobs(plan, spec, units, width, union))
+
+
+def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:
+    """(first, last) entries that lie on the same stages everywhere; the embedding and the head are runs of their own."""
+    starts = sorted({stage.first_layer + 1 for pipeline in plan.pipelines for stage in pipeline.stages})
+    ends = [start - 1 for start in starts[1:]] + [num_layers]
+    return [(0, 0), *zip(starts, ends, strict=True), (num_layers + 1, num_layers + 1)]
 
 
 def _add(

@@ -23,6 +23,7 @@ _ORDERS = 24
 _MIXES = 60
 _KEPT = (4, 24)
 _PREDICTED_GPUS = 600
+_SIMULATED = 4
 Mix = tuple[int, tuple[int, ...], tuple[int, ...]]  # pipelines; row of each node type used; groups of it in a pipeline
 
 
@@ -35,15 +36,17 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
     sync, apart = _SideBySide(request, tables), _apart(request, tables)
     alone, whole, by = dict[Draft, float](), dict[Draft, float](), dict[Draft, Estimator]()
     chosen = _quickest(tables, batch, mixes, sync)
+    keep = min(max(_KEPT[0], _PREDICTED_GPUS // int(supply.sum())), _KEPT[1])
     for timing in (estimator, Estimator(apart)):
         mine = [mix for mix in chosen if _fills_nodes(tables, mix) == (timing.tables is apart)]
-        for number, shape in _timed(timing.tables, batch, depth, mine, sync):
+        timed = list(_timed(timing.tables, batch, depth, mine, sync))
+        for number, shape in _shortlist(timing, batch, timed, sync, _SIMULATED * keep):
             draft = _draft(timing, shape, number, batch)
             if draft is not None:
                 by[draft] = timing
                 alone[draft] = timing.pipeline_s(*draft.pipelines[0])
                 whole[draft] = alone[draft] + sync.of_cut(number, shape)
-    plans, keep = [], min(max(_KEPT[0], _PREDICTED_GPUS // int(supply.sum())), _KEPT[1])
+    plans = []
     # early stages hide some of the sync of later ones, so what is fastest without it may be fastest
     for draft in dict.fromkeys(
         [*sorted(whole, key=whole.__getitem__)[:keep], *sorted(alone, key=alone.__getitem__)[:keep]]
@@ -103,6 +106,20 @@ class _SideBySide:
             (r, float(sums[r, end] - sums[r, start])) for r, start, end in zip(shape.rows, shape.starts, shape.ends)
         ]
         return max(self.of_bytes(number, row, num_bytes) for row, num_bytes in held)
+
+
+def _shortlist(
+    timing: Estimator, batch: int, timed: Sequence[tuple[int, Shape]], sync: _SideBySide, most: int
+) -> list[tuple[int, Shape]]:
+    """Those that are worth a simulation by the closed form: the best so many with sync, and without."""
+    alone = {
+        (number, shape): timing.quick_s(shape, max(1, batch // number // timing.microbatch(shape)))
+        for number, shape in timed
+    }
+    whole = {pair: seconds + sync.of_cut(*pair) for pair, seconds in alone.items()}
+    return list(
+        dict.fromkeys([*sorted(whole, key=whole.__getitem__)[:most], *sorted(alone, key=alone.__getitem__)[:most]])
+    )
 
 
 def _draft(estimator: Estimator, shape: Shape, number: int, batch: int) -> Draft | None:

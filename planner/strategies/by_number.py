@@ -1,13 +1,14 @@
 """Fleets of more than a few GPUs: one packing for each number of pipelines, with the gradient sync that goes with it.
 
-How long gradient sync takes depends on how many pipelines share the model and on the fullest worker of each. So a pipeline's part of
-a step of T seconds, if n share the model, is T less what its own fullest worker then needs for sync and update. The linear program
-over at most n listed columns ranks the numbers n; its prices pick the columns that are cut exactly; integer programs
-pack these for the best numbers. A fleet of many hundreds of GPUs is solved for its k-th part, and every pipeline taken k times.
+How long gradient sync takes depends on how many pipelines share the model, on the slowest network among their nodes, and on what each
+worker holds. So a pipeline's part of a step of T seconds, if n share the model, is T less what its own workers then need for sync and
+update; sums that the backwards of earlier stages hide are free. The linear program over at most n listed columns ranks the numbers n,
+with all node types and without those of the slowest networks; its prices pick the columns that are cut exactly; integer programs
+pack these for the best few. A fleet of many hundreds of GPUs is solved for its k-th part, and every pipeline taken k times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -91,11 +92,19 @@ def _part(problem: Problem, copies: int) -> Ints:
 
 
 @dataclass(frozen=True)
+class _Sharing:
+    """Up to `number` pipelines, on the node types `used` alone."""
+
+    number: int
+    used: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class _Level:
-    """Up to `number` pipelines: the relaxation's step time and prices, and (columns,) the sync that each then has."""
+    """The relaxation's step time and prices, and (columns,) the sync that each then has."""
 
     seconds: float
-    number: int
+    sharing: _Sharing
     prices: Floats
     sync_s: Floats
 
@@ -133,62 +142,83 @@ class _Part:
             if in_order is not None:
                 yield in_order
 
-    def _sync_s(self, num_bytes: Floats, least_tp: Ints, number: int) -> Floats:
-        """(n,) sync and update of workers with so many gradient bytes, if so many pipelines of all node types share the model."""
-        everyone = tuple(range(len(self.supply)))
-        steps, out = np.linspace(0.0, float(num_bytes.max()), 33), np.zeros(len(num_bytes))
-        for degree in np.unique(least_tp):
-            shapes = [SyncShape(float(b), float(b) * int(degree), int(degree), number, everyone) for b in steps]
-            seconds = [self.tables.sync_s(shape) for shape in shapes]
-            mine = least_tp == degree
-            out[mine] = np.interp(num_bytes[mine], steps, seconds)
-        return out
+    # -- gradient sync -------------------------------------------------------------------------------------------------
+
+    def _ring(self, sharing: _Sharing) -> Callable[[Floats], Floats]:
+        """Seconds of one all-reduce over such pipelines, by gradient bytes."""
+
+        def seconds(num_bytes: Floats) -> Floats:
+            steps = np.linspace(0.0, float(num_bytes.max(initial=0.0)), 33)
+            whole = self._ending_s(steps, sharing.number * self.copies, sharing.used)
+            return np.interp(num_bytes, steps, whole - self._ending_s(steps, 1, sharing.used))
+
+        return seconds
+
+    def _ending_s(self, num_bytes: Floats, pipelines: int, used: tuple[int, ...]) -> Floats:
+        """All-reduce and update of workers with so many gradient bytes."""
+        return np.array([self.tables.sync_s(SyncShape(float(b), float(b), 1, pipelines, used)) for b in num_bytes])
+
+    def _update_s(self, num_bytes: Floats, used: tuple[int, ...]) -> Floats:
+        steps = np.linspace(0.0, float(num_bytes.max(initial=0.0)), 33)
+        return np.interp(num_bytes, steps, self._ending_s(steps, 1, used))
 
     # -- which numbers, and which columns ------------------------------------------------------------------------------
 
     def _levels(self) -> list[_Level]:
-        """The best numbers of pipelines by the relaxation over columns."""
-        packer, fullest, found = Packer(self.columns.usage, self.supply), self._fullest_bytes(), list[_Level]()
-        best = np.inf
-        for number in _NUMBERS:
-            if not -(-self.problem.least_pipelines // self.copies) <= number <= int(self.supply.sum()):
-                continue
-            sync = self._sync_s(fullest, self.columns.least_tp, number * self.copies)
-            level = self._level(packer, sync, number, best * _NEAR)
-            if found and self.problem.hurry():
-                break
-            if level is not None:
-                found.append(level)
-                best = min(best, level.seconds)
-        found.sort(key=lambda level: (level.seconds, level.number))
+        """The best ways to share the model by the relaxation over columns."""
+        found, best = list[_Level](), np.inf
+        for used in self._networks():
+            index = np.flatnonzero(~np.delete(self.columns.usage, used, axis=1).any(axis=1))
+            columns = self.columns.take(index)
+            packer, (held, early) = Packer(columns.usage, self.supply), self._held(columns)
+            for sharing in self._sharings(used):
+                if found and self.problem.hurry():
+                    break
+                unhidden = np.maximum(self._ring(sharing)(held) - early, 0.0).max(axis=1, initial=0.0)
+                sync = unhidden + self._update_s(held.max(axis=1, initial=0.0), used)
+                level = self._level(columns, packer, sync, sharing, best * _NEAR)
+                if level is not None:
+                    found.append(replace(level, sync_s=_spread(level.sync_s, index, len(self.columns))))
+                    best = min(best, level.seconds)
+        found.sort(key=lambda level: (level.seconds, level.sharing.number))
         return [level for level in found if level.seconds <= best * _NEAR][: self.effort.candidates]
 
-    def _fullest_bytes(self) -> Floats:
-        """(columns,) gradient bytes of the worker that has most where all stages take as long as the bottleneck."""
+    def _networks(self) -> Iterator[tuple[int, ...]]:
+        """All node types, then without those whose own all-reduces are slowest, and so on."""
+        assert self.tables.ring_s is not None
+        alone = [self.tables.ring_s(frozenset({r}), 1e9, 8) for r in range(len(self.supply))]
+        for limit in sorted(set(alone), reverse=True):
+            yield tuple(r for r, seconds in enumerate(alone) if seconds <= limit)
+
+    def _sharings(self, used: tuple[int, ...]) -> Iterator[_Sharing]:
+        least, most = -(-self.problem.least_pipelines // self.copies), int(self.supply[list(used)].sum())
+        return (_Sharing(number, used) for number in _NUMBERS if least <= number <= most)
+
+    def _held(self, columns: Columns) -> tuple[Floats, Floats]:
+        """(columns, slots) gradient bytes of a worker of each kind where all stages take as long as the bottleneck, and how long
+        before the pipeline's end its stages are done if kinds with fewer bytes come before it."""
         tables = self.tables
-        rate = np.array([row.sync_bytes.sum() for row in tables.rows]) / tables.time_sums[:, -1]
-        return np.asarray(
-            self.columns.bottleneck_s * np.where(self.columns.rows >= 0, rate[self.columns.rows], 0.0).max(axis=1)
-        )
+        used, seconds = columns.rows >= 0, tables.time_sums[:, -1]
+        rate = np.where(used, (tables.sync_sums[:, -1] / seconds)[columns.rows], 0.0)
+        back = (1 - tables.forward_sums[:, -1] / seconds)[columns.rows] * columns.counts
+        order = np.argsort(np.where(used, rate, np.inf), axis=1, kind="stable")
+        rate, back = np.take_along_axis(rate, order, 1), np.take_along_axis(back, order, 1)
+        period = columns.bottleneck_s[:, None]
+        return rate * period, (np.cumsum(back, axis=1) - back) * period
 
-    def _level(self, packer: Packer, sync: Floats, number: int, ceiling: float) -> _Level | None:
+    def _level(
+        self, columns: Columns, packer: Packer, sync: Floats, sharing: _Sharing, ceiling: float
+    ) -> _Level | None:
         def sequences(seconds: float, of: Ints | None = None) -> Floats:
-            return (
-                _sequences(self.columns, seconds - sync)
-                if of is None
-                else _sequences(self.columns.take(of), seconds - sync[of])
-            )
+            some, after = (columns, sync) if of is None else (columns.take(of), sync[of])
+            return _sequences(some, seconds - after)
 
-        if np.isfinite(ceiling):
-            high = ceiling
-        else:
-            high = float(
-                (self.columns.fill_s + sync + self.columns.bottleneck_s * self.batch / self.columns.microbatch).min()
-            )
-        found = close_in(packer, sequences, self.batch, high, number, 4e-3)
+        alone = columns.fill_s + sync + columns.bottleneck_s * self.batch / columns.microbatch
+        high = min(ceiling, float(alone.min(initial=np.inf)))
+        found = close_in(packer, sequences, self.batch, high, sharing.number, 4e-3) if np.isfinite(high) else None
         if found is None:
             return None
-        return _Level(found[1], number, packer.relax(sequences(found[1]), None, number).prices, sync)
+        return _Level(found[1], sharing, packer.relax(sequences(found[1]), None, sharing.number).prices, sync)
 
     def _promising(self, levels: Sequence[_Level]) -> Pipelines:
         """Exact pipelines of the columns that lose least at the prices of each number, at its step time and somewhat above."""
@@ -204,25 +234,34 @@ class _Part:
                     picked.append(order[columns.usage[order, r] > 0][: self.effort.exact // 8])
         index = np.unique(np.concatenate(picked))
         balancer = Balancer(self.tables, self.problem.max_stages)
-        return make_exact(self.tables, balancer, columns, index, levels[0].seconds * 1.05, self.effort.orders)
+        ring = self._ring(levels[0].sharing)
+        return make_exact(
+            self.tables, balancer, columns, index, levels[0].seconds * 1.05, self.effort.orders, ring=ring
+        )
 
     # -- packing -------------------------------------------------------------------------------------------------------
 
     def _packable(self, packer: Packer, pool: Pipelines, levels: Sequence[_Level]) -> list[tuple[float, int, Floats]]:
-        """(step time of the relaxation over exact pipelines, number, sync of each), fastest first."""
+        """(step time of the relaxation over exact pipelines, most pipelines, sync of each), fastest first."""
         ready: list[tuple[float, int, Floats]] = []
         best = np.inf
         for level in levels if len(pool) else ():
-            sync = self._sync_s(pool.worker_bytes, pool.least_tp, level.number * self.copies)
+            used = level.sharing.used
+            other = np.delete(pool.usage, used, axis=1).any(axis=1)
+            sync = pool.sync_s(self._ring(level.sharing)) + self._update_s(pool.worker_bytes, used)
+            sync[other] = np.inf
 
             def sequences(seconds: float, of: Ints | None = None, sync: Floats = sync) -> Floats:
                 some, after = (pool, sync) if of is None else (pool.take(of), sync[of])
                 return (some.microbatches_in(seconds - after) * some.microbatch).astype(float)
 
-            high = float((pool.fill_s + sync + pool.bottleneck_s * self.batch / pool.microbatch).min())
-            found = close_in(packer, sequences, self.batch, min(best * _NEAR, high), level.number, 2e-3)
+            alone = pool.fill_s + sync + pool.bottleneck_s * self.batch / pool.microbatch
+            high = min(best * _NEAR, float(alone.min()))
+            found = (
+                close_in(packer, sequences, self.batch, high, level.sharing.number, 2e-3) if np.isfinite(high) else None
+            )
             if found is not None:
-                ready.append((found[1], level.number, sync))
+                ready.append((found[1], level.sharing.number, sync))
                 best = min(best, found[1])
         return sorted(ready, key=lambda entry: entry[:2])
 
@@ -240,6 +279,13 @@ class _Part:
             )  # fmt: skip
 
         return shortest(choose, start, best * _NEAR, 4e-3)
+
+
+def _spread(values: Floats, index: Ints, size: int) -> Floats:
+    """(size,) with the values at `index`, infinite elsewhere."""
+    out = np.full(size, np.inf)
+    out[index] = values
+    return out
 
 
 def _sequences(columns: Columns, seconds: Floats) -> Floats:

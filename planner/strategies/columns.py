@@ -105,6 +105,12 @@ class ColumnMaker:
         np_boundary = tables.boundaries
         self.most_boundary = np.where(np.isfinite(np_boundary), np_boundary, 0.0).max(axis=1)
         self.least_boundary = np.where(np.isfinite(np_boundary), np_boundary, np.inf).min(axis=1)
+        self.toll = self.least_boundary * tables.boundary_share
+        self.hop = self.least_boundary
+        if self.node_parts:
+            near, far, groups = np.diagonal(np_boundary), tables.crossings, tables.groups_a_node
+            self.toll = np.where(groups > 1, near + far, 2 * far) * tables.boundary_share
+            self.hop = near + (far - near) / groups
 
     def make(self) -> Columns:
         """All columns within the budget, in a fixed order."""
@@ -209,11 +215,10 @@ class ColumnMaker:
         total = np.zeros(len(rows), dtype=np.int64)
         lost_first = np.full(len(rows), 10**6)
         lost_last = np.full(len(rows), 10**6)
-        half = self.tables.boundary_share
         for slot in range(rows.shape[1]):
             r, c = rows[:, slot], counts[:, slot]
             used = r >= 0
-            toll = np.where(stages > 1, self.least_boundary[r] * half, 0.0)
+            toll = np.where(stages > 1, self.toll[r], 0.0)
             blocks = self._blocks(r, limit - toll)
             total += np.where(used, self.held[r, blocks, c], 0)
             total -= np.where(used & (blocks < 1), 10**6, 0)
@@ -276,8 +281,11 @@ class ColumnMaker:
             )
             left = left - take
         ends = np.where(used[:, :, None], self.ends_s[rows], np.inf).min(axis=1).sum(axis=1)
-        toll = np.where(used, self.least_boundary[rows], np.inf).min(axis=1)
-        tolls = np.where(stages > 1, (stages - 1) * np.where(np.isfinite(toll), toll, 0.0), 0.0)
+        if self.node_parts:
+            tolls = (np.where(used, self.hop[rows], 0.0) * counts).sum(axis=1)
+        else:
+            toll = np.where(used, self.least_boundary[rows], np.inf).min(axis=1)
+            tolls = np.where(stages > 1, (stages - 1) * np.where(np.isfinite(toll), toll, 0.0), 0.0)
         return np.asarray(total + ends + tolls, dtype=np.float64)
 
 

@@ -145,9 +145,9 @@ class Engine:
         return np.maximum(self._sync_of(columns, np.minimum(first, columns.sync_bytes), pipelines), fullest - early)
 
     def _sync_of(self, columns: Columns, num_bytes: Floats, pipelines: int) -> Floats:
-        """(n,) least seconds of sync and update of a worker with so many gradient bytes, rounded down to a grid of 65 sizes."""
-        steps = np.linspace(0.0, float(num_bytes.max()), 65)
-        at = np.clip(np.searchsorted(steps, num_bytes, side="right") - 1, 0, 64)
+        """(n,) least seconds of sync and update of a worker with so many gradient bytes, rounded down to a grid of 33 sizes."""
+        steps = np.linspace(0.0, float(num_bytes.max()), 33)
+        at = np.clip(np.searchsorted(steps, num_bytes, side="right") - 1, 0, 32)
         out = np.zeros(len(columns))
         for tp in np.unique(columns.least_tp):
             shapes = [SyncShape(float(b), float(b) * int(tp), int(tp), pipelines, ()) for b in steps]

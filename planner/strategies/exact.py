@@ -1,7 +1,7 @@
 """Columns made exact: the best order of the stages and the best cut of the layers, for many columns at once."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,9 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Pipelines:
-    """One entry a column that can hold the model. index: which column it came from; sync sizes in bytes as in
-    `SyncShape`.
+    """One entry a column that can hold the model. index: which column it came from; worker_bytes, stage_bytes: sync sizes as in
+    `SyncShape`. held_bytes: (n, P) gradient bytes of a worker of each stage; early_s: (n, P) how long before the pipeline's end
+    each has done its last backward.
     """
 
     index: Ints
@@ -28,6 +29,8 @@ class Pipelines:
     fill_s: Floats
     worker_bytes: Floats
     stage_bytes: Floats
+    held_bytes: Floats
+    early_s: Floats
     least_tp: Ints
     most_tp: Ints
 
@@ -42,6 +45,10 @@ class Pipelines:
         room = seconds - self.fill_s
         return np.where(room >= 0, np.floor(room / self.bottleneck_s + 1 + 1e-9), 0).astype(np.int64)
 
+    def sync_s(self, ring: Callable[[Floats], Floats]) -> Floats:
+        """(n,) how long after a pipeline's end its last gradients are summed; ring: seconds of so many bytes."""
+        return np.asarray(np.maximum(ring(self.held_bytes) - self.early_s, 0.0).max(axis=1))
+
     def shape(self, i: int) -> Shape:
         depth = int(self.num_stages[i])
         return Shape(tuple(int(r) for r in self.rows[i, :depth]), tuple(int(e) for e in self.ends[i, :depth]))
@@ -55,6 +62,7 @@ def make_exact(
     seconds: float,
     orders: int = 6,
     leanings: Sequence[float] = (0.0,),
+    ring: Callable[[Floats], Floats] | None = None,
 ) -> Pipelines:
     """The best pipeline of each of `columns[index]` for a step of about `seconds`, over up to `orders` orders of its
     kinds.
@@ -62,7 +70,7 @@ def make_exact(
     leanings: each gives every order one more cut, in which a stage may take longer than the bottleneck in proportion
     to a power of
     its speed: with few microbatches the way through counts, and fast stages should hold more. With several, all are
-    kept.
+    kept. ring: as in `Pipelines.sync_s`, where the best order is to count the sync that it leaves.
     """
     if len(index) == 0:
         return _empty(tables, columns)
@@ -75,28 +83,25 @@ def make_exact(
         np.concatenate([getattr(cut, name) for cut in parts]) for name in ("ends", "bottleneck_s", "fill_s")
     )
     rows, owner, stages = np.tile(rows, (many, 1)), np.tile(owner, many), np.tile(stages, many)
-    if many == 1:
-        best = _best_of_owner(owner, bottleneck, fill, seconds)
-    else:
-        best = np.flatnonzero(np.isfinite(bottleneck))
-    worker, whole, least, most = _sync_sizes(tables, rows[best], ends[best], stages[best])
-    own = owner[best]
-    return Pipelines(
-        index[own], rows[best], ends[best], stages[best], chosen.microbatch[own], chosen.usage[own],
-        bottleneck[best], fill[best], worker, whole, least, most,
+    held = np.flatnonzero(np.isfinite(bottleneck))
+    rows, owner, stages, ends = rows[held], owner[held], stages[held], ends[held]
+    found = Pipelines(
+        index[owner], rows, ends, stages, chosen.microbatch[owner], chosen.usage[owner],
+        bottleneck[held], fill[held], *_sync_sizes(tables, rows, ends, stages),
     )  # fmt: skip
+    if many > 1:
+        return found
+    return found.take(_best_of_owner(owner, found, seconds - (0.0 if ring is None else found.sync_s(ring))))
 
 
-def _best_of_owner(owner: Ints, bottleneck: Floats, fill: Floats, seconds: float) -> Ints:
-    """The arrangement of each column that does most in `seconds`; columns that cannot hold the model are left out."""
-    finite = np.isfinite(bottleneck)
-    room = np.where(finite, seconds - np.where(finite, fill, 0.0), -1.0)
-    score = np.where(finite, np.where(room > 0, room / np.where(finite, bottleneck, 1.0) + 1, room), -np.inf)
+def _best_of_owner(owner: Ints, found: Pipelines, seconds: Floats | float) -> Ints:
+    """The arrangement of each column that does most in `seconds`."""
+    room = seconds - found.fill_s
+    score = np.where(room > 0, room / found.bottleneck_s + 1, room)
     order = np.lexsort((np.arange(len(owner)), -score, owner))
     first = np.ones(len(order), dtype=bool)
     first[1:] = owner[order][1:] != owner[order][:-1]
-    best = order[first]
-    return np.asarray(best[finite[best]], dtype=np.int64)
+    return np.asarray(order[first], dtype=np.int64)
 
 
 def _weights(tables: Tables, rows: Ints, leaning: float) -> Floats | None:
@@ -109,8 +114,9 @@ def _weights(tables: Tables, rows: Ints, leaning: float) -> Floats | None:
 def _empty(tables: Tables, columns: Columns) -> Pipelines:
     n = np.zeros(0, dtype=np.int64)
     wide = np.zeros((0, 1), dtype=np.int64)
-    f = np.zeros(0)
-    return Pipelines(n, wide, wide, n, n, np.zeros((0, len(tables.resources)), dtype=np.int64), f, f, f, f, n, n)
+    f, empty = np.zeros(0), np.zeros((0, 1))
+    usage = np.zeros((0, len(tables.resources)), dtype=np.int64)
+    return Pipelines(n, wide, wide, n, n, usage, f, f, f, f, empty, empty, n, n)
 
 
 def _arrangements(columns: Columns, orders: int) -> tuple[Ints, Ints]:
@@ -146,19 +152,23 @@ def _few_orders(number: int, orders: int) -> list[tuple[int, ...]]:
     return found[:orders]
 
 
-def _sync_sizes(tables: Tables, rows: Ints, ends: Ints, stages: Ints) -> tuple[Floats, Floats, Ints, Ints]:
+def _sync_sizes(
+    tables: Tables, rows: Ints, ends: Ints, stages: Ints
+) -> tuple[Floats, Floats, Floats, Floats, Ints, Ints]:
+    """worker_bytes to most_tp of `Pipelines`."""
     degree = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows])
     valid = np.arange(rows.shape[1])[None, :] < stages[:, None]
     starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
-    size = np.where(
-        valid,
-        tables.sync_sums[rows, np.where(valid, ends, 0)] - tables.sync_sums[rows, np.where(valid, starts, 0)],
-        0.0,
-    )
-    tp = np.where(valid, degree[rows], 10**6)
+    first, last = np.where(valid, starts, 0), np.where(valid, ends, 0)
+    held = tables.sync_sums[rows, last] - tables.sync_sums[rows, first]
+    back = tables.time_sums - tables.forward_sums
+    back_s = back[rows, last] - back[rows, first]
+    tp = np.where(valid, degree[rows], 0)
     return (
-        size.max(axis=1),
-        np.where(valid, size * degree[rows], 0.0).max(axis=1),
-        tp.min(axis=1),
-        np.where(valid, degree[rows], 0).max(axis=1),
+        held.max(axis=1),
+        (held * tp).max(axis=1),
+        held,
+        np.cumsum(back_s, axis=1) - back_s,
+        np.where(valid, tp, 10**6).min(axis=1),
+        tp.max(axis=1),
     )

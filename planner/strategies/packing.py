@@ -34,38 +34,46 @@ class Packer:
         self.usage = usage
         self.supply = supply
         self.possible = np.asarray((usage <= supply).all(axis=1), dtype=np.bool_)
+        self._share = (usage / np.maximum(supply, 1)).sum(axis=1)
         self._pool: list[int] = []
+        self._prices = np.zeros(len(supply) + 1)
 
     def relax(self, value: Floats, target: float | None = None, at_most: int | None = None) -> Relaxed:
-        """Maximum of value over fractional packings; stops early once `target` is reached. at_most: number of
-        pipelines.
+        """Maximum of value over fractional packings. Stops early, with some number on the same side of `target`, once that is
+        reached or cannot be. at_most: number of pipelines.
         """
         from scipy.optimize import linprog
 
         usable = np.flatnonzero((value > 0) & self.possible)
         if len(usable) == 0:
             return Relaxed(0.0, np.zeros(len(self.supply)), {})
-        density = value[usable] / (self.usage[usable] / np.maximum(self.supply, 1)).sum(axis=1)
+        mine, worth = self.usage[usable], value[usable]
+        most = float(self.supply.sum()) if at_most is None else float(at_most)
+        limits = np.append(self.supply, most)
+        if target is not None and self._at_most(worth - mine @ self._prices[:-1], limits) < target * (1 - 1e-6):
+            return Relaxed(0.0, self._prices[:-1], {})
         pool = [i for i in self._pool if value[i] > 0 and self.possible[i]]
-        pool = sorted({*pool, int(usable[np.argmax(density)]), *self._singles(value, usable)})
-        limits = self.supply if at_most is None else np.append(self.supply, at_most)
+        pool = sorted({*pool, int(usable[np.argmax(worth / self._share[usable])]), *self._singles(value, usable)})
         for _ in range(60):
-            matrix = self.usage[pool].T
-            if at_most is not None:
-                matrix = np.vstack([matrix, np.ones(len(pool))])
+            matrix = np.vstack([self.usage[pool].T, np.ones(len(pool))])
             result = linprog(-value[pool], A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs")
-            duals = -np.asarray(result.ineqlin.marginals)
-            prices = duals[: len(self.supply)]
-            gain = value[usable] - self.usage[usable] @ prices - (duals[-1] if at_most is not None else 0.0)
-            top = float(gain.max())
+            self._prices = -np.asarray(result.ineqlin.marginals)
+            left = worth - mine @ self._prices[:-1]
+            gain = left - self._prices[-1]
             found = float(-result.fun)
-            if top <= 1e-7 * max(1.0, found) or (target is not None and found >= target):
+            if float(gain.max()) <= 1e-7 * max(1.0, found):
                 break
-            best = usable[np.argsort(-gain, kind="stable")[:12]]
-            pool = sorted({*pool, *(int(i) for i in best if gain[np.searchsorted(usable, i)] > 0)})
+            if target is not None and (found >= target or self._at_most(left, limits) < target * (1 - 1e-6)):
+                break
+            best = np.argpartition(-gain, min(12, len(gain) - 1))[:12]
+            pool = sorted({*pool, *(int(usable[i]) for i in best if gain[i] > 0)})
         self._pool = [pool[i] for i in np.flatnonzero(result.x > 1e-12)]
         amounts = {pool[i]: float(result.x[i]) for i in np.flatnonzero(result.x > 1e-9)}
-        return Relaxed(found, prices, amounts)
+        return Relaxed(found, self._prices[:-1], amounts)
+
+    def _at_most(self, left: Floats, limits: Floats) -> float:
+        """No packing is worth more, by the last prices of GPUs. left: (n,) value less the price of each column's GPUs."""
+        return float(self._prices[:-1] @ limits[:-1]) + float(limits[-1]) * max(0.0, float(left.max()))
 
     def _singles(self, value: Floats, usable: Ints) -> list[int]:
         out = []

@@ -21,7 +21,7 @@ from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, they take longer than what they find is worth
-MOST_FOR_METIS = 24
+MOST_FOR_METIS = {1: 24, 2: 24, 3: 16, 4: 8}  # GPUs by number of types: it looks at all orders of these
 _GRIDS = 8
 TIME_SHARE = 0.5  # of the request's limit
 
@@ -48,7 +48,8 @@ def _rounds(request: Request) -> Iterator[tuple[Search, Request]]:
 
     for asked in (request, *_narrowed(request)):
         yield from ((search, asked) for search in (search_hap, search_fasop))
-    if len(request.fleet.workers) <= MOST_FOR_METIS:
+    types = {node.node_type for node in request.fleet.nodes}
+    if len(request.fleet.workers) <= MOST_FOR_METIS.get(len(types), 0):
         yield search_metis, replace(request, time_limit_s=TIME_SHARE * request.time_limit_s)
 
 
