@@ -183,7 +183,7 @@ class _Paths:
         for step in range(self.most):
             arc = self._least_arc(step)
             self.afters.append(after)
-            first, after = self._further(arc, after) if step else self._last(arc, after)
+            first, after = self._further(arc, after, n - step) if step else self._last(arc, after)
             better = (first < best) & (step + 1 >= self.least)
             best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
             if (after[:, 1:n].min(axis=1, initial=np.inf) >= best).all():
@@ -196,12 +196,12 @@ class _Paths:
         after[:, n - wide : n] = arc[:, 2, :wide][:, ::-1]
         return after[:, 0].copy(), after
 
-    def _further(self, arc: Floats, after: Floats) -> tuple[Floats, Floats]:
-        """One stage more: (cost from the first block on, from each other)."""
-        n, out = self.stages.blocks, np.full_like(after, np.inf)
-        inner, total = out[:, 1:n], np.empty((len(after), n - 1))
+    def _further(self, arc: Floats, after: Floats, top: int) -> tuple[Floats, Floats]:
+        """One stage more: (cost from the first block on, from each other). top: later blocks leave too few for the stages after."""
+        out, total = np.full_like(after, np.inf), np.empty((len(after), top - 1))
+        inner = out[:, 1:top]
         for size in np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)):
-            np.add(after[:, size + 2 : size + 1 + n], arc[:, 1, size, None], out=total)
+            np.add(after[:, size + 2 : size + 1 + top], arc[:, 1, size, None], out=total)
             np.minimum(inner, total, out=inner)
         return (arc[:, 0] + after[:, 1 : self.wide + 1]).min(axis=1), out
 
