@@ -6,7 +6,7 @@ stage. Searches that place pipeline by pipeline do not see these plans; Metis's 
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,191 +14,245 @@ from planner.plan import Plan
 from planner.strategies.balance import Balancer
 from planner.strategies.cost_tables import ring_rate
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.exact import sync_sizes
 from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits, refine_shape
 from planner.strategies.request import Request
-from planner.strategies.tables import Ints, Tables
+from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
-_MIXES = 60
-_KEPT = (4, 24)
-_PREDICTED_GPUS = 600
+_MIXES = 240
+_KEPT = (8, 48)
+_PREDICTED_GPUS = 1200
 _SIMULATED = 4
-Mix = tuple[int, tuple[int, ...], tuple[int, ...]]  # pipelines; row of each node type used; groups of it in a pipeline
+_BISECTIONS = 12
 
 
 def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
-    """The fastest few by the tables and by the sync that lying side by side leaves."""
-    supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
-    depth, batch = request.deepest(tables.num_blocks), request.global_batch_sequences
-    numbers = [n for n in _numbers(supply) if n >= request.min_node_disjoint_holders]
-    mixes = [(n, *mix) for n in numbers for mix in _mixes(tables, supply // n, depth, request.mixed_tp)]
-    sync, apart = _SideBySide(request, tables), _apart(request, tables)
-    alone, whole, by = dict[Draft, float](), dict[Draft, float](), dict[Draft, Estimator]()
-    chosen = _quickest(tables, batch, mixes, sync)
-    keep = min(max(_KEPT[0], _PREDICTED_GPUS // int(supply.sum())), _KEPT[1])
-    for timing in (estimator, Estimator(apart)):
-        mine = [mix for mix in chosen if _fills_nodes(tables, mix) == (timing.tables is apart)]
-        timed = list(_timed(timing.tables, batch, depth, mine, sync))
-        for number, shape in _shortlist(timing, batch, timed, sync, _SIMULATED * keep):
-            draft = _draft(timing, shape, number, batch)
-            if draft is not None:
-                by[draft] = timing
-                alone[draft] = timing.pipeline_s(*draft.pipelines[0])
-                whole[draft] = alone[draft] + sync.of_cut(number, shape)
+    """The fastest few by the tables, with the sync that lying side by side leaves."""
+    batch, sync = request.global_batch_sequences, _SideBySide(request, tables)
+    mixes, found = _mixes(request, tables), dict[Draft, tuple[float, Estimator]]()
+    keep = min(max(_KEPT[0], _PREDICTED_GPUS // len(request.fleet.workers)), _KEPT[1])
+    beside = np.minimum(mixes.number, int(tables.groups_a_node.max()))
+    tables.fitting(request.deepest(tables.num_blocks))  # once for all
+    timings = {int(n): Estimator(_beside(request, tables, int(n))) for n in np.unique(beside)}
+    seconds = np.full(len(beside), np.inf)
+    for n, timing in timings.items():
+        mine = np.flatnonzero(beside == n)
+        seconds[mine] = _roughly_s(timing.tables, request, mixes.take(mine), sync)
+    quickest = np.argsort(seconds, kind="stable")[:_MIXES]
+    quickest = quickest[np.isfinite(seconds[quickest])]
+    timed = [
+        (*shape, timing)
+        for n, timing in timings.items()
+        for shape in _timed(timing, request, mixes.take(quickest[beside[quickest] == n]), sync)
+    ]
+    for _, number, shape, after, timing in sorted(timed, key=lambda entry: entry[:2])[: _SIMULATED * keep]:
+        draft = _draft(timing, shape, number, batch)
+        if draft is not None:
+            found[draft] = timing.pipeline_s(*draft.pipelines[0]) + after, timing
     plans = []
-    # early stages hide some of the sync of later ones, so what is fastest without it may be fastest
-    for draft in dict.fromkeys(
-        [*sorted(whole, key=whole.__getitem__)[:keep], *sorted(alone, key=alone.__getitem__)[:keep]]
-    ):
-        shape, count = draft.pipelines[0]
-        better = _draft(by[draft], refine_shape(by[draft], shape, count), len(draft.pipelines), batch) or draft
+    for draft in sorted(found, key=lambda d: found[d][0])[:keep]:
+        timing, (shape, count) = found[draft][1], draft.pipelines[0]
+        better = _draft(timing, refine_shape(timing, shape, count), len(draft.pipelines), batch) or draft
         plans.append(place_by_stage(tables, better, request.spec.name, batch, request.sequence_length))
     return [plan for plan in plans if plan is not None]
 
 
-def _fills_nodes(tables: Tables, mix: Mix) -> bool:
-    """Whether so many pipelines leave no two stages on one node, but at the edges."""
-    number, rows, _ = mix
-    return number >= max(int(tables.groups_a_node[row]) for row in rows)
-
-
-def _apart(request: Request, tables: Tables) -> Tables:
-    """Every boundary crosses a NIC, which all groups of a node use at once: enough pipelines that a stage fills whole nodes."""
+def _beside(request: Request, tables: Tables, number: int) -> Tables:
+    """With so many pipelines side by side on each node: what leaves one leaves it for all of them at once."""
     kinds = [tables.kinds[row.kind] for row in tables.rows]
+    nodes = [tables.resources[kind.resource].node_type for kind in kinds]
+
+    def crossing(one: int, other: int) -> float:
+        flows = min(number, int(tables.groups_a_node[one])) * float(kinds[other].tp_degree)
+        return 2 * request.cost.boundary_s(nodes[one], nodes[other], tables.rows[one].microbatch, flows=flows)
 
     def seconds(one: int, other: int) -> float:
-        sender, receiver = (tables.resources[kinds[row].resource].node_type for row in (one, other))
-        flows = int(tables.groups_a_node[one]) * float(kinds[other].tp_degree)
-        return 2 * request.cost.boundary_s(sender, receiver, tables.rows[one].microbatch, flows=flows)
+        gpus = number * (kinds[one].tp_degree + kinds[other].tp_degree)
+        same = kinds[one].resource == kinds[other].resource and gpus <= nodes[one].num_gpus
+        return float(tables.boundaries[one, other]) if same else crossing(one, other)
 
-    return replace(tables, boundary_s=seconds, crossing_s=None)
+    return tables.linked(seconds, lambda row: crossing(row, row), number)
+
+
+@dataclass(frozen=True)
+class _Mixes:
+    """One entry a family of equal pipelines. number: (n,) of them; rows: (n, R) table row of each node type used, -1 where unused;
+    counts: (n, R) groups of it in a pipeline."""
+
+    number: Ints
+    rows: Ints
+    counts: Ints
+
+    def take(self, index: Ints) -> "_Mixes":
+        return _Mixes(self.number[index], self.rows[index], self.counts[index])
+
+    def arrangements(self, i: int) -> Iterator[tuple[int, ...]]:
+        """Rows of the stages: node types one after the other, and the first one's last stage at the end, where the head is."""
+        used = np.flatnonzero(self.rows[i] >= 0)
+        rows, counts = self.rows[i, used].tolist(), self.counts[i, used].tolist()
+        for order in itertools.islice(itertools.permutations(range(len(rows))), _ORDERS):
+            arranged = tuple(rows[j] for j in order for _ in range(counts[j]))
+            yield arranged
+            if len(order) > 1 and counts[order[0]] > 1:
+                yield (*arranged[1:], arranged[0])
+
+
+def _mixes(request: Request, tables: Tables) -> _Mixes:
+    """Ways to use the whole share of some node types at one microbatch size, each at one TP degree."""
+    supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
+    depth, found = request.deepest(tables.num_blocks), list[tuple[int, list[int], list[int]]]()
+    degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows])
+    for number in _numbers(int(supply.max()), request.min_node_disjoint_holders):
+        for rows in _rows(tables, supply // number, request.mixed_tp):
+            counts = [int(supply[r]) // number // int(degrees[row]) if row >= 0 else 0 for r, row in enumerate(rows)]
+            if 0 < sum(counts) <= depth:
+                found.append((number, list(rows), counts))
+    width = len(supply)
+    return _Mixes(
+        np.array([number for number, _, _ in found], dtype=np.int64),
+        np.array([rows for _, rows, _ in found], dtype=np.int64).reshape(-1, width),
+        np.array([counts for _, _, counts in found], dtype=np.int64).reshape(-1, width),
+    )
+
+
+def _numbers(most: int, least: int) -> Iterator[int]:
+    """Numbers of pipelines: all up to 16, then in steps of an eighth."""
+    number = 2
+    while number <= most:
+        if number >= least:
+            yield number
+        number += max(1, number // 8)
+
+
+def _rows(tables: Tables, share: Ints, mixed_tp: bool) -> Iterator[tuple[int, ...]]:
+    """For each node type a row of one microbatch size, or -1; its groups fit into the share."""
+    degree = [tables.kinds[row.kind].tp_degree for row in tables.rows]
+    for size in sorted({row.microbatch for row in tables.rows}):
+        options = [[-1] for _ in share]
+        for r, row in enumerate(tables.rows):
+            resource = tables.kinds[row.kind].resource
+            if row.microbatch == size and share[resource] >= degree[r]:
+                options[resource].append(r)
+        for picked in itertools.product(*options):
+            if mixed_tp or len({degree[r] for r in picked if r >= 0}) == 1:
+                yield picked
 
 
 class _SideBySide:
     """Seconds of gradient sync where the same stage of all pipelines fills one node after the other: a node's NIC carries each
-    gradient once, whatever the number of its holders there."""
+    gradient once, whatever the number of its holders there. All pipelines end their stages together."""
 
     def __init__(self, request: Request, tables: Tables):
         self._cost, self._tables = request.cost, tables
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def of_bytes(self, number: int, row: int, num_bytes: float) -> float:
-        """One stage of so many pipelines, with so many gradient bytes a worker."""
-        if (number, row) not in self._rates:
+    def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
+        """(n,) how long after the pipelines' end the last gradients are summed. rows, held_bytes, early_s: (n, P) of each stage its
+        table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
+        width = len(self._tables.rows) + 1
+        keys, at = np.unique(number[:, None] * width + rows + 1, return_inverse=True)
+        rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 2)
+        rates = rates[at.reshape(rows.shape)]
+        ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
+        return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0))
+
+    def _rate(self, number: int, row: int) -> tuple[float, float]:
+        if row >= 0 and (number, row) not in self._rates:
             kind = self._tables.kinds[self._tables.rows[row].kind]
             node = self._tables.resources[kind.resource].node_type
             held = int(self._tables.groups_a_node[row])
-            members = [(str(i // held), node) for i in range(number)]
-            flows = node.num_gpus / (number % held or held)  # on a node shared with another stage, all its rings cross
+            if number < held and held % number:  # a stage that lies on two nodes, alone on one of them
+                members, flows = [("0", node)] * (number - 1) + [("1", node)], float(node.num_gpus)
+            else:  # on a node shared with another stage, all its rings cross
+                members, flows = (
+                    [(str(i // held), node) for i in range(number)],
+                    node.num_gpus / (number % held or held),
+                )
             self._rates[number, row] = ring_rate(self._cost, members, flows)
-        latency, each = self._rates[number, row]
-        return latency + each * num_bytes
-
-    def of_period(self, number: int, rows: Sequence[int], period: float) -> float:
-        """If every stage takes as long as the bottleneck."""
-        rate = [self._tables.sync_sums[row, -1] / self._tables.time_sums[row, -1] for row in rows]
-        return max(self.of_bytes(number, row, period * float(each)) for row, each in zip(rows, rate, strict=True))
-
-    def of_cut(self, number: int, shape: Shape) -> float:
-        sums = self._tables.sync_sums
-        held = [
-            (r, float(sums[r, end] - sums[r, start])) for r, start, end in zip(shape.rows, shape.starts, shape.ends)
-        ]
-        return max(self.of_bytes(number, row, num_bytes) for row, num_bytes in held)
+        return self._rates[number, row] if row >= 0 else (0.0, 0.0)
 
 
-def _shortlist(
-    timing: Estimator, batch: int, timed: Sequence[tuple[int, Shape]], sync: _SideBySide, most: int
-) -> list[tuple[int, Shape]]:
-    """Those that are worth a simulation by the closed form: the best so many with sync, and without."""
-    alone = {
-        (number, shape): timing.quick_s(shape, max(1, batch // number // timing.microbatch(shape)))
-        for number, shape in timed
-    }
-    whole = {pair: seconds + sync.of_cut(*pair) for pair, seconds in alone.items()}
-    return list(
-        dict.fromkeys([*sorted(whole, key=whole.__getitem__)[:most], *sorted(alone, key=alone.__getitem__)[:most]])
-    )
+def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: _SideBySide) -> Floats:
+    """(n,) a step if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least sync first;
+    infinite where all stages hold too few blocks."""
+    used, rows, counts = mixes.rows >= 0, mixes.rows, mixes.counts
+    blocks, block = tables.num_blocks, np.where(used, _a_block(tables.time_sums, rows), 1e30)
+    near, far, groups = np.diagonal(tables.boundaries), tables.crossings, tables.groups_a_node
+    hop = np.where(used, np.where(groups > 1, (near + far) / 2, far)[rows], 0.0)
+    toll = 2 * tables.boundary_share * hop
+    ahead = (
+        counts.sum(axis=1, keepdims=True) // 4
+    )  # microbatches that a stage not far from the end keeps beside its own
+    most = np.where(used, tables.fitting(request.deepest(tables.num_blocks))[rows, ahead, 1] - 1, 0)
+    alive = (counts * most).sum(axis=1) >= blocks
+    low = 1.0 / np.where(used, counts / block, 0.0).sum(axis=1)
+    high = low * blocks + toll.max(axis=1)
+    for _ in range(_BISECTIONS):
+        middle = np.sqrt(low * high)
+        good = (counts * _blocks(middle, toll, block, most)).sum(axis=1) >= blocks
+        low, high = np.where(good, low, middle), np.where(good, middle, high)
+    held = _blocks(high, toll, block, most)
+    fill = (counts * (np.where(used, held * block, 0.0) + hop)).sum(axis=1)
+    size = np.array([row.microbatch for row in tables.rows])[rows.max(axis=1)]
+    each = request.global_batch_sequences / mixes.number / size
+    alone = fill + (np.maximum(each, 1.0) - 1) * high
+    return np.where(alive, alone + _least_sync(tables, mixes, held, sync), np.inf)
+
+
+def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
+    """(n, R) blocks that a stage of each kind does in the period, and holds."""
+    return np.minimum(np.floor(np.maximum(period[:, None] - toll, 0.0) / block + 1e-9), most)
+
+
+def _least_sync(tables: Tables, mixes: _Mixes, held: Floats, sync: _SideBySide) -> Floats:
+    """(n,) sync after the pipelines if stages of so many blocks follow each other by what they hold."""
+    num_bytes = held * _a_block(tables.sync_sums, mixes.rows)
+    back_s = held * _a_block(tables.time_sums - tables.forward_sums, mixes.rows) * mixes.counts
+    order = np.argsort(np.where(mixes.rows >= 0, num_bytes, np.inf), axis=1, kind="stable")
+    early = np.cumsum(np.take_along_axis(back_s, order, 1), axis=1) - np.take_along_axis(back_s, order, 1)
+    rows = np.take_along_axis(mixes.rows, order, 1)
+    return sync.after_s(mixes.number, rows, np.take_along_axis(num_bytes, order, 1), early)
+
+
+def _a_block(sums: Floats, rows: Ints) -> Floats:
+    """(n, R) the mean block's of each row, from sums over layers; 0 where no row is used."""
+    return np.where(rows >= 0, ((sums[:, -2] - sums[:, 1]) / (sums.shape[1] - 3))[rows], 0.0)
+
+
+def _timed(
+    timing: Estimator, request: Request, mixes: _Mixes, sync: _SideBySide
+) -> Iterator[tuple[float, int, Shape, float]]:
+    """(seconds by the closed form, number of pipelines, shape, sync after them) of each mix that holds the model, in its best order."""
+    entries = [(m, rows) for m in range(len(mixes.number)) for rows in mixes.arrangements(m)]
+    if not entries:
+        return
+    tables, batch = timing.tables, request.global_batch_sequences
+    cuts = Balancer(tables, request.deepest(tables.num_blocks)).cut_each([rows for _, rows in entries])
+    held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
+    rows = _padded([entries[i][1] for i in held], cuts.ends.shape[1])
+    owner = np.array([entries[i][0] for i in held], dtype=np.int64)
+    ends, number = cuts.ends[held], mixes.number[owner]
+    _, _, num_bytes, early, _, _ = sync_sizes(tables, rows, ends, (rows >= 0).sum(axis=1))
+    after = sync.after_s(number, rows, num_bytes, early)
+    size = np.array([row.microbatch for row in tables.rows])[rows[:, 0]]
+    further = np.maximum(batch / number / size, 1.0) - 1
+    order = np.argsort(cuts.fill_s[held] + further * cuts.bottleneck_s[held] + after, kind="stable")
+    _, first = np.unique(owner[order], return_index=True)
+    for j in order[first].tolist():
+        shape = Shape(tuple(entries[held[j]][1]), tuple(ends[j, rows[j] >= 0].tolist()))
+        microbatches = max(1, batch // int(number[j]) // int(size[j]))
+        yield timing.quick_s(shape, microbatches) + float(after[j]), int(number[j]), shape, float(after[j])
+
+
+def _padded(pipelines: Sequence[tuple[int, ...]], width: int) -> Ints:
+    out = np.full((len(pipelines), width), -1, dtype=np.int64)
+    for i, rows in enumerate(pipelines):
+        out[i, : len(rows)] = rows
+    return out
 
 
 def _draft(estimator: Estimator, shape: Shape, number: int, batch: int) -> Draft | None:
     draft = assign_microbatches(estimator, [shape] * number, batch)
     return draft if draft is not None and draft_fits(estimator, draft) else None
-
-
-def _numbers(supply: Ints) -> Iterator[int]:
-    """Numbers of pipelines: all up to 16, then in steps of an eighth."""
-    number = 2
-    while number <= int(supply.max()):
-        yield number
-        number += max(1, number // 8)
-
-
-def _mixes(
-    tables: Tables, share: Ints, depth: int, mixed_tp: bool
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Ways to use the whole share of some node types at one microbatch size, each at one TP degree."""
-    for size in sorted({row.microbatch for row in tables.rows}):
-        options: list[list[tuple[int, int] | None]] = [[None] for _ in share]
-        for r, row in enumerate(tables.rows):
-            kind = tables.kinds[row.kind]
-            if row.microbatch == size and share[kind.resource] >= kind.tp_degree:
-                options[kind.resource].append((r, int(share[kind.resource]) // kind.tp_degree))
-        for picked in itertools.product(*options):
-            chosen = [part for part in picked if part is not None]
-            if chosen and sum(count for _, count in chosen) <= depth and (mixed_tp or _one_degree(tables, chosen)):
-                yield tuple(row for row, _ in chosen), tuple(count for _, count in chosen)
-
-
-def _one_degree(tables: Tables, chosen: Sequence[tuple[int, int]]) -> bool:
-    return len({tables.kinds[tables.rows[row].kind].tp_degree for row, _ in chosen}) == 1
-
-
-def _quickest(tables: Tables, batch: int, mixes: Sequence[Mix], sync: _SideBySide) -> list[Mix]:
-    """Those that would be fastest if layers were divided in exact proportion to speed, among those whose memory may do."""
-    whole, sizes = tables.time_sums[:, -1], [row.microbatch for row in tables.rows]
-    most = tables.fitting(1)[:, 0, 1] - 1
-    timed = []
-    for i, (number, rows, counts) in enumerate(mixes):
-        if sum(c * int(most[r]) for r, c in zip(rows, counts, strict=True)) < tables.num_blocks:
-            continue
-        period = 1.0 / sum(c / float(whole[r]) for r, c in zip(rows, counts, strict=True))
-        alone = period * (batch / number / sizes[rows[0]] - 1 + sum(counts))
-        timed.append((alone, alone + sync.of_period(number, rows, period), i))
-    first = [i for _, _, i in sorted(timed)[:_MIXES]]
-    return [mixes[i] for i in dict.fromkeys(first + [i for _, _, i in sorted(timed, key=lambda t: t[1:])[:_MIXES]])]
-
-
-def _timed(
-    tables: Tables, batch: int, max_stages: int, mixes: Sequence[Mix], sync: _SideBySide
-) -> Iterator[tuple[int, Shape]]:
-    """(number of pipelines, shape) of each mix that holds the model, in its best order of stages, and in its best with sync."""
-    entries = [(m, rows) for m, mix in enumerate(mixes) for rows in _arrangements(mix)]
-    if not entries:
-        return
-    cuts = Balancer(tables, max_stages).cut_each([rows for _, rows in entries])
-    counts = np.array([batch / mixes[m][0] / tables.rows[row[0]].microbatch for m, row in entries])
-    held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
-    shapes = {i: Shape(entries[i][1], tuple(cuts.ends[i, : len(entries[i][1])].tolist())) for i in held.tolist()}
-    alone = {i: float(cuts.fill_s[i] + (max(counts[i], 1.0) - 1) * cuts.bottleneck_s[i]) for i in shapes}
-    whole = {i: seconds + sync.of_cut(mixes[entries[i][0]][0], shapes[i]) for i, seconds in alone.items()}
-    seen = set[tuple[int, Shape]]()
-    for seconds in (alone, whole):
-        best: dict[int, int] = {}
-        for i in sorted(shapes, key=seconds.__getitem__):
-            best.setdefault(entries[i][0], i)
-        for m, i in best.items():
-            if (m, shapes[i]) not in seen:
-                seen.add((m, shapes[i]))
-                yield mixes[m][0], shapes[i]
-
-
-def _arrangements(mix: Mix) -> Iterator[tuple[int, ...]]:
-    """Rows of the stages: node types one after the other, and the first one's last stage at the end, where the head is."""
-    _, rows, counts = mix
-    for order in itertools.islice(itertools.permutations(range(len(rows))), _ORDERS):
-        arranged = tuple(rows[i] for i in order for _ in range(counts[i]))
-        yield arranged
-        if len(order) > 1 and counts[order[0]] > 1:
-            yield (*arranged[1:], arranged[0])

@@ -87,7 +87,7 @@ def make_exact(
     rows, owner, stages, ends = rows[held], owner[held], stages[held], ends[held]
     found = Pipelines(
         index[owner], rows, ends, stages, chosen.microbatch[owner], chosen.usage[owner],
-        bottleneck[held], fill[held], *_sync_sizes(tables, rows, ends, stages),
+        bottleneck[held], fill[held], *sync_sizes(tables, rows, ends, stages),
     )  # fmt: skip
     if many > 1:
         return found
@@ -152,10 +152,10 @@ def _few_orders(number: int, orders: int) -> list[tuple[int, ...]]:
     return found[:orders]
 
 
-def _sync_sizes(
+def sync_sizes(
     tables: Tables, rows: Ints, ends: Ints, stages: Ints
 ) -> tuple[Floats, Floats, Floats, Floats, Ints, Ints]:
-    """worker_bytes to most_tp of `Pipelines`."""
+    """worker_bytes to most_tp of `Pipelines`. rows, ends: (n, P) table row and end layer of each stage."""
     degree = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows])
     valid = np.arange(rows.shape[1])[None, :] < stages[:, None]
     starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)

@@ -8,7 +8,7 @@ the cost of any contiguous range is one subtraction.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -99,7 +99,8 @@ class Tables:
     row on two nodes; None where boundary_s says it all. ring_s(resources, bytes, pipelines): one all-reduce over
     pipelines on these node types while all GPUs of their nodes send; None: `sync_s` estimates drafts of any size.
     least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a worker of a group of
-    that degree, with so many gradient bytes, where at least so many pipelines share the model.
+    that degree, with so many gradient bytes, where at least so many pipelines share the model. side_by_side: pipelines whose
+    same stages share nodes.
     """
 
     resources: tuple[Resource, ...]
@@ -114,6 +115,7 @@ class Tables:
     crossing_s: Callable[[int], float] | None = None
     ring_s: Callable[[frozenset[int], float, int], float] | None = None
     least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
+    side_by_side: int = 1
 
     @cached_property
     def num_layers(self) -> int:
@@ -162,9 +164,10 @@ class Tables:
 
     @cached_property
     def groups_a_node(self) -> Ints:
-        """(rows,) tensor-parallel groups that one node holds."""
+        """(rows,) tensor-parallel groups of one pipeline that one node holds."""
         kinds = [self.kinds[row.kind] for row in self.rows]
-        return np.array([max(1, self.resources[k.resource].node_type.num_gpus // k.tp_degree) for k in kinds])
+        gpus = [self.resources[kind.resource].node_type.num_gpus // self.side_by_side for kind in kinds]
+        return np.array([max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)])
 
     @cached_property
     def row_of(self) -> dict[tuple[str, int, int], int]:
@@ -181,6 +184,14 @@ class Tables:
     @cached_property
     def _fitting(self) -> dict[int, Ints]:
         return {}
+
+    def linked(
+        self, boundary_s: Callable[[int, int], float], crossing_s: Callable[[int], float], side_by_side: int
+    ) -> "Tables":
+        """The same with other boundaries; what fits is known already."""
+        other = replace(self, boundary_s=boundary_s, crossing_s=crossing_s, side_by_side=side_by_side)
+        other._fitting.update(self._fitting)
+        return other
 
     def last_layer_that_fits(self, max_in_flight: int) -> Ints:
         """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many
