@@ -101,10 +101,11 @@ class _Sharing:
 
 @dataclass(frozen=True)
 class _Level:
-    """The relaxation's step time and prices, and (columns,) the sync that each then has."""
+    """The relaxation's step time, pipelines and prices, and (columns,) the sync that each then has."""
 
     seconds: float
     sharing: _Sharing
+    pipelines: float
     prices: Floats
     sync_s: Floats
 
@@ -180,8 +181,9 @@ class _Part:
                 if level is not None:
                     found.append(replace(level, sync_s=_spread(level.sync_s, index, len(self.columns))))
                     best = min(best, level.seconds)
-        found.sort(key=lambda level: (level.seconds, level.sharing.number))
-        return [level for level in found if level.seconds <= best * _NEAR][: self.effort.candidates]
+        found = [level for level in found if level.seconds <= best * _NEAR]
+        found.sort(key=lambda level: (_more_than_needed(level, found), level.seconds, level.sharing.number))
+        return found[: self.effort.candidates]
 
     def _networks(self) -> Iterator[tuple[int, ...]]:
         """All node types, then without those whose own all-reduces are slowest, and so on."""
@@ -218,7 +220,8 @@ class _Part:
         found = close_in(packer, sequences, self.batch, high, sharing.number, 4e-3) if np.isfinite(high) else None
         if found is None:
             return None
-        return _Level(found[1], sharing, packer.relax(sequences(found[1]), None, sharing.number).prices, sync)
+        relaxed = packer.relax(sequences(found[1]), None, sharing.number)
+        return _Level(found[1], sharing, sum(relaxed.amounts.values()), relaxed.prices, sync)
 
     def _promising(self, levels: Sequence[_Level]) -> Pipelines:
         """Exact pipelines of the columns that lose least at the prices of each number, at its step time and somewhat above."""
@@ -279,6 +282,17 @@ class _Part:
             )  # fmt: skip
 
         return shortest(choose, start, best * _NEAR, 4e-3)
+
+
+def _more_than_needed(level: _Level, levels: Sequence[_Level]) -> bool:
+    """Whether a smaller number already allows as many pipelines as are wanted, with less sync: it often gives the same plan."""
+    mine = level.sharing
+    return any(
+        other.sharing.used == mine.used
+        and other.sharing.number < mine.number
+        and other.pipelines < other.sharing.number - 1e-6
+        for other in levels
+    )
 
 
 def _spread(values: Floats, index: Ints, size: int) -> Floats:
