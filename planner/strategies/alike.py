@@ -17,6 +17,7 @@ from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatch
 from planner.strategies.exact import sync_sizes
 from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits, refine_shape
+from planner.strategies.regroup import regrouped
 from planner.strategies.request import Request
 from planner.strategies.tables import Floats, Ints, Tables
 
@@ -26,6 +27,7 @@ _KEPT = (8, 48)
 _PREDICTED_GPUS = 1200
 _SIMULATED = 4
 _BISECTIONS = 12
+_REGROUPED = 4
 
 
 def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
@@ -34,7 +36,8 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
     mixes, found = _mixes(request, tables), dict[Draft, tuple[float, Estimator]]()
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // len(request.fleet.workers)), _KEPT[1])
     beside = np.minimum(mixes.number, int(tables.groups_a_node.max()))
-    tables.fitting(request.deepest(tables.num_blocks))  # once for all
+    depth = request.deepest(tables.num_blocks)
+    tables.fitting(depth)  # once for all
     timings = {int(n): Estimator(_beside(request, tables, int(n))) for n in np.unique(beside)}
     seconds = np.full(len(beside), np.inf)
     for n, timing in timings.items():
@@ -51,11 +54,13 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
         draft = _draft(timing, shape, number, batch)
         if draft is not None:
             found[draft] = timing.pipeline_s(*draft.pipelines[0]) + after, timing
-    plans = []
+    plans: list[Plan | None] = []
     for draft in sorted(found, key=lambda d: found[d][0])[:keep]:
         timing, (shape, count) = found[draft][1], draft.pipelines[0]
         better = _draft(timing, refine_shape(timing, shape, count), len(draft.pipelines), batch) or draft
-        plans.append(place_by_stage(tables, better, request.spec.name, batch, request.sequence_length))
+        others = regrouped(timing, better, batch, depth) if request.mixed_tp and len(plans) < _REGROUPED else None
+        for each in (better, *([] if others is None else [others])):
+            plans.append(place_by_stage(tables, each, request.spec.name, batch, request.sequence_length))
     return [plan for plan in plans if plan is not None]
 
 

@@ -24,9 +24,11 @@ from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
 from planner.strategies.packing import Packer, close_in, shortest
 from planner.strategies.refine import FAR_BEHIND, refine
+from planner.strategies.regroup import regrouped
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 COLUMNS_GPUS = 64  # at most, for a bound over listed columns
+_REGROUPED = 3
 _EFFORT = Effort()
 
 
@@ -77,6 +79,8 @@ class Engine:
             self.effort, self.hurry,
         )  # fmt: skip
         self._add(drafts, drafts_by_number(problem, self.estimator))
+        if self.mixed_tp and not self.hurry():
+            self._add(drafts, self._regrouped(drafts))
         bound = self._bound() if self.effort.bounded else 0.0
         return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
 
@@ -110,6 +114,17 @@ class Engine:
             if drafts[draft] <= far * min(drafts.values()):
                 better = refine(self.estimator, draft, self.batch)
                 drafts[better] = self.estimator.draft_s(better)
+
+    def _regrouped(self, drafts: dict[Draft, float]) -> list[Draft]:
+        """The best few, and the best of some numbers of pipelines, with other tensor-parallel groups on their GPUs."""
+        ranked = [draft for _, draft in self._ranked(drafts)]
+        number = {len(draft.pipelines): draft for draft in reversed(ranked)}  # the best of each
+        some = dict.fromkeys(ranked[:_REGROUPED] + [draft for draft in ranked if number[len(draft.pipelines)] is draft])
+        found = (
+            regrouped(self.estimator, draft, self.batch, self.max_stages)
+            for draft in itertools.islice(some, 2 * _REGROUPED)
+        )
+        return [draft for draft in found if draft is not None]
 
     def _ranked(self, drafts: dict[Draft, float]) -> tuple[tuple[float, Draft], ...]:
         order = sorted(drafts.items(), key=lambda item: (item[1], item[0].pipelines.__len__(), repr(item[0])))

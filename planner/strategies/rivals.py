@@ -21,7 +21,7 @@ from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, they take longer than what they find is worth
-MOST_FOR_METIS = {1: 24, 2: 24, 3: 16, 4: 8}  # GPUs by number of types: it looks at all orders of these
+MOST_FOR_METIS = {1: 16, 2: 16, 3: 16, 4: 8}  # GPUs by number of types: it looks at all orders of these
 _GRIDS = 8
 TIME_SHARE = 0.5  # of the request's limit
 

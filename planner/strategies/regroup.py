@@ -1,0 +1,68 @@
+"""The same GPUs in tensor-parallel groups of other sizes: where one degree leaves blocks that do not divide well, a few groups of
+half or twice the size do."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.strategies.balance import Balancer
+from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.refine import draft_fits
+from planner.strategies.tables import Tables
+
+_ROUNDS = 3
+_SIMULATED = 3
+_FEW = 4  # groups changed: one to so many, half of them, all of them
+_WORTH = 1e-3
+
+
+def regrouped(estimator: Estimator, draft: Draft, batch: int, max_stages: int) -> Draft | None:
+    """Each pipeline with the groups that make it fastest for its microbatches; None where none gains."""
+    balancer = Balancer(estimator.tables, max_stages)
+    better = {shape: _regroup(estimator, balancer, shape, count, max_stages) for shape, count in draft.pipelines}
+    if all(shape == other for shape, other in better.items()):
+        return None
+    moved = assign_microbatches(estimator, [better[shape] for shape, _ in draft.pipelines], batch)
+    return moved if moved is not None and draft_fits(estimator, moved) else None
+
+
+def _regroup(estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, max_stages: int) -> Shape:
+    best, seconds = shape, estimator.pipeline_s(shape, microbatches)
+    for _ in range(_ROUNDS):
+        options = list(dict.fromkeys(_variants(estimator.tables, best.rows, max_stages)))
+        cuts = balancer.cut_each(options) if options else None
+        held = [] if cuts is None else np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
+        shapes = [Shape(options[i], tuple(cuts.ends[i, : len(options[i])].tolist())) for i in held] if cuts else []
+        ranked = sorted((estimator.quick_s(s, microbatches), s.rows, s) for s in shapes)[:_SIMULATED]
+        fastest = min(((estimator.pipeline_s(s, microbatches), rows, s) for _, rows, s in ranked), default=None)
+        if fastest is None or fastest[0] > seconds * (1 - _WORTH):
+            return best
+        seconds, _, best = fastest
+    return best
+
+
+def _variants(tables: Tables, rows: tuple[int, ...], max_stages: int) -> Iterator[tuple[int, ...]]:
+    """Some groups at the head or the tail of a run of equal ones merged two by two, or halved."""
+    at = 0
+    for row, run in itertools.groupby(rows):
+        count = len(list(run))
+        for other, merged in _other_degrees(tables, row):
+            most = count // 2 if merged else count
+            for changed in sorted({*range(1, min(_FEW, most) + 1), most // 2, most} - {0}):
+                new = (other,) * (changed if merged else 2 * changed)
+                old = (row,) * (count - (2 * changed if merged else changed))
+                for part in (new + old, old + new):
+                    if len(rows) - count + len(part) <= max_stages:
+                        yield (*rows[:at], *part, *rows[at + count :])
+        at += count
+
+
+def _other_degrees(tables: Tables, row: int) -> Iterator[tuple[int, bool]]:
+    """(row, whether its groups are twice as large) of half and twice the degree, on the same GPUs with the same microbatch."""
+    kind = tables.kinds[tables.rows[row].kind]
+    name, size = tables.resources[kind.resource].node_type.name, tables.rows[row].microbatch
+    for degree in (kind.tp_degree // 2, 2 * kind.tp_degree):
+        other = tables.row_of.get((name, degree, size))
+        if other is not None:
+            yield other, degree > kind.tp_degree
