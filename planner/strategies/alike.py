@@ -35,20 +35,20 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
     batch, sync = request.global_batch_sequences, _SideBySide(request, tables)
     mixes, found = _mixes(request, tables), dict[Draft, tuple[float, Estimator]]()
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // len(request.fleet.workers)), _KEPT[1])
-    beside = np.minimum(mixes.number, int(tables.groups_a_node.max()))
+    shared = np.minimum(mixes.number, int(tables.groups_a_node.max()))
     depth = request.deepest(tables.num_blocks)
     tables.fitting(depth)  # once for all
-    timings = {int(n): Estimator(_beside(request, tables, int(n))) for n in np.unique(beside)}
-    seconds = np.full(len(beside), np.inf)
+    timings = {int(n): Estimator(beside(request, tables, int(n))) for n in np.unique(shared)}
+    seconds = np.full(len(shared), np.inf)
     for n, timing in timings.items():
-        mine = np.flatnonzero(beside == n)
+        mine = np.flatnonzero(shared == n)
         seconds[mine] = _roughly_s(timing.tables, request, mixes.take(mine), sync)
     quickest = np.argsort(seconds, kind="stable")[:_MIXES]
     quickest = quickest[np.isfinite(seconds[quickest])]
     timed = [
         (*shape, timing)
         for n, timing in timings.items()
-        for shape in _timed(timing, request, mixes.take(quickest[beside[quickest] == n]), sync)
+        for shape in _timed(timing, request, mixes.take(quickest[shared[quickest] == n]), sync)
     ]
     for _, number, shape, after, timing in sorted(timed, key=lambda entry: entry[:2])[: _SIMULATED * keep]:
         draft = _draft(timing, shape, number, batch)
@@ -64,7 +64,7 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
     return [plan for plan in plans if plan is not None]
 
 
-def _beside(request: Request, tables: Tables, number: int) -> Tables:
+def beside(request: Request, tables: Tables, number: int) -> Tables:
     """With so many pipelines side by side on each node: what leaves one leaves it for all of them at once."""
     kinds = [tables.kinds[row.kind] for row in tables.rows]
     nodes = [tables.resources[kind.resource].node_type for kind in kinds]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.cluster import Fleet, Node
 from planner.plan import check_plan
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
@@ -62,3 +63,19 @@ def test_a_search_without_time_has_a_plan_and_a_bound():
     hurried, whole = plan_with("autohet", asked), plan_with("autohet", replace(asked, time_limit_s=1e9))
     check_plan(hurried.plan, 24)
     assert 0 < hurried.search.lower_bound_s <= whole.prediction.step_time_s <= hurried.prediction.step_time_s
+
+
+def test_nodes_with_a_slow_network_are_left_out_where_they_slow_everyone():
+    """A ring is as slow as its slowest link: with all three types every sum would cross a T4's, an eighth as fast."""
+
+    def linked(node):
+        kind = node.node_type
+        slow = replace(kind, inter_node_bytes_per_s=kind.inter_node_bytes_per_s / 8)
+        return Node(node.name, slow if kind.gpu_type == "T4" else kind)
+
+    all_types = fleet(("A100", 6, 8), ("A10G", 6, 8), ("T4", 6, 8), memory_gib=SMALL)
+    every = Fleet(0, tuple(linked(node) for node in all_types.nodes))
+    without = Fleet(0, every.nodes[:12])
+    whole, part = (request(nodes, 288, model(32, 1024)) for nodes in (every, without))
+    assert step_s(whole) <= step_s(part) * (1 + 1e-9)
+    assert sum(len(idle.workers) for idle in plan_with("autohet", whole).idle) == 48
