@@ -229,7 +229,8 @@ def _a_block(sums: Floats, rows: Ints) -> Floats:
 def _timed(
     timing: Estimator, request: Request, mixes: _Mixes, sync: _SideBySide
 ) -> Iterator[tuple[float, int, Shape, float]]:
-    """(seconds by the closed form, number of pipelines, shape, sync after them) of each mix that holds the model, in its best order."""
+    """(seconds by the closed form, number of pipelines, shape, sync after them) of each mix that holds the model, in its best order
+    with equal ends and in its best with others."""
     entries = [(m, rows) for m in range(len(mixes.number)) for rows in mixes.arrangements(m)]
     if not entries:
         return
@@ -244,7 +245,9 @@ def _timed(
     size = np.array([row.microbatch for row in tables.rows])[rows[:, 0]]
     further = np.maximum(batch / number / size, 1.0) - 1
     order = np.argsort(cuts.fill_s[held] + further * cuts.bottleneck_s[held] + after, kind="stable")
-    _, first = np.unique(owner[order], return_index=True)
+    last = rows[np.arange(len(rows)), (rows >= 0).sum(axis=1) - 1]
+    around = rows[:, 0] == last  # a tied embedding is then summed inside nodes, which the tables do not know
+    _, first = np.unique(2 * owner[order] + around[order], return_index=True)
     for j in order[first].tolist():
         shape = Shape(tuple(entries[held[j]][1]), tuple(ends[j, rows[j] >= 0].tolist()))
         microbatches = max(1, batch // int(number[j]) // int(size[j]))
