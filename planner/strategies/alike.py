@@ -27,6 +27,7 @@ _KEPT = (8, 48)
 _PREDICTED_GPUS = 1200
 _SIMULATED = 4
 _BISECTIONS = 12
+_ALL = 16
 _REGROUPED = 4
 
 
@@ -109,7 +110,7 @@ def _mixes(request: Request, tables: Tables) -> _Mixes:
     supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
     depth, found = request.deepest(tables.num_blocks), list[tuple[int, list[int], list[int]]]()
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows])
-    for number in _numbers(int(supply.max()), request.min_node_disjoint_holders):
+    for number in _numbers(supply, request.min_node_disjoint_holders):
         for rows in _rows(tables, supply // number, request.mixed_tp):
             counts = [int(supply[r]) // number // int(degrees[row]) if row >= 0 else 0 for r, row in enumerate(rows)]
             if 0 < sum(counts) <= depth:
@@ -122,13 +123,18 @@ def _mixes(request: Request, tables: Tables) -> _Mixes:
     )
 
 
-def _numbers(most: int, least: int) -> Iterator[int]:
-    """Numbers of pipelines: all up to 16, then in steps of an eighth."""
-    number = 2
-    while number <= most:
-        if number >= least:
-            yield number
-        number += max(1, number // 8)
+def _numbers(supply: Ints, least: int) -> list[int]:
+    """Numbers of pipelines: all up to 16, and beyond those that leave no GPU of a type over, or are well apart."""
+    most = int(supply.max())
+    found = set(range(2, min(most, _ALL) + 1))
+    for gpus in supply.tolist():
+        last = 2 * gpus
+        for share in range(1, gpus // _ALL + 1):
+            number = gpus // share
+            if number * 9 <= last * 8 or share & (share - 1) == 0:
+                found.add(number)
+                last = number
+    return sorted(number for number in found if number >= least)
 
 
 def _rows(tables: Tables, share: Ints, mixed_tp: bool) -> Iterator[tuple[int, ...]]:

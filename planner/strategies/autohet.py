@@ -19,7 +19,7 @@ from planner.strategies.placement import place
 from planner.strategies.polish import neighbours
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
-from planner.strategies.rivals import grids, rival_plans
+from planner.strategies.rivals import MOST_GPUS, grids, rival_plans
 from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 
@@ -104,9 +104,9 @@ def _share_anew(request: Request, best: Costed) -> Costed:
 def effort_for(tables: Tables) -> Effort:
     """A large fleet gets fewer orders a column; a small one everything."""
     gpus = sum(r.num_gpus for r in tables.resources)
-    return (
-        Effort() if gpus > 64 else Effort(columns=40_000, exact=600, candidates=4 if gpus > FEW_GPUS else 2, packed=80)
-    )
+    if gpus <= 64:
+        return Effort(columns=40_000, exact=600, candidates=8 if gpus > FEW_GPUS else 2, packed=80)
+    return Effort(candidates=8 if gpus <= MOST_GPUS else 4)
 
 
 def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:

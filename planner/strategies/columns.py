@@ -17,6 +17,7 @@ import numpy as np
 from planner.strategies.tables import Floats, Ints, Tables
 
 _CLOSELY, _ROUGHLY = 16, 10  # bisections of a bottleneck
+_SHALLOW = 6
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ColumnMaker:
     """Enumerates columns of one set of tables within a budget of columns; deeper pipelines are left out first.
 
     degrees: TP degrees allowed; none: all. node_parts: of each node type whole nodes only (1), or halves (2), and in mixed pipelines
-    TP degrees that differ by a factor of two at most; 0: everything.
+    TP degrees that differ by a factor of two at most, beside all pipelines of few stages; 0: everything.
     """
 
     def __init__(
@@ -164,12 +165,10 @@ class ColumnMaker:
         tables = self.tables
         kinds = [tables.kinds[tables.rows[r].kind] for r in slots]
         limits = [min(depth, k.count, int(self.supply[k.resource]) // k.tp_degree) for k in kinds]
-        steps = self._steps(slots)
-        grids = np.meshgrid(
-            *(np.arange(step, limit + 1, step) for step, limit in zip(steps, limits, strict=True)), indexing="ij"
-        )
-        counts = np.stack([g.ravel() for g in grids], axis=1)
-        counts = counts[counts.sum(axis=1) <= depth]
+        counts = _grid(limits, self._steps(slots), depth)
+        if self.node_parts:  # and all that are shallow
+            shallow = _grid([min(limit, _SHALLOW) for limit in limits], [1] * len(slots), min(depth, _SHALLOW))
+            counts = np.unique(np.concatenate([counts, shallow]), axis=0)
         most = np.array([self.room[r, 0] for r in slots])
         return slots, counts[(counts * most).sum(axis=1) >= tables.num_blocks]
 
@@ -287,6 +286,13 @@ class ColumnMaker:
             toll = np.where(used, self.least_boundary[rows], np.inf).min(axis=1)
             tolls = np.where(stages > 1, (stages - 1) * np.where(np.isfinite(toll), toll, 0.0), 0.0)
         return np.asarray(total + ends + tolls, dtype=np.float64)
+
+
+def _grid(limits: Sequence[int], steps: Sequence[int], depth: int) -> Ints:
+    """(n, kinds) counts up to the limits, in such steps, of `depth` stages at most."""
+    axes = (np.arange(step, limit + 1, step) for step, limit in zip(steps, limits, strict=True))
+    counts = np.stack([grid.ravel() for grid in np.meshgrid(*axes, indexing="ij")], axis=1)
+    return np.asarray(counts[counts.sum(axis=1) <= depth])
 
 
 def _least_slope(least_s: Floats) -> Floats:
