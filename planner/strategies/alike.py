@@ -5,6 +5,7 @@ stage. Searches that place pipeline by pipeline do not see these plans; Metis's 
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,14 +32,25 @@ _ALL = 16
 _REGROUPED = 4
 
 
-def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:
+def alike_plans(request: Request, tables: Tables) -> list[Plan]:
     """The fastest few by the tables, with the sync that lying side by side leaves."""
-    batch, sync = request.global_batch_sequences, _SideBySide(request, tables)
-    mixes, found = _mixes(request, tables), dict[Draft, tuple[float, Estimator]]()
-    keep = min(max(_KEPT[0], _PREDICTED_GPUS // len(request.fleet.workers)), _KEPT[1])
+    batch, depth, gpus = request.global_batch_sequences, request.deepest(tables.num_blocks), len(request.fleet.workers)
+    keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
+    plans: list[Plan | None] = []
+    for _, draft, timing in _simulated(request, tables, _SIMULATED * keep)[:keep]:
+        shape, count = draft.pipelines[0]
+        better = _draft(timing, refine_shape(timing, shape, count), len(draft.pipelines), batch) or draft
+        others = regrouped(timing, better, batch, depth) if request.mixed_tp and len(plans) < _REGROUPED else None
+        for each in (better, *([] if others is None else [others])):
+            plans.append(place_by_stage(tables, each, request.spec.name, batch, request.sequence_length))
+    return [plan for plan in plans if plan is not None]
+
+
+def _simulated(request: Request, tables: Tables, most: int) -> list[tuple[float, Draft, Estimator]]:
+    """(seconds with sync, draft, what timed it) of the most promising, fastest first."""
+    mixes, sync = _mixes(request, tables), _SideBySide(request, tables)
     shared = np.minimum(mixes.number, int(tables.groups_a_node.max()))
-    depth = request.deepest(tables.num_blocks)
-    tables.fitting(depth)  # once for all
+    tables.fitting(request.deepest(tables.num_blocks))  # once for all
     timings = {int(n): Estimator(beside(request, tables, int(n))) for n in np.unique(shared)}
     seconds = np.full(len(shared), np.inf)
     for n, timing in timings.items():
@@ -51,18 +63,12 @@ def alike_plans(request: Request, tables: Tables, estimator: Estimator) -> list[
         for n, timing in timings.items()
         for shape in _timed(timing, request, mixes.take(quickest[shared[quickest] == n]), sync)
     ]
-    for _, number, shape, after, timing in sorted(timed, key=lambda entry: entry[:2])[: _SIMULATED * keep]:
-        draft = _draft(timing, shape, number, batch)
+    found = {}
+    for _, number, shape, after, timing in sorted(timed, key=lambda entry: entry[:2])[:most]:
+        draft = _draft(timing, shape, number, request.global_batch_sequences)
         if draft is not None:
-            found[draft] = timing.pipeline_s(*draft.pipelines[0]) + after, timing
-    plans: list[Plan | None] = []
-    for draft in sorted(found, key=lambda d: found[d][0])[:keep]:
-        timing, (shape, count) = found[draft][1], draft.pipelines[0]
-        better = _draft(timing, refine_shape(timing, shape, count), len(draft.pipelines), batch) or draft
-        others = regrouped(timing, better, batch, depth) if request.mixed_tp and len(plans) < _REGROUPED else None
-        for each in (better, *([] if others is None else [others])):
-            plans.append(place_by_stage(tables, each, request.spec.name, batch, request.sequence_length))
-    return [plan for plan in plans if plan is not None]
+            found[draft] = timing.pipeline_s(*draft.pipelines[0]) + after, draft, timing
+    return sorted(found.values(), key=lambda entry: entry[0])
 
 
 def beside(request: Request, tables: Tables, number: int) -> Tables:
@@ -110,7 +116,8 @@ def _mixes(request: Request, tables: Tables) -> _Mixes:
     supply = np.array([resource.num_gpus for resource in tables.resources], dtype=np.int64)
     depth, found = request.deepest(tables.num_blocks), list[tuple[int, list[int], list[int]]]()
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows])
-    for number in _numbers(supply, request.min_node_disjoint_holders):
+    node = max(resource.node_type.num_gpus for resource in tables.resources)
+    for number in _numbers(supply, node, request.min_node_disjoint_holders):
         for rows in _rows(tables, supply // number, request.mixed_tp):
             counts = [int(supply[r]) // number // int(degrees[row]) if row >= 0 else 0 for r, row in enumerate(rows)]
             if 0 < sum(counts) <= depth:
@@ -123,8 +130,8 @@ def _mixes(request: Request, tables: Tables) -> _Mixes:
     )
 
 
-def _numbers(supply: Ints, least: int) -> list[int]:
-    """Numbers of pipelines: all up to 16, and beyond those that leave no GPU of a type over, or are well apart."""
+def _numbers(supply: Ints, node: int, least: int) -> list[int]:
+    """Numbers of pipelines: all up to 16, and beyond those that leave no GPU of a type over or fill nodes, if well apart."""
     most = int(supply.max())
     found = set(range(2, min(most, _ALL) + 1))
     for gpus in supply.tolist():
@@ -132,7 +139,7 @@ def _numbers(supply: Ints, least: int) -> list[int]:
         for share in range(1, gpus // _ALL + 1):
             number = gpus // share
             if number * 9 <= last * 8 or share & (share - 1) == 0:
-                found.add(number)
+                found |= {number, number - number % node}
                 last = number
     return sorted(number for number in found if number >= least)
 
@@ -174,13 +181,12 @@ class _SideBySide:
             kind = self._tables.kinds[self._tables.rows[row].kind]
             node = self._tables.resources[kind.resource].node_type
             held = int(self._tables.groups_a_node[row])
-            if number < held and held % number:  # a stage that lies on two nodes, alone on one of them
-                members, flows = [("0", node)] * (number - 1) + [("1", node)], float(node.num_gpus)
-            else:  # on a node shared with another stage, all its rings cross
-                members, flows = (
-                    [(str(i // held), node) for i in range(number)],
-                    node.num_gpus / (number % held or held),
-                )
+            members = [(str(i // held), node) for i in range(number)]
+            if held % number:
+                members[-1] = ("last", node)
+            flows = node.num_gpus / math.gcd(
+                number, held
+            )  # where stages begin anywhere in a node, few of a ring share one
             self._rates[number, row] = ring_rate(self._cost, members, flows)
         return self._rates[number, row] if row >= 0 else (0.0, 0.0)
 

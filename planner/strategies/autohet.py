@@ -55,7 +55,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     found = engine.run(
         tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None])
     )
-    alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables, engine.estimator)
+    alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart]
     best, rejected = choose(request, plans)

@@ -160,6 +160,7 @@ class _Part:
         return np.array([self.tables.sync_s(SyncShape(float(b), float(b), 1, pipelines, used)) for b in num_bytes])
 
     def _update_s(self, num_bytes: Floats, used: tuple[int, ...]) -> Floats:
+        """Update of workers with so many gradient bytes."""
         steps = np.linspace(0.0, float(num_bytes.max(initial=0.0)), 33)
         return np.interp(num_bytes, steps, self._ending_s(steps, 1, used))
 

@@ -38,7 +38,7 @@ def test_the_tables_time_pipelines_side_by_side_as_the_simulation_of_their_place
 def test_its_plans_meet_the_batch_and_use_equal_pipelines():
     asked = request(fleet(*TYPES), 96, model(24, 512))
     tables = tables_of(asked)
-    plans = alike_plans(asked, tables, Estimator(tables))
+    plans = alike_plans(asked, tables)
     assert plans
     for plan in plans:
         assert sum(pipeline.num_sequences for pipeline in plan.pipelines) == 96
