@@ -15,7 +15,7 @@ from autohet.cli.bench_planner_fasop import fasop_rows
 from autohet.cli.bench_planner_search import search_rows
 
 Row = dict[str, Any]
-SEARCH_PARTS = {False: ("metis", "replan"), True: ("sailor", "metis", "exhaustive", "scale", "replan")}
+SEARCH_PARTS = {False: ("metis", "replan"), True: ("sailor", "metis", "fleets", "exhaustive", "scale", "replan")}
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 

@@ -1,10 +1,8 @@
 """`autohet bench planner`, second half: search times, plan quality and bounds.
 
-CPU seconds of this process stand beside wall seconds, since the machine may be shared. Sailor's fleets need the
-folder of published
-measurements (AUTOHET_MEASUREMENTS, default `shared` beside the checkout) and say so where it is absent. The other
-fleets' layer
-times are synthetic (stated FLOP rates), the same for every strategy.
+CPU seconds of this process stand beside wall seconds, since the machine may be shared. Sailor's fleets need the folder of published
+measurements (AUTOHET_MEASUREMENTS, default `shared` beside the checkout) and say so where it is absent. The other fleets' layer times
+are synthetic.
 """
 
 import random
@@ -16,35 +14,26 @@ from importlib import import_module
 from typing import Any
 
 from autohet.cli.bench_planner_accuracy import measurements_folder
+from autohet.cli.bench_planner_fleets import fleet_rows
 from autohet.cli.bench_planner_sailor import MODELS, SAILOR, load_judge, sailor_tables, verdict
-from planner.cluster import Fleet, Node, NodeType
-from planner.cost import CostModel
+from autohet.cli.bench_planner_synthetic import GPT_26, LLAMA_70B, fleet_of, model_spec, request_of
+from planner.cluster import Fleet
 from planner.errors import InfeasibleError
-from planner.model_spec import LayerSpec, ModelSpec
-from planner.profile import Measurement, ProfileTable
 from planner.replan import replan
 from planner.strategies import Answer, Request, plan_with
 from planner.strategies.engine import Engine
 from planner.strategies.placement import place
 
-GIB = 2**30
 Row = dict[str, Any]
-# GPU type -> (FLOP/s reached, memory GiB, intra-node bytes/s a GPU, NIC bytes/s a node, $/h a node of 8): data sheets, EC2 list prices
-TYPES = {
-    "H100-80": (400e12, 80, 4.5e11, 4.0e11, 98.3),
-    "A100-80": (170e12, 80, 3.0e11, 5.0e10, 41.0),
-    "A100-40": (160e12, 40, 3.0e11, 5.0e10, 32.8),
-    "L40S": (120e12, 48, 3.2e10, 5.0e10, 30.1),
-    "T4": (30e12, 16, 1.6e10, 6.2e9, 7.8),
-}
 
 
-def search_rows(parts: tuple[str, ...] = ("sailor", "metis", "exhaustive", "scale", "replan")) -> list[Row]:
+def search_rows(parts: tuple[str, ...] = ("sailor", "metis", "fleets", "exhaustive", "scale", "replan")) -> list[Row]:
     """All rows of the parts asked for, one measurement each; the import of scipy, half a second, is in none."""
     import_module("scipy.optimize")
     by_part: dict[str, Callable[[], Iterator[Row]]] = {
         "sailor": sailor_rows,
         "metis": metis_rows,
+        "fleets": fleet_rows,
         "exhaustive": exhaustive_rows,
         "scale": scale_rows,
         "replan": replan_rows,
@@ -87,56 +76,6 @@ def sailor_rows() -> Iterator[Row]:
                 "sailor_step_time_s": sailor_s, "ratio": None if best is None else round(best / sailor_s, 4),
                 "sailor_search_s": sailor_cpu_s, "reach": 1.0,
             } | cost  # fmt: skip
-
-
-# ---- synthetic fleets ----
-
-
-def model_spec(name: str, layers: int, width: int, mlp: int, vocab: int, kv_width: int) -> ModelSpec:
-    """A Llama-like model with fused attention."""
-    parameters = 2 * width * width + 2 * width * kv_width + 3 * width * mlp
-    block = LayerSpec(parameters + 2 * width, 2 * width, parameters, width, 8 * width + 3 * mlp, 4 * width)
-    head = LayerSpec(vocab * width + width, width, vocab * width, 0, 0, 2 * width)
-    embedding = LayerSpec(vocab * width, 0, 0, 0, 0, width)
-    return ModelSpec(name, "llama", width, vocab, width // 128, 8, mlp, False, 8, embedding, (block,) * layers, head)
-
-
-def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:
-    """FLOPs over the rate, 6, 11 and 19% more work a GPU at TP 2, 4 and 8, a tenth of a millisecond of launch."""
-    extra = {1: 1.0, 2: 1.06, 4: 1.11, 8: 1.19}
-    rows = []
-    for gpu in gpus:
-        for tp, factor in extra.items():
-            for size in (1, 2, 4, 8):
-                for layer, part in (("embedding", None), ("block", spec.blocks[0]), ("head", spec.head)):
-                    flops = (part.forward_flops(length) if part else 1e9) * size
-                    forward = flops / TYPES[gpu][0] / tp * factor + 1e-4
-                    rows.append(Measurement(spec.name, gpu, "bf16", tp, length, size, layer, forward, 2 * forward))
-    return ProfileTable(rows)
-
-
-def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
-    """So many GPUs of each type."""
-    nodes: list[Node] = []
-    for gpu, count in counts.items():
-        _, memory, intra, inter, usd = TYPES[gpu]
-        number = count // gpus_per_node
-        price = usd * gpus_per_node / 8
-        kind = NodeType(gpu.lower(), gpu, gpus_per_node, memory * GIB, intra, inter, price, False, "", number)
-        nodes += [Node(f"{gpu.lower()}-{i}", kind) for i in range(number)]
-    return Fleet(0, tuple(nodes))
-
-
-def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
-    gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
-    cost = CostModel(
-        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True
-    )
-    return Request(fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes)
-
-
-LLAMA_70B = model_spec("llama-70b", 80, 8192, 28672, 128256, 1024)
-GPT_26 = model_spec("gpt-26", 26, 2048, 8192, 51200, 2048)
 
 
 def metis_rows() -> Iterator[Row]:
