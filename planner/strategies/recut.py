@@ -14,7 +14,7 @@ from planner.strategies.staged import Stager
 from planner.strategies.tables import Tables
 
 _EVERY = (1, 2, 3, 4, 5, 6)
-_MOST_WALLS = 30
+_MOST_WALLS = 12
 
 
 def recut(previous: Plan, request: Request, alive: Set[str]) -> Plan | None:
