@@ -20,7 +20,7 @@ OTHERS = ("megatron", "varuna", "fasop", "hap")
 
 
 def fleet_rows(cases: int = CASES) -> Iterator[Row]:
-    """One row: how our plans compare on all fleets that hold their model; seeds are the case numbers."""
+    """Two rows, over all fleets that hold their model; seeds are the case numbers."""
     over_others, over_fewer = list[float](), list[float]()
     spent, gaps, begin = 0.0, list[float](), time.process_time()
     for seed in range(cases):

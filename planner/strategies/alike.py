@@ -6,13 +6,13 @@ stage. Searches that place pipeline by pipeline do not see these plans; Metis's 
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from planner.plan import Plan
-from planner.strategies.balance import Balancer
+from planner.strategies.balance import Balancer, padded
 from planner.strategies.cost_tables import ring_rate
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.exact import sync_sizes
@@ -196,8 +196,7 @@ def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: _SideBySid
     infinite where all stages hold too few blocks."""
     used, rows, counts = mixes.rows >= 0, mixes.rows, mixes.counts
     blocks, block = tables.num_blocks, np.where(used, _a_block(tables.time_sums, rows), 1e30)
-    near, far, groups = np.diagonal(tables.boundaries), tables.crossings, tables.groups_a_node
-    hop = np.where(used, np.where(groups > 1, (near + far) / 2, far)[rows], 0.0)
+    hop = np.where(used, tables.busiest_hop[rows], 0.0)
     toll = 2 * tables.boundary_share * hop
     ahead = (
         counts.sum(axis=1, keepdims=True) // 4
@@ -249,7 +248,7 @@ def _timed(
     tables, batch = timing.tables, request.global_batch_sequences
     cuts = Balancer(tables, request.deepest(tables.num_blocks)).cut_each([rows for _, rows in entries])
     held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
-    rows = _padded([entries[i][1] for i in held], cuts.ends.shape[1])
+    rows = padded([entries[i][1] for i in held], cuts.ends.shape[1])
     owner = np.array([entries[i][0] for i in held], dtype=np.int64)
     ends, number = cuts.ends[held], mixes.number[owner]
     _, _, num_bytes, early, _, _ = sync_sizes(tables, rows, ends, (rows >= 0).sum(axis=1))
@@ -264,13 +263,6 @@ def _timed(
         shape = Shape(tuple(entries[held[j]][1]), tuple(ends[j, rows[j] >= 0].tolist()))
         microbatches = max(1, batch // int(number[j]) // int(size[j]))
         yield timing.quick_s(shape, microbatches) + float(after[j]), int(number[j]), shape, float(after[j])
-
-
-def _padded(pipelines: Sequence[tuple[int, ...]], width: int) -> Ints:
-    out = np.full((len(pipelines), width), -1, dtype=np.int64)
-    for i, rows in enumerate(pipelines):
-        out[i, : len(rows)] = rows
-    return out
 
 
 def _draft(estimator: Estimator, shape: Shape, number: int, batch: int) -> Draft | None:

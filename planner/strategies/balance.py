@@ -49,10 +49,7 @@ class Balancer:
     def cut_each(self, pipelines: Sequence[tuple[int, ...]]) -> Cuts:
         """As `cut`, of pipelines given by the table row of each of their stages."""
         depth = np.array([len(rows) for rows in pipelines])
-        table = np.full((len(pipelines), int(depth.max())), -1, dtype=np.int64)
-        for i, rows in enumerate(pipelines):
-            table[i, : len(rows)] = rows
-        return self.cut(table, depth)
+        return self.cut(padded(pipelines, int(depth.max())), depth)
 
     def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None, steps: int = 14) -> Cuts:
         """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than
@@ -154,3 +151,11 @@ class Balancer:
         bottleneck = np.where(dead, np.inf, busy.max(axis=1))
         fill = np.where(dead, np.inf, (work + np.where(valid, extra, 0.0)).sum(axis=1))
         return Cuts(ends, busy, bottleneck, fill)
+
+
+def padded(pipelines: Sequence[tuple[int, ...]], width: int) -> Ints:
+    """(n, width) the table row of each stage, -1 beyond a pipeline's end."""
+    out = np.full((len(pipelines), width), -1, dtype=np.int64)
+    for i, rows in enumerate(pipelines):
+        out[i, : len(rows)] = rows
+    return out

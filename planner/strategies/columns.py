@@ -109,9 +109,8 @@ class ColumnMaker:
         self.toll = self.least_boundary * tables.boundary_share
         self.hop = self.least_boundary
         if self.node_parts:
-            near, far, groups = np.diagonal(np_boundary), tables.crossings, tables.groups_a_node
-            self.toll = np.where(groups > 1, near + far, 2 * far) * tables.boundary_share
-            self.hop = near + (far - near) / groups
+            self.toll = 2 * tables.busiest_hop * tables.boundary_share
+            self.hop = tables.typical_hop
 
     def make(self) -> Columns:
         """All columns within the budget, in a fixed order."""

@@ -3,6 +3,7 @@ to another pipeline.
 """
 
 import itertools
+from collections.abc import Iterable
 
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 
@@ -31,18 +32,25 @@ def refine_shape(estimator: Estimator, shape: Shape, microbatches: int) -> Shape
     best, seconds = shape, estimator.pipeline_s(shape, microbatches)
     for _ in range(_ROUNDS):
         options = [s for s in _neighbours(best) if fits(estimator, s, microbatches)]
-        ranked = sorted(((estimator.quick_s(s, microbatches), s.ends, s) for s in options), key=_by_time)[:_SIMULATED]
-        timed = [(estimator.pipeline_s(s, microbatches), s.ends, s) for quick, _, s in ranked if quick < seconds]
-        fastest = min(timed, key=_by_time, default=None)
+        fastest = fastest_of(estimator, options, microbatches, seconds)
         if fastest is None or fastest[0] >= seconds * (1 - 1e-6):
             return best
-        seconds, _, best = fastest
+        seconds, best = fastest
     return best
 
 
-def _by_time(entry: tuple[float, tuple[int, ...], Shape]) -> tuple[float, tuple[int, ...]]:
+def fastest_of(
+    estimator: Estimator, shapes: Iterable[Shape], microbatches: int, below: float
+) -> tuple[float, Shape] | None:
+    """(seconds, shape) of the fastest by the simulation, among the best few by the closed form that may take less than `below`."""
+    ranked = sorted(((estimator.quick_s(s, microbatches), s) for s in shapes), key=_by_time)[:_SIMULATED]
+    timed = [(estimator.pipeline_s(s, microbatches), s) for quick, s in ranked if quick < below]
+    return min(timed, key=_by_time, default=None)
+
+
+def _by_time(entry: tuple[float, Shape]) -> tuple[float, tuple[int, ...]]:
     """Seconds, then cuts: equal times are broken alike in every process."""
-    return entry[0], entry[1]
+    return entry[0], entry[1].ends
 
 
 def _neighbours(shape: Shape) -> list[Shape]:

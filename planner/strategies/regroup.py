@@ -8,11 +8,10 @@ import numpy as np
 
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.refine import draft_fits
+from planner.strategies.refine import draft_fits, fastest_of
 from planner.strategies.tables import Tables
 
 _ROUNDS = 3
-_SIMULATED = 3
 _FEW = 4  # groups changed: one to so many, half of them, all of them
 _WORTH = 1e-3
 
@@ -31,14 +30,15 @@ def _regroup(estimator: Estimator, balancer: Balancer, shape: Shape, microbatche
     best, seconds = shape, estimator.pipeline_s(shape, microbatches)
     for _ in range(_ROUNDS):
         options = list(dict.fromkeys(_variants(estimator.tables, best.rows, max_stages)))
-        cuts = balancer.cut_each(options) if options else None
-        held = [] if cuts is None else np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
-        shapes = [Shape(options[i], tuple(cuts.ends[i, : len(options[i])].tolist())) for i in held] if cuts else []
-        ranked = sorted((estimator.quick_s(s, microbatches), s.rows, s) for s in shapes)[:_SIMULATED]
-        fastest = min(((estimator.pipeline_s(s, microbatches), rows, s) for _, rows, s in ranked), default=None)
+        if not options:
+            return best
+        cuts = balancer.cut_each(options)
+        held = np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
+        shapes = [Shape(options[i], tuple(cuts.ends[i, : len(options[i])].tolist())) for i in held]
+        fastest = fastest_of(estimator, shapes, microbatches, seconds)
         if fastest is None or fastest[0] > seconds * (1 - _WORTH):
             return best
-        seconds, _, best = fastest
+        seconds, best = fastest
     return best
 
 

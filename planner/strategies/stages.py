@@ -49,9 +49,8 @@ class StageTable:
         seconds = sums[:, self.last] - sums[:, self.first] + tables.stage_overhead_s
         self.seconds = np.where(allowed, seconds, np.inf)[:, :, : self.wide]
         self.inner = (2.0 - (start == 0) - (stop == n))[:, : self.wide]
-        near, far, groups = np.diagonal(tables.boundaries), tables.crossings, tables.groups_a_node
-        most = np.where(groups > 1, (near + far) / 2, far)[self.rows, None, None]
-        typical = (near + (far - near) / groups)[self.rows, None, None]
+        most = tables.busiest_hop[self.rows, None, None]
+        typical = tables.typical_hop[self.rows, None, None]
         self.busy = self.seconds + most * tables.boundary_share * self.inner
         self.fill = self.seconds + typical * (start > 0)
         self.room = [part[:, :, : self.wide] for part in room]

@@ -163,6 +163,19 @@ class Tables:
         return np.array([self.crossing_s(row) for row in range(len(self.rows))])
 
     @cached_property
+    def busiest_hop(self) -> Floats:
+        """(rows,) seconds of a boundary between equal groups, mean of the two of a stage that has most: where a node holds several
+        groups, one of the two leaves it."""
+        near, far = np.diagonal(self.boundaries), self.crossings
+        return np.asarray(np.where(self.groups_a_node > 1, (near + far) / 2, far))
+
+    @cached_property
+    def typical_hop(self) -> Floats:
+        """(rows,) seconds of a boundary between equal groups, on average over a long run of them."""
+        near = np.diagonal(self.boundaries)
+        return np.asarray(near + (self.crossings - near) / self.groups_a_node)
+
+    @cached_property
     def groups_a_node(self) -> Ints:
         """(rows,) tensor-parallel groups of one pipeline that one node holds."""
         kinds = [self.kinds[row.kind] for row in self.rows]
