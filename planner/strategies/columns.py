@@ -4,7 +4,7 @@ A *column* says how many stages of which kinds a pipeline has and at which micro
 cut of the
 layers. Its bottleneck and fill here are bounds (never more than any order and cut would need), so the integer program's
 relaxation over all columns bounds the step time of every plan built of them; `balance.py` makes the promising ones
-exact.
+exact. Columns thinned for a search are estimates instead (`ColumnMaker`).
 """
 
 import itertools
@@ -63,8 +63,9 @@ class Columns:
 class ColumnMaker:
     """Enumerates columns of one set of tables within a budget of columns; deeper pipelines are left out first.
 
-    degrees: TP degrees allowed; none: all. node_parts: of each node type whole nodes only (1), or halves (2), and in mixed pipelines
-    TP degrees that differ by a factor of two at most, beside all pipelines of few stages; 0: everything.
+    degrees: TP degrees allowed; none: all. node_parts: for a search, where bottleneck and fill count typical transfers instead of the
+    least, so that they are no bounds: of each node type whole nodes only (1), or halves (2), and in mixed pipelines TP degrees
+    that differ by a factor of two at most, beside all pipelines of few stages; 0: everything, for a bound.
     """
 
     def __init__(
@@ -106,11 +107,8 @@ class ColumnMaker:
         np_boundary = tables.boundaries
         self.most_boundary = np.where(np.isfinite(np_boundary), np_boundary, 0.0).max(axis=1)
         self.least_boundary = np.where(np.isfinite(np_boundary), np_boundary, np.inf).min(axis=1)
-        self.toll = self.least_boundary * tables.boundary_share
-        self.hop = self.least_boundary
-        if self.node_parts:
-            self.toll = 2 * tables.busiest_hop * tables.boundary_share
-            self.hop = tables.typical_hop
+        occupied = 2 * tables.busiest_hop if self.node_parts else self.least_boundary
+        self.toll = occupied * tables.boundary_share
 
     def make(self) -> Columns:
         """All columns within the budget, in a fixed order."""
@@ -280,7 +278,7 @@ class ColumnMaker:
             left = left - take
         ends = np.where(used[:, :, None], self.ends_s[rows], np.inf).min(axis=1).sum(axis=1)
         if self.node_parts:
-            tolls = (np.where(used, self.hop[rows], 0.0) * counts).sum(axis=1)
+            tolls = (np.where(used, self.tables.typical_hop[rows], 0.0) * counts).sum(axis=1)
         else:
             toll = np.where(used, self.least_boundary[rows], np.inf).min(axis=1)
             tolls = np.where(stages > 1, (stages - 1) * np.where(np.isfinite(toll), toll, 0.0), 0.0)
