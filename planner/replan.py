@@ -74,14 +74,12 @@ def replan(
 ) -> ReplanDecision:
     """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
 
-    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan
-    if all its
-    workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left; the batch shared
-    anew); the repair with new pipelines of the GPUs
-    that are left over
-    (`extend`); with `thorough` a whole search seeded with these. By default that is on fleets of up to 64 GPUs, and on larger ones
-    where the best of these is clearly slower than whole pipelines' share of the work lets expect; there it takes about
-    `search_s` seconds of the request's clock at most.
+    holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan if all its
+    workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left and nodes that others
+    lend to them; the batch shared anew); the repair with new pipelines of the GPUs that are left over (`extend`); with
+    `thorough` a whole search seeded with these. By default that is on fleets of up to 64 GPUs, and on larger ones where the
+    best of these is clearly slower than whole pipelines' share of the work lets expect; there it takes about `search_s`
+    seconds of the request's clock at most.
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
@@ -174,8 +172,8 @@ def _candidates(previous: Plan, request: Request, alive: set[str]) -> list[Plan]
     out = []
     if set(previous.workers) <= alive and previous.global_batch_sequences == request.global_batch_sequences:
         out.append(previous)
-    repaired, cut_again = repair(previous, request, alive), recut(previous, request, alive)
-    out += [plan for plan in (repaired, cut_again) if plan is not None and plan not in out]
+    repaired = [repair(previous, request, alive), *recut(previous, request, alive)]
+    out += [plan for plan in repaired if plan is not None and plan not in out]
     return out
 
 

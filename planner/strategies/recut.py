@@ -1,13 +1,14 @@
-"""Pipelines that lost workers, cut again over those that they have left: the repair that wastes no GPU."""
+"""Pipelines that lost workers or were given some, cut again over those that they have: the repair that wastes no GPU."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.balance import Balancer
 from planner.strategies.cost_tables import tables_of
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.drafts import Estimator, Shape, assign_microbatches
+from planner.strategies.lend import Crew, Lender, Roster
 from planner.strategies.refine import draft_fits
 from planner.strategies.request import Request
 from planner.strategies.staged import Stager
@@ -15,77 +16,103 @@ from planner.strategies.tables import Tables
 
 _EVERY = (1, 2, 3, 4, 5, 6)
 _MOST_WALLS = 12
+Walls = tuple[int, ...]
 
 
-def recut(previous: Plan, request: Request, alive: Set[str]) -> Plan | None:
-    """The previous plan with each broken pipeline cut anew over its whole stages, in their order; None where none is broken or
-    the batch cannot be shared. A pipeline whose rest cannot hold the model is left out.
+def recut(previous: Plan, request: Request, alive: Set[str]) -> list[Plan]:
+    """The previous plan with each broken pipeline cut anew over its whole stages; and the best with nodes that others lend to it, or
+    with free nodes taken on (`lend.py`). Empty where nothing is broken or free, or the batch cannot be shared. A pipeline whose
+    rest cannot hold the model is left out.
 
     Gradient sync is shorter where pipelines are cut at the same blocks, so the cuts of each whole pipeline, and every second to
     sixth of them, are tried as walls; the estimate with its sync chooses.
     """
-    whole = [set(p.workers) <= alive for p in previous.pipelines]
-    if all(whole) or not any(set(p.workers) & alive for p in previous.pipelines):
-        return None
     tables = tables_of(request)
-    estimator = Estimator(tables)
-    kept = [tuple(stage for stage in p.stages if set(stage.workers) <= alive) for p in previous.pipelines]
-    walls = _walls([p for p, is_whole in zip(previous.pipelines, whole, strict=True) if is_whole])
-    found = [_plan(previous, request, estimator, kept, whole, cuts) for cuts in walls]
-    timed = [(seconds, i, plan) for i, (seconds, plan) in enumerate(f for f in found if f is not None)]
-    return min(timed, key=lambda item: item[:2])[2] if timed else None
+    stager = Stager(tables, request.fleet)
+    crews = tuple(crew for p in previous.pipelines if (crew := _crew(stager, p, alive)) is not None)
+    used = {worker for worker in previous.workers if worker in alive}
+    free = tuple(node.workers for node in request.fleet.nodes if node.workers and not used & set(node.workers))
+    broken = any(crew.ends is None for crew in crews)
+    if not crews or not (free or broken):
+        return []
+    cutter = _Cutter(tables, request)
+    own, *lent = Lender(tables, stager, request.global_batch_sequences, cutter.max_stages).rosters(Roster(crews, free))
+    found = [cutter.best([own])] if broken else []
+    found += [cutter.best(lent)]
+    return [cutter.plan(previous, staffed) for staffed in found if staffed is not None]
 
 
-def _walls(pipelines: Sequence[Pipeline]) -> list[tuple[int, ...]]:
-    """Sets of blocks after which a new cut may be made to fall, none among them."""
-    out: dict[tuple[int, ...], None] = {(): None}
-    for cuts in dict.fromkeys(tuple(stage.end_layer for stage in p.stages[:-1]) for p in pipelines):
-        for every in _EVERY:
-            out.setdefault(cuts[every - 1 :: every])
-    return list(out)[:_MOST_WALLS]
-
-
-def _plan(
-    previous: Plan, request: Request, estimator: Estimator, kept: Sequence[tuple[Stage, ...]], whole: Sequence[bool],
-    walls: tuple[int, ...],
-) -> tuple[float, Plan] | None:  # fmt: skip
-    stager, shapes, groups = Stager(estimator.tables, request.fleet), [], []
-    for pipeline, stages, is_whole in zip(previous.pipelines, kept, whole, strict=True):
-        rows = [stager.row(stage.workers, pipeline.microbatch_sequences) for stage in stages]
-        if not rows or any(row is None for row in rows):
-            continue
-        known = tuple(row for row in rows if row is not None)
-        shape = _same(stages, known) if is_whole else _cut(estimator.tables, known, walls)
-        if shape is not None:
-            shapes.append(shape)
-            groups.append(stages)
-    draft = assign_microbatches(estimator, shapes, request.global_batch_sequences) if shapes else None
-    if draft is None or not draft_fits(estimator, draft):
+def _crew(stager: Stager, pipeline: Pipeline, alive: Set[str]) -> Crew | None:
+    """What is left of a pipeline; None where that is nothing, or a group that the tables do not know."""
+    stages = [stage for stage in pipeline.stages if set(stage.workers) <= alive]
+    rows = [stager.row(stage.workers, pipeline.microbatch_sequences) for stage in stages]
+    if not rows or any(row is None for row in rows):
         return None
-    return estimator.draft_s(draft), _with_workers(previous, request, estimator, draft, groups)
-
-
-def _same(stages: Sequence[Stage], rows: tuple[int, ...]) -> Shape:
     ends = [stage.end_layer + 1 for stage in stages]
-    return Shape(rows, (*ends[:-1], ends[-1] + 1))
+    whole = (*ends[:-1], ends[-1] + 1) if len(stages) == len(pipeline.stages) else None
+    return Crew(tuple(stage.workers for stage in stages), tuple(row for row in rows if row is not None), whole)
 
 
-def _cut(tables: Tables, rows: tuple[int, ...], walls: tuple[int, ...]) -> Shape | None:
-    """The cut with the smallest bottleneck; None where the groups cannot hold the model."""
-    if len(rows) > tables.num_blocks:
-        return None
-    cut = Balancer(tables, len(rows), walls).cut(np.array([rows]), np.array([len(rows)]))
-    return Shape(rows, tuple(int(e) for e in cut.ends[0])) if np.isfinite(cut.bottleneck_s[0]) else None
+def _walls(roster: Roster) -> list[Walls]:
+    """Sets of blocks after which a new cut may be made to fall."""
+    out: dict[Walls, None] = {}
+    for ends in dict.fromkeys(crew.ends for crew in roster.crews if crew.ends is not None):
+        for every in _EVERY:
+            out.setdefault(tuple(end - 1 for end in ends[every - 1 : -1 : every]))
+    return list(out)[: _MOST_WALLS - 1]
 
 
-def _with_workers(
-    previous: Plan, request: Request, estimator: Estimator, draft: Draft, groups: Sequence[Sequence[Stage]]
-) -> Plan:
-    last = estimator.tables.num_blocks
-    pipelines = []
-    for (shape, count), stages in zip(draft.pipelines, groups, strict=True):
-        cuts = [(max(s - 1, 0), min(e - 1, last)) for s, e in zip(shape.starts, shape.ends, strict=True)]
-        placed = tuple(Stage(a, b - a, stage.workers) for (a, b), stage in zip(cuts, stages, strict=True))
-        pipelines.append(Pipeline(placed, count, estimator.microbatch(shape)))
-    batch = request.global_batch_sequences
-    return Plan(previous.model, batch, previous.microbatch_sequences, previous.sequence_length, tuple(pipelines))
+Staffed = list[tuple[Crew, Shape, int]]
+
+
+class _Cutter:
+    """Cuts crews, shares the batch among them and times what comes of it."""
+
+    def __init__(self, tables: Tables, request: Request):
+        self.tables, self.batch = tables, request.global_batch_sequences
+        self.estimator = Estimator(tables)
+        self.max_stages = min(request.max_stages or tables.num_blocks, tables.num_blocks)
+
+    def best(self, rosters: Sequence[Roster]) -> "Staffed | None":
+        """The fastest of some rosters, with the fastest walls for it."""
+        timed = [
+            (made[0], i, made[1]) for i, roster in enumerate(rosters) if (made := self.cut(roster, ())) is not None
+        ]
+        if not timed:
+            return None
+        seconds, i, staffed = min(timed, key=lambda item: item[:2])
+        for walls in _walls(rosters[i]):
+            made = self.cut(rosters[i], walls)
+            if made is not None and made[0] < seconds:
+                seconds, staffed = made
+        return staffed
+
+    def cut(self, roster: Roster, walls: Walls) -> tuple[float, Staffed] | None:
+        """Estimated seconds of a step, and each crew with its shape and microbatches."""
+        shapes = dict(self._shapes(roster, walls))
+        draft = assign_microbatches(self.estimator, list(shapes.values()), self.batch) if shapes else None
+        if draft is None or not draft_fits(self.estimator, draft):
+            return None
+        staffed = [(crew, shape, count) for crew, (shape, count) in zip(shapes, draft.pipelines, strict=True)]
+        return self.estimator.draft_s(draft), staffed
+
+    def _shapes(self, roster: Roster, walls: Walls) -> Iterator[tuple[Crew, Shape]]:
+        anew = [crew.rows for crew in roster.crews if crew.ends is None and len(crew.rows) <= self.max_stages]
+        cuts = Balancer(self.tables, self.max_stages, walls).cut_each(anew) if anew else None
+        for crew in roster.crews:
+            if crew.ends is not None:
+                yield crew, Shape(crew.rows, crew.ends)
+            elif cuts is not None and crew.rows in anew:
+                i = anew.index(crew.rows)
+                if np.isfinite(cuts.bottleneck_s[i]):
+                    yield crew, Shape(crew.rows, tuple(int(e) for e in cuts.ends[i, : len(crew.rows)]))
+
+    def plan(self, previous: Plan, staffed: Staffed) -> Plan:
+        """The plan, of the previous one's model and batch."""
+        last, pipelines = self.tables.num_blocks, []
+        for crew, shape, count in staffed:
+            cuts = [(max(s - 1, 0), min(e - 1, last)) for s, e in zip(shape.starts, shape.ends, strict=True)]
+            stages = tuple(Stage(a, b - a, workers) for (a, b), workers in zip(cuts, crew.groups, strict=True))
+            pipelines.append(Pipeline(stages, count, self.estimator.microbatch(shape)))
+        batch = self.batch
+        return Plan(previous.model, batch, previous.microbatch_sequences, previous.sequence_length, tuple(pipelines))

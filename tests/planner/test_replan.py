@@ -1,6 +1,7 @@
 """Replanning: what leaves is replaced, what stays is kept, and a move that does not pay is not made."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage, check_plan
@@ -75,11 +76,44 @@ def test_a_pipeline_that_lost_a_node_is_cut_again_over_its_other_workers() -> No
     stages = tuple(Stage(2 * i, 2, (f"a10g-{i}/0",)) for i in range(4))
     previous = Plan("tiny", 16, 1, 128, (Pipeline(stages, 16, 1),))
     smaller = request(without(whole, "a10g-2"), 16)
-    plan = recut(previous, smaller, set(smaller.fleet.workers))
-    assert plan is not None
+    (plan,) = recut(previous, smaller, set(smaller.fleet.workers))
     check_plan(plan, 8)
     assert [stage.workers for stage in plan.pipelines[0].stages] == [("a10g-0/0",), ("a10g-1/0",), ("a10g-3/0",)]
-    assert recut(previous, asked, set(whole.workers)) is None
+    assert recut(previous, asked, set(whole.workers)) == []
     decision = replan(previous, smaller, thorough=False)
     assert len(decision.answer.plan.workers) == 3
     assert decision.answer.prediction.step_time_s <= smaller.cost.predict(plan).step_time_s
+
+
+def _chain(nodes: Sequence[str], microbatches: int) -> Pipeline:
+    """One GPU a stage, the eight blocks spread evenly, the first stages one more."""
+    each, more = divmod(8, len(nodes))
+    sizes = [each + (i < more) for i in range(len(nodes))]
+    stages = tuple(Stage(sum(sizes[:i]), size, (f"{nodes[i]}/0",)) for i, size in enumerate(sizes))
+    return Pipeline(stages, microbatches, 1)
+
+
+def test_a_whole_pipeline_lends_a_node_to_one_that_lost_most_of_its_own() -> None:
+    whole = fleet(("A10G", 8, 1))
+    names = [node.name for node in whole.nodes]
+    previous = Plan("tiny", 64, 1, 128, (_chain(names[:4], 32), _chain(names[4:], 32)))
+    smaller = request(without(whole, names[4], names[5]), 64)
+    own, lent = recut(previous, smaller, set(smaller.fleet.workers))
+    assert sorted(len(p.stages) for p in own.pipelines) == [2, 4]
+    assert sorted(len(p.stages) for p in lent.pipelines) == [3, 3]
+    assert set(lent.workers) == set(smaller.fleet.workers)
+    check_plan(lent, 8)
+    assert smaller.cost.predict(lent).step_time_s < smaller.cost.predict(own).step_time_s
+    decision = replan(previous, smaller, thorough=False)
+    assert decision.answer.prediction.step_time_s <= smaller.cost.predict(lent).step_time_s
+
+
+def test_a_free_node_that_holds_no_model_alone_joins_a_pipeline() -> None:
+    whole = fleet(("A10G", 5, 1))
+    names = [node.name for node in whole.nodes]
+    previous = Plan("tiny", 32, 1, 128, (_chain(names[:2], 16), _chain(names[2:4], 16)))
+    asked = request(whole, 32)
+    (plan,) = recut(previous, asked, set(whole.workers))
+    assert set(plan.workers) == set(whole.workers)
+    check_plan(plan, 8)
+    assert asked.cost.predict(plan).step_time_s < asked.cost.predict(previous).step_time_s
