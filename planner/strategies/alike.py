@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -37,18 +38,23 @@ def alike_plans(request: Request, tables: Tables) -> list[Plan]:
     batch, depth, gpus = request.global_batch_sequences, request.deepest(tables.num_blocks), len(request.fleet.workers)
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
     plans: list[Plan | None] = []
-    for _, draft, timing in _simulated(request, tables, _SIMULATED * keep)[:keep]:
+    sync = _SideBySide(request, tables)
+    for _, draft, timing in _simulated(request, tables, sync, _SIMULATED * keep)[:keep]:
         shape, count = draft.pipelines[0]
-        better = _draft(timing, refine_shape(timing, shape, count), len(draft.pipelines), batch) or draft
-        others = regrouped(timing, better, batch, depth) if request.mixed_tp and len(plans) < _REGROUPED else None
+        after_s = partial(sync.after_one_s, timing, len(draft.pipelines))
+        better = _draft(timing, refine_shape(timing, shape, count, after_s), len(draft.pipelines), batch) or draft
+        more = request.mixed_tp and len(plans) < _REGROUPED
+        others = regrouped(timing, better, batch, depth, after_s) if more else None
         for each in (better, *([] if others is None else [others])):
             plans.append(place_by_stage(tables, each, request.spec.name, batch, request.sequence_length))
     return [plan for plan in plans if plan is not None]
 
 
-def _simulated(request: Request, tables: Tables, most: int) -> list[tuple[float, Draft, Estimator]]:
+def _simulated(
+    request: Request, tables: Tables, sync: "_SideBySide", most: int
+) -> list[tuple[float, Draft, Estimator]]:
     """(seconds with sync, draft, what timed it) of the most promising, fastest first."""
-    mixes, sync = _mixes(request, tables), _SideBySide(request, tables)
+    mixes = _mixes(request, tables)
     shared = np.minimum(mixes.number, int(tables.groups_a_node.max()))
     tables.fitting(request.deepest(tables.num_blocks))  # once for all
     timings = {int(n): Estimator(beside(request, tables, int(n))) for n in np.unique(shared)}
@@ -165,6 +171,7 @@ class _SideBySide:
     def __init__(self, request: Request, tables: Tables):
         self._cost, self._tables = request.cost, tables
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+        self._sums: list[list[float]] = tables.sync_sums.tolist()
 
     def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
         """(n,) how long after the pipelines' end the last gradients are summed. rows, held_bytes, early_s: (n, P) of each stage its
@@ -175,6 +182,15 @@ class _SideBySide:
         rates = rates[at.reshape(rows.shape)]
         ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
         return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0))
+
+    def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
+        """As `after_s`, of so many pipelines of one shape."""
+        sums, slowest, early = self._sums, 0.0, 0.0
+        for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
+            fixed, rate = self._rate(number, row)
+            slowest = max(slowest, fixed + rate * (sums[row][end] - sums[row][start]) - early)
+            early += back
+        return slowest
 
     def _rate(self, number: int, row: int) -> tuple[float, float]:
         if row >= 0 and (number, row) not in self._rates:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from planner.strategies.tables import Floats, Ints, Tables
 
+_AT_ONCE = 700
+
 
 @dataclass(frozen=True)
 class Cuts:
@@ -92,22 +94,28 @@ class Balancer:
         return out
 
     def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats, steps: int) -> Ints:
-        sums = self.tables.time_sums
+        """Bisection, or of few pipelines its steps several at once: short arrays cost numpy as much as shorter ones."""
+        whole = self.tables.time_sums[:, -1]
         valid = rows >= 0
-        whole = sums[:, -1]
-        speed = np.where(valid, 1.0 / whole[rows], 0.0).sum(axis=1)
-        low = 0.5 / speed
+        low = 0.5 / np.where(valid, 1.0 / whole[rows], 0.0).sum(axis=1)
         high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
         ends = self._greedy(rows, num_stages, high, own, scale)
         dead = ends[np.arange(len(rows)), num_stages - 1] < self.tables.num_layers
         best = np.where(dead[:, None], -1, ends)
-        for _ in range(steps):
-            middle = np.sqrt(low * high)
-            ends = self._greedy(rows, num_stages, middle, own, scale)
-            good = (ends[np.arange(len(rows)), num_stages - 1] >= self.tables.num_layers) & ~dead
-            best[good] = ends[good]
-            high = np.where(good, middle, high)
-            low = np.where(good, low, middle)
+        levels = min(steps, max(1, int(np.log2(1 + _AT_ONCE / len(rows)))))
+        copies = 2**levels - 1
+        tried_rows, tried_stages = np.repeat(rows, copies, axis=0), np.repeat(num_stages, copies)
+        tried_own, tried_scale = np.repeat(own, copies, axis=0), np.repeat(scale, copies, axis=0)
+        parts = np.arange(2**levels + 1) / 2**levels
+        for _ in range(-(-steps // levels)):
+            limits = low[:, None] * (high / low)[:, None] ** parts
+            tried = self._greedy(tried_rows, tried_stages, limits[:, 1:-1].ravel(), tried_own, tried_scale)
+            tried = tried.reshape(len(rows), -1, rows.shape[1])
+            good = (tried[np.arange(len(rows)), :, num_stages - 1] >= self.tables.num_layers) & ~dead[:, None]
+            found = good.any(axis=1)
+            first = np.where(found, good.argmax(axis=1), good.shape[1])
+            best[found] = tried[found, first[found]]
+            low, high = (np.take_along_axis(limits, (first + i)[:, None], axis=1)[:, 0] for i in (0, 1))
         return best
 
     def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:

@@ -3,13 +3,20 @@ to another pipeline.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 
 _ROUNDS = 12
 _SIMULATED = 3
 FAR_BEHIND = 1.15  # what is slower than the best by more is not made better by single moves
+
+After = Callable[[Shape], float]  # seconds from a pipeline's end to that of its gradients' sums
+
+
+def nothing_after(shape: Shape) -> float:
+    """Where the sync is not known, or is the same for all."""
+    return 0.0
 
 
 def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
@@ -24,15 +31,15 @@ def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
     return best
 
 
-def refine_shape(estimator: Estimator, shape: Shape, microbatches: int) -> Shape:
-    """Moves single blocks between neighbouring stages while the pipeline's time falls and memory holds.
+def refine_shape(estimator: Estimator, shape: Shape, microbatches: int, after_s: After = nothing_after) -> Shape:
+    """Moves single blocks between neighbouring stages while the pipeline's time and what follows it falls, and memory holds.
 
     The closed form ranks the moves, the simulation decides among the best few.
     """
-    best, seconds = shape, estimator.pipeline_s(shape, microbatches)
+    best, seconds = shape, estimator.pipeline_s(shape, microbatches) + after_s(shape)
     for _ in range(_ROUNDS):
         options = [s for s in _neighbours(best) if fits(estimator, s, microbatches)]
-        fastest = fastest_of(estimator, options, microbatches, seconds)
+        fastest = fastest_of(estimator, options, microbatches, seconds, after_s)
         if fastest is None or fastest[0] >= seconds * (1 - 1e-6):
             return best
         seconds, best = fastest
@@ -40,11 +47,11 @@ def refine_shape(estimator: Estimator, shape: Shape, microbatches: int) -> Shape
 
 
 def fastest_of(
-    estimator: Estimator, shapes: Iterable[Shape], microbatches: int, below: float
+    estimator: Estimator, shapes: Iterable[Shape], microbatches: int, below: float, after_s: After = nothing_after
 ) -> tuple[float, Shape] | None:
     """(seconds, shape) of the fastest by the simulation, among the best few by the closed form that may take less than `below`."""
-    ranked = sorted(((estimator.quick_s(s, microbatches), s) for s in shapes), key=_by_time)[:_SIMULATED]
-    timed = [(estimator.pipeline_s(s, microbatches), s) for quick, s in ranked if quick < below]
+    ranked = sorted(((estimator.quick_s(s, microbatches) + after_s(s), s) for s in shapes), key=_by_time)[:_SIMULATED]
+    timed = [(estimator.pipeline_s(s, microbatches) + after_s(s), s) for quick, s in ranked if quick < below]
     return min(timed, key=_by_time, default=None)
 
 

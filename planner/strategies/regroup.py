@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.refine import draft_fits, fastest_of
+from planner.strategies.refine import After, draft_fits, fastest_of, nothing_after
 from planner.strategies.tables import Tables
 
 _ROUNDS = 3
@@ -16,18 +16,24 @@ _FEW = 4  # groups changed: one to so many, half of them, all of them
 _WORTH = 1e-3
 
 
-def regrouped(estimator: Estimator, draft: Draft, batch: int, max_stages: int) -> Draft | None:
-    """Each pipeline with the groups that make it fastest for its microbatches; None where none gains."""
+def regrouped(
+    estimator: Estimator, draft: Draft, batch: int, max_stages: int, after_s: After = nothing_after
+) -> Draft | None:
+    """Each pipeline with the groups that make it fastest for its microbatches, with what follows it; None where none gains."""
     balancer = Balancer(estimator.tables, max_stages)
-    better = {shape: _regroup(estimator, balancer, shape, count, max_stages) for shape, count in draft.pipelines}
+    better = {
+        shape: _regroup(estimator, balancer, shape, count, max_stages, after_s) for shape, count in draft.pipelines
+    }
     if all(shape == other for shape, other in better.items()):
         return None
     moved = assign_microbatches(estimator, [better[shape] for shape, _ in draft.pipelines], batch)
     return moved if moved is not None and draft_fits(estimator, moved) else None
 
 
-def _regroup(estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, max_stages: int) -> Shape:
-    best, seconds = shape, estimator.pipeline_s(shape, microbatches)
+def _regroup(
+    estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, max_stages: int, after_s: After
+) -> Shape:
+    best, seconds = shape, estimator.pipeline_s(shape, microbatches) + after_s(shape)
     for _ in range(_ROUNDS):
         options = list(dict.fromkeys(_variants(estimator.tables, best.rows, max_stages)))
         if not options:
@@ -35,7 +41,7 @@ def _regroup(estimator: Estimator, balancer: Balancer, shape: Shape, microbatche
         cuts = balancer.cut_each(options)
         held = np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
         shapes = [Shape(options[i], tuple(cuts.ends[i, : len(options[i])].tolist())) for i in held]
-        fastest = fastest_of(estimator, shapes, microbatches, seconds)
+        fastest = fastest_of(estimator, shapes, microbatches, seconds, after_s)
         if fastest is None or fastest[0] > seconds * (1 - _WORTH):
             return best
         seconds, best = fastest

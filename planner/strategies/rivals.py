@@ -14,6 +14,8 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.strategies.cost_tables import microbatch_sizes, tables_of
 from planner.strategies.drafts import Estimator
+from planner.strategies.engine import COLUMNS_GPUS
+from planner.strategies.few import FEW_GPUS
 from planner.strategies.refine import FAR_BEHIND
 from planner.strategies.request import Answer, Request
 from planner.strategies.symmetric import grids_of, ranked_grids
@@ -46,8 +48,11 @@ def _rounds(request: Request) -> Iterator[tuple[Search, Request]]:
     from planner.strategies.hap import search_hap
     from planner.strategies.metis import search_metis
 
+    needless = (
+        FEW_GPUS < len(request.fleet.workers) <= COLUMNS_GPUS
+    )  # there `fasop` finds nothing better, for a fifth of the time
     for asked in (request, *_narrowed(request)):
-        yield from ((search, asked) for search in (search_hap, search_fasop))
+        yield from ((search, asked) for search in ((search_hap,) if needless else (search_hap, search_fasop)))
     types = {node.node_type for node in request.fleet.nodes}
     if len(request.fleet.workers) <= MOST_FOR_METIS.get(len(types), 0):
         yield search_metis, replace(request, time_limit_s=TIME_SHARE * request.time_limit_s)

@@ -18,6 +18,8 @@ from planner.strategies.refine import draft_fits
 from planner.strategies.request import Request
 from planner.strategies.tables import Tables
 
+_SIMULATED = 2
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -121,16 +123,13 @@ def draft_of(tables: Tables, plan: Plan, fleet: Fleet) -> Draft | None:
 def ranked_grids(
     request: Request, tables: Tables, grids: Iterable[Grid], estimator: Estimator, keep: int
 ) -> list[tuple[float, Plan]]:
-    """The `keep` fastest grids that fit memory by the tables; only those whose bound allows it are simulated."""
-    bounded = []
+    """The `keep` fastest grids that fit memory by the tables; only those that a closed form ranks high are simulated."""
+    rough = []
     for number, grid in enumerate(grids):
         draft = grid.draft(tables)
         if draft is not None and draft_fits(estimator, draft):
-            least = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
-            bounded.append((least, number, draft, grid))
-    found: list[tuple[float, int, Grid]] = []
-    for least, number, draft, grid in sorted(bounded, key=lambda item: item[:2]):
-        if len(found) >= keep and least >= found[keep - 1][0]:
-            break
-        found = sorted([*found, (estimator.draft_s(draft), number, grid)], key=lambda item: item[:2])
+            slowest = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
+            rough.append((slowest + tables.sync_s(estimator.sync_shape(draft)), number, draft, grid))
+    near = sorted(rough, key=lambda item: item[:2])[: _SIMULATED * keep]
+    found = sorted(((estimator.draft_s(draft), number, grid) for _, number, draft, grid in near), key=lambda f: f[:2])
     return [(seconds, grid.plan(request)) for seconds, _, grid in found[:keep]]
