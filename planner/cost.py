@@ -28,6 +28,8 @@ __all__ = ["CostModel", "LayerCosts", "Prediction", "Simulation"]
 
 Floats = NDArray[np.float64]
 
+_REMEMBERED = 4096  # predictions times GPUs
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
@@ -101,6 +103,7 @@ class CostModel:
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
         self._memories: dict[tuple[int, int], MemoryTerms] = {}
         self._timelines: dict[tuple[object, int], Timeline] = {}
+        self._predictions: dict[Plan, Prediction] = {}
 
     # ---- queries of a search ----
 
@@ -191,8 +194,16 @@ class CostModel:
     # ---- the whole plan ----
 
     def predict(self, plan: Plan) -> Prediction:
-        """Costs a plan, batch and microbatches as it has them. ConfigError where it is not whole or names unknown
-        workers."""
+        """Costs a plan, batch and microbatches as it has them; the latest predictions are remembered. ConfigError where it is not
+        whole or names unknown workers."""
+        known = self._predictions.get(plan)
+        if known is None:
+            known = self._predictions[plan] = self._predict(plan)
+            while len(self._predictions) > max(1, _REMEMBERED // len(self.fleet.workers)):
+                del self._predictions[next(iter(self._predictions))]
+        return known
+
+    def _predict(self, plan: Plan) -> Prediction:
         check_plan(plan, self.spec.num_layers, exact_batch=False)
         simulation = self.simulate(plan)
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)

@@ -21,7 +21,7 @@ from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits, refine_shape
 from planner.strategies.regroup import regrouped
 from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 _ORDERS = 24
 _MIXES = 240
@@ -172,25 +172,34 @@ class _SideBySide:
         self._cost, self._tables = request.cost, tables
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
         self._sums: list[list[float]] = tables.sync_sums.tolist()
+        self._update = [self._update_rate(tables.kinds[row.kind].resource) for row in tables.rows]
 
     def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
-        """(n,) how long after the pipelines' end the last gradients are summed. rows, held_bytes, early_s: (n, P) of each stage its
-        table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
+        """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
+        of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
         width = len(self._tables.rows) + 1
         keys, at = np.unique(number[:, None] * width + rows + 1, return_inverse=True)
         rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 2)
         rates = rates[at.reshape(rows.shape)]
         ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
-        return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0))
+        update = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0).max(axis=1, initial=0.0)
+        return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0) + update)
+
+    def _update_rate(self, resource: int) -> float:
+        """Seconds a gradient byte."""
+        few, more = (self._tables.sync_s(SyncShape(b, b, 1, 1, (resource,))) for b in (1e9, 2e9))
+        return (more - few) / 1e9
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """As `after_s`, of so many pipelines of one shape."""
-        sums, slowest, early = self._sums, 0.0, 0.0
+        summed = updated = early = 0.0
         for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
             fixed, rate = self._rate(number, row)
-            slowest = max(slowest, fixed + rate * (sums[row][end] - sums[row][start]) - early)
+            num_bytes = self._sums[row][end] - self._sums[row][start]
+            summed = max(summed, fixed + rate * num_bytes - early)
+            updated = max(updated, self._update[row] * num_bytes)
             early += back
-        return slowest
+        return summed + updated
 
     def _rate(self, number: int, row: int) -> tuple[float, float]:
         if row >= 0 and (number, row) not in self._rates:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from planner.strategies.tables import Floats, Ints, Tables
 
 _AT_ONCE = 700
+_NEAR = 1.4
+_CLOSE = 1.0003
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Balancer:
         depth = np.array([len(rows) for rows in pipelines])
         return self.cut(padded(pipelines, int(depth.max())), depth)
 
-    def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None, steps: int = 14) -> Cuts:
+    def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None) -> Cuts:
         """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than
         the bottleneck a stage may be.
         """
@@ -63,7 +65,7 @@ class Balancer:
         scale = np.ones_like(extra) if weights is None else weights
         order = np.argsort(-num_stages, kind="stable")
         rows, num_stages, own, scale = rows[order], num_stages[order], own[order], scale[order]
-        ends = self._search(rows, num_stages, own, scale, steps)
+        ends = self._search(rows, num_stages, own, scale)
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return self._measure(rows[back], num_stages[back], ends[back], extra, own[back], scale[back])
@@ -93,29 +95,31 @@ class Balancer:
             out[:, s - 1] = same & (inside == 1)
         return out
 
-    def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats, steps: int) -> Ints:
-        """Bisection, or of few pipelines its steps several at once: short arrays cost numpy as much as shorter ones."""
+    def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats) -> Ints:
+        """Bisection of the bottleneck, or where pipelines are few its steps several at once: short arrays cost numpy as much as
+        shorter ones. It begins near equal shares of the work, where most end."""
         whole = self.tables.time_sums[:, -1]
         valid = rows >= 0
-        low = 0.5 / np.where(valid, 1.0 / whole[rows], 0.0).sum(axis=1)
+        low = 0.9 / np.where(valid, scale / whole[rows], 0.0).sum(axis=1)
         high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
-        ends = self._greedy(rows, num_stages, high, own, scale)
-        dead = ends[np.arange(len(rows)), num_stages - 1] < self.tables.num_layers
-        best = np.where(dead[:, None], -1, ends)
-        levels = min(steps, max(1, int(np.log2(1 + _AT_ONCE / len(rows)))))
-        copies = 2**levels - 1
-        tried_rows, tried_stages = np.repeat(rows, copies, axis=0), np.repeat(num_stages, copies)
-        tried_own, tried_scale = np.repeat(own, copies, axis=0), np.repeat(scale, copies, axis=0)
-        parts = np.arange(2**levels + 1) / 2**levels
-        for _ in range(-(-steps // levels)):
-            limits = low[:, None] * (high / low)[:, None] ** parts
-            tried = self._greedy(tried_rows, tried_stages, limits[:, 1:-1].ravel(), tried_own, tried_scale)
-            tried = tried.reshape(len(rows), -1, rows.shape[1])
-            good = (tried[np.arange(len(rows)), :, num_stages - 1] >= self.tables.num_layers) & ~dead[:, None]
-            found = good.any(axis=1)
-            first = np.where(found, good.argmax(axis=1), good.shape[1])
-            best[found] = tried[found, first[found]]
-            low, high = (np.take_along_axis(limits, (first + i)[:, None], axis=1)[:, 0] for i in (0, 1))
+        best = self._greedy(rows, num_stages, high, own, scale)
+        dead = best[:, 0] < 0
+        near = np.minimum(_NEAR * low, high)
+        ends = self._greedy(rows, num_stages, near, own, scale)
+        good = ends[:, 0] >= 0
+        best[good] = ends[good]
+        low, high = np.where(good, low, near), np.where(good, near, high)
+        while len(left := np.flatnonzero(~dead & (high > low * _CLOSE))):
+            levels = max(1, int(np.log2(1 + _AT_ONCE / len(left))))
+            copies = np.repeat(left, 2**levels - 1)
+            limits = low[left, None] * (high[left] / low[left])[:, None] ** (np.arange(2**levels + 1) / 2**levels)
+            ends = self._greedy(rows[copies], num_stages[copies], limits[:, 1:-1].ravel(), own[copies], scale[copies])
+            ends = ends.reshape(len(left), -1, rows.shape[1])
+            good = ends[:, :, 0] >= 0
+            first = np.where(good.any(axis=1), good.argmax(axis=1), good.shape[1])
+            some = np.flatnonzero(first < good.shape[1])
+            best[left[some]] = ends[some, first[some]]
+            low[left], high[left] = limits[np.arange(len(left)), first], limits[np.arange(len(left)), first + 1]
         return best
 
     def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:

@@ -4,7 +4,7 @@ should do.
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.pipeline_simulation import Transfers, run_1f1b
@@ -49,6 +49,9 @@ class Estimator:
         # plain floats: single entries of arrays cost ten times as much to read
         self._time_sums: list[list[float]] = tables.time_sums.tolist()
         self._forward_sums: list[list[float]] = tables.forward_sums.tolist()
+        self._boundaries: list[list[float]] = tables.boundaries.tolist()
+        self._crossings: list[float] = tables.crossings.tolist()
+        self._groups: list[int] = tables.groups_a_node.tolist()
         self._times: dict[tuple[Shape, int], float] = {}
         self._ends: dict[Shape, list[float]] = {}
         self._ways: dict[Shape, _Way] = {}
@@ -68,11 +71,10 @@ class Estimator:
 
     def _transfers(self, rows: tuple[int, ...]) -> list[float]:
         """Seconds of each boundary; equal neighbours fill one node after the other, as `place` does."""
-        tables, out, inside = self.tables, [], 1
+        out, inside = [], 1
         for one, other in itertools.pairwise(rows):
-            inside = inside % int(tables.groups_a_node[one]) + 1 if one == other else 1
-            crosses = one == other and inside == 1
-            out.append(float(tables.crossings[one] if crosses else tables.boundaries[one, other]))
+            inside = inside % self._groups[one] + 1 if one == other else 1
+            out.append(self._crossings[one] if one == other and inside == 1 else self._boundaries[one][other])
         return out
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
@@ -112,14 +114,37 @@ class Estimator:
             [k * busy - (k if k < last - s else last - s) * way.hidden_s[s] for s, busy in enumerate(way.busy_s)]
         )
 
+    def shifted_s(self, shape: Shape, microbatches: int) -> Callable[[int, int], float]:
+        """`quick_s` with the end of a stage moved by so many layers: only its and its neighbour's seconds are computed anew."""
+        way, k, last = self._way(shape), microbatches - 1, len(shape.rows) - 1
+        hides = [min(k, last - s) if self.tables.overlaps_warmup else 0 for s in range(last + 1)]
+        loads = [k * busy - h * hidden for busy, h, hidden in zip(way.busy_s, hides, way.hidden_s)]
+        before = list(itertools.accumulate(loads, max, initial=0.0))
+        beyond = list(itertools.accumulate(reversed(loads), max, initial=0.0))[::-1]
+
+        def seconds(stage: int, layers: int) -> float:
+            end = shape.ends[stage]
+            fill, worst = way.fill_s, max(before[stage], beyond[stage + 2])
+            for s, sign in ((stage, 1), (stage + 1, -1)):
+                time, forward = self._time_sums[shape.rows[s]], self._forward_sums[shape.rows[s]]
+                more, hidden = sign * (time[end + layers] - time[end]), sign * (forward[end + layers] - forward[end])
+                fill += more
+                worst = max(worst, loads[s] + k * more - hides[s] * hidden)
+            return fill + worst
+
+        return seconds
+
     def _way(self, shape: Shape) -> "_Way":
         """What `quick_s` and `affine` need, computed once."""
         known = self._ways.get(shape)
         if known is None:
-            forward, backward, _ = self.stages(shape)
-            tolls, share = self._tolls(shape), self.tables.boundary_share
-            busy = [f + b + 2 * share * t for f, b, t in zip(forward, backward, tolls)]
+            forward, backward, send = self.stages(shape)
+            share, first, last = self.tables.boundary_share, *self.tables.boundary_ends(len(forward))
+            tolls = [(a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])]  # half of each of its two boundaries
+            tolls[0] *= first
+            tolls[-1] *= last
             hidden = [f + share * t for f, t in zip(forward, tolls)]
+            busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
             known = _Way(sum(forward) + sum(backward) + sum(tolls), max(busy), busy, hidden)
             self._ways[shape] = known
         return known
@@ -171,15 +196,6 @@ class Estimator:
         """(seconds of the first microbatch, seconds of each further one) in the steady state."""
         way = self._way(shape)
         return way.fill_s, way.period_s
-
-    def _tolls(self, shape: Shape) -> list[float]:
-        """Seconds of boundaries charged to each stage: half of each of its neighbours'."""
-        send = [0.0, *self.stages(shape)[2], 0.0]
-        tolls = [(a + b) / 2 for a, b in itertools.pairwise(send)]
-        first, last = self.tables.boundary_ends(len(tolls))
-        tolls[0] *= first
-        tolls[-1] *= last
-        return tolls
 
     def most_in(self, shape: Shape, seconds: float) -> int:
         """The most microbatches that the pipeline completes in so many seconds."""

@@ -16,6 +16,7 @@ import numpy as np
 from planner.strategies.tables import Floats, Ints
 
 _TRIES = 10
+_PLAIN = {"presolve": False}  # the programs are tiny
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Packer:
         pool = sorted({*pool, int(usable[np.argmax(worth / self._share[usable])]), *self._singles(value, usable)})
         for _ in range(60):
             matrix = np.vstack([self.usage[pool].T, np.ones(len(pool))])
-            result = linprog(-value[pool], A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs")
+            result = linprog(-value[pool], A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs", options=_PLAIN)
             self._prices = -np.asarray(result.ineqlin.marginals)
             left = worth - mine @ self._prices[:-1]
             gain = left - self._prices[-1]

@@ -3,7 +3,7 @@ to another pipeline.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 
@@ -12,11 +12,6 @@ _SIMULATED = 3
 FAR_BEHIND = 1.15  # what is slower than the best by more is not made better by single moves
 
 After = Callable[[Shape], float]  # seconds from a pipeline's end to that of its gradients' sums
-
-
-def nothing_after(shape: Shape) -> float:
-    """Where the sync is not known, or is the same for all."""
-    return 0.0
 
 
 def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
@@ -31,15 +26,14 @@ def refine(estimator: Estimator, draft: Draft, batch: int) -> Draft:
     return best
 
 
-def refine_shape(estimator: Estimator, shape: Shape, microbatches: int, after_s: After = nothing_after) -> Shape:
-    """Moves single blocks between neighbouring stages while the pipeline's time and what follows it falls, and memory holds.
+def refine_shape(estimator: Estimator, shape: Shape, microbatches: int, after_s: After | None = None) -> Shape:
+    """Moves single blocks between stages while the pipeline's time and what follows it falls, and memory holds.
 
     The closed form ranks the moves, the simulation decides among the best few.
     """
-    best, seconds = shape, estimator.pipeline_s(shape, microbatches) + after_s(shape)
+    best, seconds = shape, estimator.pipeline_s(shape, microbatches) + (after_s(shape) if after_s else 0.0)
     for _ in range(_ROUNDS):
-        options = [s for s in _neighbours(best) if fits(estimator, s, microbatches)]
-        fastest = fastest_of(estimator, options, microbatches, seconds, after_s)
+        fastest = fastest_of(estimator, _moves(estimator, best, microbatches, after_s), microbatches, seconds, after_s)
         if fastest is None or fastest[0] >= seconds * (1 - 1e-6):
             return best
         seconds, best = fastest
@@ -47,11 +41,18 @@ def refine_shape(estimator: Estimator, shape: Shape, microbatches: int, after_s:
 
 
 def fastest_of(
-    estimator: Estimator, shapes: Iterable[Shape], microbatches: int, below: float, after_s: After = nothing_after
+    estimator: Estimator,
+    quick: Iterable[tuple[float, Shape]],
+    microbatches: int,
+    below: float,
+    after_s: After | None = None,
 ) -> tuple[float, Shape] | None:
-    """(seconds, shape) of the fastest by the simulation, among the best few by the closed form that may take less than `below`."""
-    ranked = sorted(((estimator.quick_s(s, microbatches) + after_s(s), s) for s in shapes), key=_by_time)[:_SIMULATED]
-    timed = [(estimator.pipeline_s(s, microbatches) + after_s(s), s) for quick, s in ranked if quick < below]
+    """(seconds, shape) of the fastest by the simulation, among the best few that fit by the closed form given with each and that may
+    take less than `below`."""
+    known = quick if after_s is None else ((seconds + after_s(shape), shape) for seconds, shape in quick)
+    ranked = sorted((entry for entry in known if entry[0] < below), key=_by_time)
+    near = itertools.islice((shape for _, shape in ranked if fits(estimator, shape, microbatches)), _SIMULATED)
+    timed = [(estimator.pipeline_s(s, microbatches) + (after_s(s) if after_s else 0.0), s) for s in near]
     return min(timed, key=_by_time, default=None)
 
 
@@ -60,17 +61,25 @@ def _by_time(entry: tuple[float, Shape]) -> tuple[float, tuple[int, ...]]:
     return entry[0], entry[1].ends
 
 
-def _neighbours(shape: Shape) -> list[Shape]:
-    out = []
+def _moves(
+    estimator: Estimator, shape: Shape, microbatches: int, after_s: After | None
+) -> Iterator[tuple[float, Shape]]:
+    """With its closed form: each cut one block on, unequal neighbours exchanged, and where sync counts, which is that of
+    early stages, a block of the first stage given to any other."""
+    shifted_s, bounds = estimator.shifted_s(shape, microbatches), (1, *shape.ends[:-1], shape.ends[-1] - 1)
+    others = []
     for i in range(len(shape.ends) - 1):
         for step in (-1, 1):
-            ends = (*shape.ends[:i], shape.ends[i] + step, *shape.ends[i + 1 :])
-            candidate = Shape(shape.rows, ends)
-            if well_formed(candidate):
-                out.append(candidate)
+            if bounds[i] < shape.ends[i] + step < bounds[i + 2]:
+                yield (
+                    shifted_s(i, step),
+                    Shape(shape.rows, (*shape.ends[:i], shape.ends[i] + step, *shape.ends[i + 1 :])),
+                )
         if shape.rows[i] != shape.rows[i + 1]:
-            out.append(_swapped(shape, i))
-    return [candidate for candidate in out if well_formed(candidate)]
+            others.append(_swapped(shape, i))
+        if after_s is not None and i > 0:
+            others.append(Shape(shape.rows, (*(end - 1 for end in shape.ends[: i + 1]), *shape.ends[i + 1 :])))
+    yield from ((estimator.quick_s(other, microbatches), other) for other in others if well_formed(other))
 
 
 def _swapped(shape: Shape, i: int) -> Shape:

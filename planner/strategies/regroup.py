@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.refine import After, draft_fits, fastest_of, nothing_after
+from planner.strategies.refine import After, draft_fits, fastest_of
 from planner.strategies.tables import Tables
 
 _ROUNDS = 3
@@ -17,7 +17,7 @@ _WORTH = 1e-3
 
 
 def regrouped(
-    estimator: Estimator, draft: Draft, batch: int, max_stages: int, after_s: After = nothing_after
+    estimator: Estimator, draft: Draft, batch: int, max_stages: int, after_s: After | None = None
 ) -> Draft | None:
     """Each pipeline with the groups that make it fastest for its microbatches, with what follows it; None where none gains."""
     balancer = Balancer(estimator.tables, max_stages)
@@ -31,9 +31,9 @@ def regrouped(
 
 
 def _regroup(
-    estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, max_stages: int, after_s: After
+    estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, max_stages: int, after_s: After | None
 ) -> Shape:
-    best, seconds = shape, estimator.pipeline_s(shape, microbatches) + after_s(shape)
+    best, seconds = shape, estimator.pipeline_s(shape, microbatches) + (after_s(shape) if after_s else 0.0)
     for _ in range(_ROUNDS):
         options = list(dict.fromkeys(_variants(estimator.tables, best.rows, max_stages)))
         if not options:
@@ -41,7 +41,8 @@ def _regroup(
         cuts = balancer.cut_each(options)
         held = np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
         shapes = [Shape(options[i], tuple(cuts.ends[i, : len(options[i])].tolist())) for i in held]
-        fastest = fastest_of(estimator, shapes, microbatches, seconds, after_s)
+        quick = ((estimator.quick_s(other, microbatches), other) for other in shapes)
+        fastest = fastest_of(estimator, quick, microbatches, seconds, after_s)
         if fastest is None or fastest[0] > seconds * (1 - _WORTH):
             return best
         seconds, best = fastest

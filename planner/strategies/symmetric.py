@@ -14,7 +14,7 @@ import numpy as np
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.drafts import Draft, Estimator, Shape
-from planner.strategies.refine import draft_fits
+from planner.strategies.refine import FAR_BEHIND, draft_fits
 from planner.strategies.request import Request
 from planner.strategies.tables import Tables
 
@@ -48,6 +48,14 @@ class Grid:
                 return None
             shapes[kinds] = Shape(tuple(row for row in rows if row is not None), ends)
         return Draft(tuple((shapes[kinds], self.count) for kinds in chosen))
+
+    def least_s(self, tables: Tables, block_s: Sequence[float]) -> float:
+        """No step is shorter: a slowest group has a smallest stage at least, a fastest one the largest if all have. block_s: of each
+        table row, the mean block's seconds. Infinite where it uses what the tables do not have."""
+        degree, used = len(self.groups[0]), set(self.kinds[: self.width * len(self.split)])
+        rows = [tables.row_of.get((kind, degree, self.size)) for kind in used]
+        seconds = [np.inf if row is None else block_s[row] for row in rows]
+        return self.count * max(max(seconds) * min(self.split), min(seconds) * max(self.split))
 
     def plan(self, request: Request) -> Plan:
         first = [0, *itertools.accumulate(self.split)]
@@ -124,12 +132,20 @@ def ranked_grids(
     request: Request, tables: Tables, grids: Iterable[Grid], estimator: Estimator, keep: int
 ) -> list[tuple[float, Plan]]:
     """The `keep` fastest grids that fit memory by the tables; only those that a closed form ranks high are simulated."""
-    rough = []
-    for number, grid in enumerate(grids):
+    sums = tables.time_sums
+    block_s = ((sums[:, -2] - sums[:, 1]) / tables.num_blocks * (1 - 1e-9)).tolist()
+    least = sorted(
+        ((grid.least_s(tables, block_s), i, grid) for i, grid in enumerate(grids)), key=lambda item: item[:2]
+    )
+    rough, best = [], np.inf
+    for bound_s, number, grid in least:
+        if bound_s > FAR_BEHIND * best:
+            break
         draft = grid.draft(tables)
         if draft is not None and draft_fits(estimator, draft):
             slowest = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
             rough.append((slowest + tables.sync_s(estimator.sync_shape(draft)), number, draft, grid))
+            best = min(best, rough[-1][0])
     near = sorted(rough, key=lambda item: item[:2])[: _SIMULATED * keep]
     found = sorted(((estimator.draft_s(draft), number, grid) for _, number, draft, grid in near), key=lambda f: f[:2])
     return [(seconds, grid.plan(request)) for seconds, _, grid in found[:keep]]
