@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from autohet.runtime.beside import beside
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
 from planner.model_spec import LayerSpec, ModelSpec
@@ -60,7 +61,9 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
     cost = CostModel(
         fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True
     )
-    return Request(fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes)
+    return Request(
+        fleet, spec, cost, batch, length, clock=time.perf_counter, beside=beside, max_microbatch_sequences=4, **wishes
+    )
 
 
 LLAMA_70B = model_spec("llama-70b", 80, 8192, 28672, 128256, 1024)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autohet.runtime.beside import beside
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
@@ -124,6 +125,7 @@ class Planning:
             min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
             time_limit_s=wishes.search_time_limit_s,
             clock=self.clock,
+            beside=beside,
         )
 
     def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:

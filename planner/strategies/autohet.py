@@ -3,13 +3,14 @@ prediction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
 from planner.strategies.alike import alike_plans
+from planner.strategies.bound_beside import begin_bound
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.effort import Effort
@@ -44,6 +45,9 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     begin = request.clock()
     tables = tables_of(request)
     effort = effort or effort_for(tables)
+    bound_s = begin_bound(request) if effort.bounded else None
+    if bound_s is not None:
+        effort = replace(effort, bounded=False)
     engine = Engine(
         tables, request.global_batch_sequences, request.deepest(tables.num_blocks), effort,
         lambda: request.clock() - begin > request.time_limit_s, request.mixed_microbatch, request.mixed_tp,
@@ -64,7 +68,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _polish(request, tables, plans, best)
     best = _share_anew(request, best)
-    bound = found.lower_bound_s or None
+    bound = (found.lower_bound_s if bound_s is None else bound_s()) or None
     step = best.prediction.step_time_s
     gap = None if bound is None else max(0.0, step / bound - 1)
     report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound and min(bound, step), gap)

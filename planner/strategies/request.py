@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from planner.cost import CostModel, Prediction
 
 Objective = Literal["time", "cost", "pareto"]
+Beside = Callable[[Callable[["Request"], float], "Request"], Callable[[], float | None]]
 
 
 def no_clock() -> float:
@@ -29,7 +30,8 @@ class Request:
     mixed_microbatch=False
     for one microbatch size. max_usd_per_hour limits the price of the nodes in use. min_node_disjoint_holders=2 asks
     that every layer lie on two nodes at least.
-    clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0.
+    clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. beside: begins a function of the request
+    on another processor and returns what waits for its result (None: it did not work); without it all is done in turn.
     """
 
     fleet: Fleet
@@ -49,6 +51,7 @@ class Request:
     min_node_disjoint_holders: int = 1
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
+    beside: "Beside | None" = None
 
     def deepest(self, num_blocks: int) -> int:
         """The most stages that a pipeline may have."""
