@@ -10,7 +10,7 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
 from planner.strategies.alike import alike_plans
-from planner.strategies.bound_beside import begin_bound
+from planner.strategies.companion import begin_companion
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.effort import Effort
@@ -45,9 +45,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     begin = request.clock()
     tables = tables_of(request)
     effort = effort or effort_for(tables)
-    bound_s = begin_bound(request) if effort.bounded else None
-    if bound_s is not None:
-        effort = replace(effort, bounded=False)
+    companion = begin_companion(request) if effort.bounded else None
+    effort = replace(effort, bounded=effort.bounded and companion is None)
     engine = Engine(
         tables, request.global_batch_sequences, request.deepest(tables.num_blocks), effort,
         lambda: request.clock() - begin > request.time_limit_s, request.mixed_microbatch, request.mixed_tp,
@@ -61,14 +60,15 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )
     alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
-    plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart]
+    beside = companion() if companion is not None else None
+    plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart, *(beside.plans if beside else ())]
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _polish(request, tables, plans, best)
     best = _share_anew(request, best)
-    bound = (found.lower_bound_s if bound_s is None else bound_s()) or None
+    bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
     step = best.prediction.step_time_s
     gap = None if bound is None else max(0.0, step / bound - 1)
     report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound and min(bound, step), gap)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from planner.cost import CostModel, Prediction
 
 Objective = Literal["time", "cost", "pareto"]
-Beside = Callable[[Callable[["Request"], float], "Request"], Callable[[], float | None]]
+Beside = Callable[[Callable[["Request"], Any], "Request"], Callable[[], Any]]
 
 
 def no_clock() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.cluster import Fleet, NodeType
@@ -28,6 +29,7 @@ MOST_GPUS = 128  # beyond, they take longer than what they find is worth
 MOST_FOR_METIS = {1: 16, 2: 16, 3: 16, 4: 8}  # GPUs by number of types: it looks at all orders of these
 _GRIDS = 8
 _SHARES = 4
+_SHALLOW = 8
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -43,6 +45,20 @@ def rival_plans(request: Request) -> list[Plan]:
             found.append(search(asked).plan)
         except InfeasibleError:
             continue
+    return found
+
+
+def late_rivals(request: Request) -> list[Plan]:
+    """For fleets of more than `MOST_GPUS`: one plan of `hap`, and if it finds one, so that a few GPUs hold the model, one of `fasop`'s
+    with a few stages. On other models both take seconds and found nothing."""
+    from planner.strategies.fasop import search_fasop
+    from planner.strategies.hap import search_hap
+
+    found = list[Plan]()
+    if len(request.fleet.workers) > MOST_GPUS:
+        shallow = replace(request, max_stages=min(_SHALLOW, request.max_stages or _SHALLOW))
+        with suppress(InfeasibleError):
+            found += [search_hap(request).plan, search_fasop(shallow).plan]
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 from autohet.cli.bench_planner_synthetic import GPT_26, fleet_of, request_of
 from autohet.runtime.beside import beside
 from planner.strategies import plan_with
-from planner.strategies.bound_beside import begin_bound, bound_of
+from planner.strategies.companion import accompany, begin_companion
 
 
 def test_the_result_of_another_process() -> None:
@@ -34,13 +34,15 @@ def test_none_where_there_is_one_processor(monkeypatch: pytest.MonkeyPatch) -> N
     assert beside(math.sqrt, 9.0)() is None
 
 
-def test_a_large_fleets_bound_is_proved_beside_and_is_the_same() -> None:
-    asked = replace(request_of(GPT_26, fleet_of({"A100-40": 48, "T4": 24}), 144, 1024), clock=time.perf_counter)
-    wait, alone = begin_bound(asked), begin_bound(replace(asked, beside=lambda work, of: lambda: None))
-    assert wait is not None
-    assert alone is not None
-    known = bound_of(replace(asked, beside=None))
-    assert wait() == known
-    assert alone() == known  # where it fails, this process does it
-    assert plan_with("autohet", asked).search.lower_bound_s == known
-    assert begin_bound(replace(asked, beside=None)) is None
+def test_what_goes_on_beside_the_search_of_a_large_fleet_is_the_same_as_in_turn() -> None:
+    asked = replace(request_of(GPT_26, fleet_of({"A100-40": 80, "T4": 56}), 272, 1024), clock=time.perf_counter)
+    beside_it, failed = begin_companion(asked), begin_companion(replace(asked, beside=lambda work, of: lambda: None))
+    assert beside_it is not None
+    assert failed is not None
+    known = accompany(replace(asked, beside=None))
+    assert known.plans
+    assert beside_it() == known
+    assert failed() == known  # this process does it then
+    answer = plan_with("autohet", asked)
+    assert answer.search.lower_bound_s == known.lower_bound_s
+    assert answer.plan == plan_with("autohet", replace(asked, beside=None)).plan
