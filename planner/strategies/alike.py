@@ -21,7 +21,7 @@ from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits, refine_shape
 from planner.strategies.regroup import regrouped
 from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Ints, SyncShape, Tables
+from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
 _MIXES = 240
@@ -172,7 +172,8 @@ class _SideBySide:
         self._cost, self._tables = request.cost, tables
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
         self._sums: list[list[float]] = tables.sync_sums.tolist()
-        self._update = [self._update_rate(tables.kinds[row.kind].resource) for row in tables.rows]
+        update = [tables.update_s(np.array([0.0, 1e9]), (tables.kinds[row.kind].resource,)) for row in tables.rows]
+        self._update = [float(more - none) / 1e9 for none, more in update]
 
     def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
         """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
@@ -184,11 +185,6 @@ class _SideBySide:
         ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
         update = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0).max(axis=1, initial=0.0)
         return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0) + update)
-
-    def _update_rate(self, resource: int) -> float:
-        """Seconds a gradient byte."""
-        few, more = (self._tables.sync_s(SyncShape(b, b, 1, 1, (resource,))) for b in (1e9, 2e9))
-        return (more - few) / 1e9
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """As `after_s`, of so many pipelines of one shape."""

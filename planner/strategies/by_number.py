@@ -150,19 +150,11 @@ class _Part:
 
         def seconds(num_bytes: Floats) -> Floats:
             steps = np.linspace(0.0, float(num_bytes.max(initial=0.0)), 33)
-            whole = self._ending_s(steps, sharing.number * self.copies, sharing.used)
-            return np.interp(num_bytes, steps, whole - self._ending_s(steps, 1, sharing.used))
+            pipelines, update = sharing.number * self.copies, self.tables.update_s(steps, sharing.used)
+            shapes = [SyncShape(float(b), float(b), 1, pipelines, sharing.used) for b in steps]
+            return np.interp(num_bytes, steps, np.array([self.tables.sync_s(shape) for shape in shapes]) - update)
 
         return seconds
-
-    def _ending_s(self, num_bytes: Floats, pipelines: int, used: tuple[int, ...]) -> Floats:
-        """All-reduce and update of workers with so many gradient bytes."""
-        return np.array([self.tables.sync_s(SyncShape(float(b), float(b), 1, pipelines, used)) for b in num_bytes])
-
-    def _update_s(self, num_bytes: Floats, used: tuple[int, ...]) -> Floats:
-        """Update of workers with so many gradient bytes."""
-        steps = np.linspace(0.0, float(num_bytes.max(initial=0.0)), 33)
-        return np.interp(num_bytes, steps, self._ending_s(steps, 1, used))
 
     # -- which numbers, and which columns ------------------------------------------------------------------------------
 
@@ -177,7 +169,7 @@ class _Part:
                 if found and self.problem.hurry():
                     break
                 unhidden = np.maximum(self._ring(sharing)(held) - early, 0.0).max(axis=1, initial=0.0)
-                sync = unhidden + self._update_s(held.max(axis=1, initial=0.0), used)
+                sync = unhidden + self.tables.update_s(held.max(axis=1, initial=0.0), used)
                 level = self._level(columns, packer, sync, sharing, best * _NEAR)
                 if level is not None:
                     found.append(replace(level, sync_s=_spread(level.sync_s, index, len(self.columns))))
@@ -252,7 +244,7 @@ class _Part:
         for level in levels if len(pool) else ():
             used = level.sharing.used
             other = np.delete(pool.usage, used, axis=1).any(axis=1)
-            sync = pool.sync_s(self._ring(level.sharing)) + self._update_s(pool.worker_bytes, used)
+            sync = pool.sync_s(self._ring(level.sharing)) + self.tables.update_s(pool.worker_bytes, used)
             sync[other] = np.inf
 
             def sequences(seconds: float, of: Ints | None = None, sync: Floats = sync) -> Floats:

@@ -9,6 +9,7 @@ order stay idle), and an order that depends on the hash seed. Our plans have one
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ _CANDIDATES = 8
 _SLACK = 1.08  # thousands of arrangements end nearly alike
 
 
-def search_metis(request: Request) -> Answer:
+def search_metis(request: Request, arrangements_a_depth: int = _MOST_ARRANGEMENTS) -> Answer:
     """Metis's search. InfeasibleError where none of its plans fits."""
     check_request(request)
     begin = request.clock()
@@ -41,7 +42,7 @@ def search_metis(request: Request) -> Answer:
     while used > 0 and not laid_out:
         for gpus in gpu_orders(tables):
             arranger = Arranger(request, stager, shortlist, gpus[:used])
-            for sizes in arrangements(used, request.deepest(tables.num_blocks)):
+            for sizes in arrangements(used, request.deepest(tables.num_blocks), arrangements_a_depth):
                 tried += 1
                 arranger.try_sizes(sizes)
                 if request.clock() - begin > request.time_limit_s:
@@ -68,14 +69,14 @@ def gpu_orders(tables: Tables) -> Iterator[list[str]]:
         ]
 
 
-def arrangements(gpus: int, blocks: int) -> Iterator[tuple[int, ...]]:
-    """Group sizes stage by stage, with both prunings; fewest stages first."""
+def arrangements(gpus: int, blocks: int, most: int = _MOST_ARRANGEMENTS) -> Iterator[tuple[int, ...]]:
+    """Group sizes stage by stage, with both prunings; fewest stages first, at most so many of each number of stages."""
     for stages in range(1, min(gpus, blocks) + 1):
         least = max(gpus // stages // 2, 1)
         seen: set[tuple[int, ...]] = set()
         for composition in _compositions(gpus, stages, least):
             for arrangement in _permutations(composition):
-                if arrangement not in seen and len(seen) < _MOST_ARRANGEMENTS:
+                if arrangement not in seen and len(seen) < most:
                     seen.add(arrangement)
                     yield arrangement
 
@@ -120,6 +121,7 @@ class Arranger:
         self._batch, self._tables, self._stager = request.global_batch_sequences, stager.tables, stager
         self._shortlist, self._groups = shortlist, Groups(stager, gpus)
         self._microbatches = [b for b in sorted({row.microbatch for row in self._tables.rows}) if self._batch % b == 0]
+        self._seconds: list[list[float]] = self._tables.time_sums.tolist()
         self._state = [_running(row.state_bytes) for row in self._tables.rows]
         self._kept = [_running(row.activation_bytes) for row in self._tables.rows]
         self.laid_out = False
@@ -151,20 +153,20 @@ class Arranger:
         """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
         capacity away. None where that does not help."""
         rows = self._stager.slowest(staged)
-        depth = len(rows)
-        speeds = [1.0 / float(self._tables.time_sums[row, -1]) for row in rows]
-        capacity = np.array(speeds) / sum(speeds)
+        depth, sums = len(rows), self._seconds[rows[0]]
+        speeds = [1.0 / self._seconds[row][-1] for row in rows]
+        capacity = [speed / sum(speeds) for speed in speeds]
         for _ in range(_REPAIRS):
-            ends = split_by_capacity(self._tables.time_sums[rows[0]], capacity)
+            ends = split_by_capacity(sums, capacity)
             bounds = zip((0, *ends[:-1]), ends, strict=True)
             share = [self._fullness(staged.rows[s], a, b, depth - s) for s, (a, b) in enumerate(bounds)]
             if max(share) <= 1:
                 return ends
-            lost = np.array([c * (1 - 0.9 / x) if x > 1 else 0.0 for c, x in zip(capacity, share, strict=True)])
-            room = np.array([c if x <= 1 else 0.0 for c, x in zip(capacity, share, strict=True)])
-            if room.sum() == 0:
+            room = sum(c for c, x in zip(capacity, share, strict=True) if x <= 1)
+            if room == 0:
                 return None
-            capacity = capacity - lost + lost.sum() * room / room.sum()
+            lost = sum(c * (1 - 0.9 / x) for c, x in zip(capacity, share, strict=True) if x > 1)
+            capacity = [c * (1 + lost / room) if x <= 1 else c * 0.9 / x for c, x in zip(capacity, share, strict=True)]
         return None
 
     def _fullness(self, rows: Sequence[int], start: int, end: int, in_flight: int) -> float:
@@ -182,14 +184,15 @@ def _running(values: Floats) -> list[float]:
     return [0.0, *np.cumsum(values).tolist()]
 
 
-def split_by_capacity(sums: Floats, capacity: Floats) -> tuple[int, ...]:
-    """Ends so that each stage's share of the layers' time is nearest to its share of capacity, at least a block each."""
+def split_by_capacity(sums: Sequence[float], capacity: Sequence[float]) -> tuple[int, ...]:
+    """Ends so that each stage's share of the layers' time is nearest to its share of capacity, at least a block each. sums: seconds
+    of the first i layers."""
     layers, depth = len(sums) - 1, len(capacity)
-    targets = np.cumsum(capacity)[:-1] * sums[-1]
-    above = np.clip(np.searchsorted(sums, targets), 1, layers)
-    nearest = np.where(targets - sums[above - 1] <= sums[above] - targets, above - 1, above).tolist()
     ends: list[int] = []
-    for s, near in enumerate(nearest):
+    for s, share in enumerate(itertools.accumulate(capacity[:-1])):
+        target = share * sums[-1]
+        above = min(max(bisect_left(sums, target), 1), layers)
+        near = above - 1 if target - sums[above - 1] <= sums[above] - target else above
         least = (ends[-1] + 1) if ends else 2
         ends.append(min(max(near, least), layers - 1 - (depth - 1 - s)))
     return (*ends, layers)

@@ -188,6 +188,11 @@ class Tables:
         kinds = [(self.resources[kind.resource].node_type.name, kind.tp_degree) for kind in self.kinds]
         return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows)}
 
+    def update_s(self, num_bytes: Floats, resources: tuple[int, ...]) -> Floats:
+        """What follows pipelines that sum nothing: the updates of workers with so many gradient bytes, and what every step has."""
+        once, twice = (self.sync_s(SyncShape(size, size, 1, 1, resources)) for size in (1e9, 2e9))
+        return np.asarray(2 * once - twice + (twice - once) / 1e9 * num_bytes)
+
     def fitting(self, max_in_flight: int) -> Ints:
         """`last_layer_that_fits`, computed once for each number."""
         if max_in_flight not in self._fitting:
