@@ -24,7 +24,7 @@ from planner.strategies.request import Request
 from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
-_MIXES = 240
+_MIXES = 120
 _KEPT = (4, 48)
 _PREDICTED_GPUS = 500
 _SIMULATED = 4

@@ -16,7 +16,7 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 _AT_ONCE = 700
 _NEAR = 1.4
-_CLOSE = 1.0003
+_CLOSE = 1.001
 
 
 @dataclass(frozen=True)
