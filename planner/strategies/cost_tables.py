@@ -174,8 +174,9 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
 
 
 def _least_ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[int, float, int, int], float]:
-    """A worker's ring has a link between two nodes like its own, or stays in its node. The node's NIC is shared by at least as
-    many rings as its groups have workers on average, and all its other groups may be of one worker."""
+    """A worker's ring has a link between two nodes like its own, or stays in its node, where each other member takes a GPU that its
+    own group leaves. The node's NIC is shared by at least as many rings as its groups have workers on average, and all its other
+    groups may be of one worker."""
     rates: dict[tuple[int, int], float] = {}
 
     def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
@@ -187,7 +188,7 @@ def _least_ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[i
             return update
         flows = kind.num_gpus / (1 + kind.num_gpus - degree)
         across = cost.sync_s([(str(i), kind) for i in range(pipelines)], num_bytes, flows=flows)
-        if pipelines <= max(r.node_type.num_gpus for r in resources):
+        if pipelines <= 1 + kind.num_gpus - degree:
             across = min(across, cost.sync_s([("node", kind)] * pipelines, num_bytes))
         return across + update
 
