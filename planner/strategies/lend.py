@@ -12,6 +12,7 @@ from planner.strategies.staged import Group, Stager
 from planner.strategies.tables import Tables
 
 _ROUNDS = 3
+_TAKEN_ON = 5  # free nodes at most that join pipelines: of more, new pipelines are made
 _AT_ONCE = (1, 2)
 _WORTH = 0.998
 _MOVES = 300
@@ -57,7 +58,7 @@ class Lender:
     def rosters(self, roster: Roster) -> list[Roster]:
         """The roster itself, and what the most promising moves make of it, one after the other."""
         found = [roster]
-        for _ in range(_ROUNDS + len(roster.free)):
+        for _ in range(_ROUNDS + min(len(roster.free), _TAKEN_ON)):
             moves = list(itertools.islice(self._moves(found[-1]), _MOVES))
             if not moves:
                 break
@@ -72,9 +73,10 @@ class Lender:
         return found
 
     def _moves(self, roster: Roster) -> Iterator[_Move]:
-        """Free nodes to any pipeline; nodes of a pipeline to one that is to be cut anew."""
+        """Free nodes to any pipeline; nodes of a pipeline to one that is to be cut anew. Of equal pipelines one is looked at."""
         givers = list(dict(reversed([(crew.rows, i) for i, crew in enumerate(roster.crews)])).values())
-        for q, crew in enumerate(roster.crews):
+        receivers = dict(reversed([((crew.rows, crew.ends), i) for i, crew in enumerate(roster.crews)])).values()
+        for q, crew in ((q, roster.crews[q]) for q in sorted(receivers)):
             for i, workers in enumerate(roster.free[: _AT_ONCE[-1]]):
                 for degree in self.degrees:
                     node = tuple(workers[j : j + degree] for j in range(0, len(workers) - degree + 1, degree))
