@@ -17,7 +17,7 @@ from planner.strategies.effort import Effort
 from planner.strategies.engine import Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
-from planner.strategies.polish import neighbours
+from planner.strategies.polish import early_shifts, neighbours
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.rivals import MOST_GPUS, grids, rival_plans
@@ -67,6 +67,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _polish(request, tables, plans, best)
+    elif len(request.fleet.workers) <= MOST_GPUS:
+        best = _shift(request, best)
     best = _share_anew(request, best)
     bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
     step = best.prediction.step_time_s
@@ -91,6 +93,16 @@ def _polish(request: Request, tables: Tables, plans: Sequence[Plan], best: Coste
             now = moved
         if now is not None and now.prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
             best = now
+    return best
+
+
+def _shift(request: Request, best: Costed) -> Costed:
+    """The best that blocks moved between the first stages make of it."""
+    for _ in range(_SHARE_ROUNDS):
+        moved, _ = choose(request, [best.plan, *early_shifts(best.plan)])
+        if moved is None or moved.plan == best.plan:
+            return best
+        best = moved
     return best
 
 

@@ -8,6 +8,7 @@ from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.request import Request
 
 _TRIED = 90
+_EARLY = 3
 
 
 def neighbours(plan: Plan, request: Request, sizes: Sequence[int]) -> Iterator[Plan]:
@@ -18,6 +19,16 @@ def neighbours(plan: Plan, request: Request, sizes: Sequence[int]) -> Iterator[P
         if number == _TRIED:
             return
         yield changed
+
+
+def early_shifts(plan: Plan) -> Iterator[Plan]:
+    """Plans with a block moved over one of the first cuts, in all pipelines that are cut alike: early stages end last, so what they hold
+    decides when the gradients are summed."""
+    for sizes in dict.fromkeys(tuple(stage.num_layers for stage in pipeline.stages) for pipeline in plan.pipelines):
+        mine = [p for p, pipeline in enumerate(plan.pipelines) if tuple(s.num_layers for s in pipeline.stages) == sizes]
+        moved = [itertools.islice(_block_moves(plan.pipelines[p].stages), 2 * _EARLY) for p in mine]
+        for together in zip(*moved, strict=True):
+            yield _with(plan, {p: replace(plan.pipelines[p], stages=s) for p, s in zip(mine, together, strict=True)})
 
 
 def _changes(plan: Plan, request: Request, sizes: Sequence[int]) -> Iterator[Plan]:
