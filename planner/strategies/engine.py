@@ -28,7 +28,7 @@ from planner.strategies.regroup import regrouped
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 COLUMNS_GPUS = 64  # at most, for a bound over listed columns
-_REGROUPED = 3
+_REGROUPED = 2
 _EFFORT = Effort()
 
 
