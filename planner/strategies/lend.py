@@ -59,10 +59,10 @@ class Lender:
         """The roster itself, and what the most promising moves make of it, one after the other."""
         found = [roster]
         for _ in range(_ROUNDS + min(len(roster.free), _TAKEN_ON)):
-            moves = list(itertools.islice(self._moves(found[-1]), _MOVES))
+            moves = list(itertools.islice(self.moves(found[-1]), _MOVES))
             if not moves:
                 break
-            self._measure([crew for move in moves for crew in (move.taken, move.left)] + list(found[-1].crews))
+            self.measure([crew for move in moves for crew in (move.taken, move.left)] + list(found[-1].crews))
             before = self._seconds(found[-1])
             after = [self._made(found[-1], move) for move in moves]
             seconds = [self._seconds(made) for made in after]
@@ -72,20 +72,20 @@ class Lender:
             found += [after[i] for i in order[1::-1]]  # the best last: the next round begins there
         return found
 
-    def _moves(self, roster: Roster) -> Iterator[_Move]:
+    def moves(self, roster: Roster) -> Iterator[_Move]:
         """Free nodes to any pipeline; nodes of a pipeline to one that is to be cut anew. Of equal pipelines one is looked at."""
-        givers = list(dict(reversed([(crew.rows, i) for i, crew in enumerate(roster.crews)])).values())
-        receivers = dict(reversed([((crew.rows, crew.ends), i) for i, crew in enumerate(roster.crews)])).values()
-        for q, crew in ((q, roster.crews[q]) for q in sorted(receivers)):
+        by_number = list(enumerate(roster.crews))[::-1]
+        receivers = {(crew.rows, crew.ends): q for q, crew in by_number}
+        for q, crew in ((q, roster.crews[q]) for q in sorted(receivers.values())):
             for i, workers in enumerate(roster.free[: _AT_ONCE[-1]]):
                 for degree in self.degrees:
                     node = tuple(workers[j : j + degree] for j in range(0, len(workers) - degree + 1, degree))
                     yield from (_Move(q, taken, free=i) for taken in self._with(crew, node))
             if crew.ends is not None:
                 continue
-            for p in sorted(givers):
-                if p != q:
-                    yield from self._lent(q, p, roster)
+            givers = {other.rows: p for p, other in by_number if p != q}
+            for p in sorted(givers.values()):
+                yield from self._lent(q, p, roster)
 
     def _lent(self, q: int, p: int, roster: Roster) -> Iterator[_Move]:
         """Of each sort of node that pipeline p has, the last one or two to pipeline q."""
@@ -135,7 +135,7 @@ class Lender:
         free = tuple(node for i, node in enumerate(roster.free) if i != move.free)
         return replace(roster, crews=tuple(crew for crew in crews if crew is not None), free=free)
 
-    def _measure(self, crews: Sequence[Crew | None]) -> None:
+    def measure(self, crews: Sequence[Crew | None]) -> None:
         """Seconds of the first and of each further microbatch; infinite where a crew cannot hold the model."""
         new = [c for c in dict.fromkeys(crews) if c is not None and c not in self._known]
         anew = [crew for crew in new if crew.ends is None and len(crew.rows) <= self.tables.num_blocks]

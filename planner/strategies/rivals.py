@@ -31,6 +31,7 @@ MOST_FOR_METIS = {1: 16, 2: 16, 3: 16, 4: 8}  # GPUs by number of types: it look
 _GRIDS = 4
 _SHARES = 4
 _SHALLOW = 8
+_LATE_GPUS = 512
 _ARRANGEMENTS = 60  # more found nothing better as a seed, in 60 random fleets
 TIME_SHARE = 0.5  # of the request's limit
 
@@ -51,13 +52,13 @@ def rival_plans(request: Request) -> list[Plan]:
 
 
 def late_rivals(request: Request) -> list[Plan]:
-    """For fleets of more than `MOST_GPUS`: one plan of `hap`, and if it finds one, so that a few GPUs hold the model, one of `fasop`'s
-    with a few stages. On other models both take seconds and found nothing."""
+    """For fleets of more than `MOST_GPUS`, up to `_LATE_GPUS`: one plan of `hap`, and if it finds one, so that a few GPUs hold the
+    model, one of `fasop`'s with a few stages. On other models both take seconds and found nothing."""
     from planner.strategies.fasop import search_fasop
     from planner.strategies.hap import search_hap
 
     found = list[Plan]()
-    if len(request.fleet.workers) > MOST_GPUS:
+    if MOST_GPUS < len(request.fleet.workers) <= _LATE_GPUS:
         shallow = replace(request, max_stages=min(_SHALLOW, request.max_stages or _SHALLOW))
         with suppress(InfeasibleError):
             found += [search_hap(request).plan, search_fasop(shallow).plan]

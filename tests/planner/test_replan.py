@@ -8,7 +8,10 @@ from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.replan import MigrationCost, replan
 from planner.strategies import plan_with
+from planner.strategies.cost_tables import tables_of
+from planner.strategies.lend import Crew, Lender, Roster
 from planner.strategies.recut import recut
+from planner.strategies.staged import Stager
 from tests.planner.cases import DEMO, fleet, request
 
 
@@ -117,3 +120,15 @@ def test_a_free_node_that_holds_no_model_alone_joins_a_pipeline() -> None:
     assert set(plan.workers) == set(whole.workers)
     check_plan(plan, 8)
     assert asked.cost.predict(plan).step_time_s < asked.cost.predict(previous).step_time_s
+
+
+def test_equal_pipelines_that_both_lost_workers_may_lend_to_each_other() -> None:
+    asked = request(fleet(("A10G", 6, 1)), 16)
+    tables = tables_of(asked)
+    stager = Stager(tables, asked.fleet)
+    groups = [(f"a10g-{i}/0",) for i in range(6)]
+    row = stager.row(groups[0], 1)
+    assert row is not None
+    crews = tuple(Crew(tuple(some), (row,) * 3) for some in (groups[:3], groups[3:]))
+    lender = Lender(tables, stager, 16, 8)
+    assert any(move.giver is not None for move in lender.moves(Roster(crews)))
