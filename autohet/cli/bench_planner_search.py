@@ -5,7 +5,6 @@ the folder of published measurements (AUTOHET_MEASUREMENTS, default `shared` bes
 other fleets' layer times are synthetic.
 """
 
-import os
 import random
 import resource
 import time
@@ -17,7 +16,7 @@ from typing import Any
 from autohet.cli.bench_planner_accuracy import measurements_folder
 from autohet.cli.bench_planner_fleets import fleet_rows
 from autohet.cli.bench_planner_sailor import MODELS, SAILOR, load_judge, sailor_tables, verdict
-from autohet.cli.bench_planner_synthetic import GPT_26, LLAMA_70B, fleet_of, model_spec, request_of
+from autohet.cli.bench_planner_synthetic import GPT_26, LLAMA_70B, cpu_seconds, fleet_of, model_spec, request_of
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.replan import replan
@@ -52,11 +51,6 @@ def timed(work: Callable[[], Any]) -> tuple[Any, Row]:
         "cpu_s": round(cpu_seconds() - cpu, 3),
         "peak_mib": peak,
     }
-
-
-def cpu_seconds() -> float:
-    """Of this process and of those that it began and that have ended."""
-    return sum(os.times()[:4])
 
 
 # ---- Sailor's fleets under Sailor's formulas ----

@@ -1,5 +1,6 @@
 """Synthetic models, layer times and fleets of the planner's benchmarks: stated rates, the same for every strategy."""
 
+import os
 import time
 from typing import Any
 
@@ -64,6 +65,11 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
     return Request(
         fleet, spec, cost, batch, length, clock=time.perf_counter, beside=beside, max_microbatch_sequences=4, **wishes
     )
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it began and that have ended."""
+    return sum(os.times()[:4])
 
 
 LLAMA_70B = model_spec("llama-70b", 80, 8192, 28672, 128256, 1024)

@@ -2,7 +2,7 @@
 prediction.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost import Prediction
@@ -68,7 +68,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _polish(request, tables, plans, best)
     elif len(request.fleet.workers) <= MOST_GPUS:
-        best = _shift(request, best)
+        best = _climb(request, best, early_shifts, _SHARE_ROUNDS)
     best = _share_anew(request, best)
     bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
     step = best.prediction.step_time_s
@@ -84,33 +84,27 @@ def _polish(request: Request, tables: Tables, plans: Sequence[Plan], best: Coste
     sizes = sorted({row.microbatch for row in tables.rows})
     ranked = sorted(dict.fromkeys(plans), key=lambda plan: request.cost.predict(plan).step_time_s)
     for start in ranked[: _POLISHED if len(request.fleet.workers) <= _FEWEST else 1]:
-        now, _ = choose(request, [start])
-        for _ in range(_POLISH_ROUNDS if now else 0):
-            assert now is not None
-            moved, _ = choose(request, [now.plan, *neighbours(now.plan, request, sizes)])
-            if moved is None or moved.plan == now.plan:
-                break
-            now = moved
-        if now is not None and now.prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
-            best = now
-    return best
-
-
-def _shift(request: Request, best: Costed) -> Costed:
-    """The best that blocks moved between the first stages make of it."""
-    for _ in range(_SHARE_ROUNDS):
-        moved, _ = choose(request, [best.plan, *early_shifts(best.plan)])
-        if moved is None or moved.plan == best.plan:
-            return best
-        best = moved
+        first, _ = choose(request, [start])
+        if first is not None:
+            now = _climb(request, first, lambda plan: neighbours(plan, request, sizes), _POLISH_ROUNDS)
+            if now.prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
+                best = now
     return best
 
 
 def _share_anew(request: Request, best: Costed) -> Costed:
     """Microbatches by what the placed pipelines take."""
-    for _ in range(_SHARE_ROUNDS):
-        ends = [timeline.total_s for timeline in request.cost.simulate(best.plan).pipelines]
-        moved, _ = choose(request, [best.plan, rebalanced(best.plan, ends)])
+
+    def shared(plan: Plan) -> Iterator[Plan]:
+        yield rebalanced(plan, [timeline.total_s for timeline in request.cost.simulate(plan).pipelines])
+
+    return _climb(request, best, shared, _SHARE_ROUNDS)
+
+
+def _climb(request: Request, best: Costed, changes: Callable[[Plan], Iterable[Plan]], rounds: int) -> Costed:
+    """The best change of a plan, of that again, until none is better."""
+    for _ in range(rounds):
+        moved, _ = choose(request, [best.plan, *changes(best.plan)])
         if moved is None or moved.plan == best.plan:
             return best
         best = moved

@@ -41,12 +41,13 @@ def begin_companion(request: Request) -> Callable[[], Companion] | None:
         return None
     begin = request.clock()
 
-    def alone(late_s: float) -> Companion:
-        return accompany(replace(request, beside=None, time_limit_s=max(0.0, request.time_limit_s - late_s)))
+    def after(late_s: float) -> Request:
+        return replace(request, beside=None, time_limit_s=max(0.0, request.time_limit_s - late_s))
+
+    def alone() -> Companion:
+        return accompany(after(request.clock() - begin))
 
     if request.beside is None:
-        return lambda: alone(request.clock() - begin)
-    begun = request.beside(
-        accompany, replace(request, beside=None, time_limit_s=max(0.0, request.time_limit_s - _TO_START_S))
-    )
-    return lambda: begun() or alone(request.clock() - begin)
+        return alone
+    begun = request.beside(accompany, after(_TO_START_S))
+    return lambda: begun() or alone()

@@ -118,8 +118,8 @@ class Lender:
                 yield made
 
     def _crew(self, groups: tuple[Group, ...], size: int) -> Crew | None:
-        rows = [self.stager.row(group, size) for group in groups]
-        return None if any(row is None for row in rows) else Crew(groups, tuple(row for row in rows if row is not None))
+        rows = self.stager.rows(groups, size)
+        return None if rows is None else Crew(groups, rows)
 
     def _kind(self, node: Sequence[Group]) -> tuple[str, ...]:
         return tuple(f"{self.stager.fleet.node_of(group[0]).node_type.name} {len(group)}" for group in node)

@@ -77,7 +77,7 @@ def _plan(
     sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
     common = min(sizes, key=lambda b: (-sizes.count(b), b))
     pipelines = tuple(
-        Pipeline(_stages(tables, shape, placed[i]), k, sizes[i]) for i, (shape, k) in enumerate(draft.pipelines)
+        Pipeline(stages_on(tables, shape, placed[i]), k, sizes[i]) for i, (shape, k) in enumerate(draft.pipelines)
     )
     return Plan(model, batch, common, sequence_length, pipelines)
 
@@ -145,7 +145,8 @@ def _place_pipeline(tables: Tables, shape: Shape, nodes: list[_Nodes], in_order:
     return [by_stage[stage] for stage in range(len(shape.rows))]
 
 
-def _stages(tables: Tables, shape: Shape, workers: list[tuple[str, ...]]) -> tuple[Stage, ...]:
+def stages_on(tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]) -> tuple[Stage, ...]:
+    """The stages of a shape on these groups."""
     out = []
     for start, end, group in zip(shape.starts, shape.ends, workers):
         first = max(start - 1, 0)

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
-from planner.plan import Pipeline, Plan, Stage
+from planner.plan import Pipeline, Plan
 from planner.strategies.balance import Balancer
 from planner.strategies.cost_tables import tables_of
 from planner.strategies.drafts import Estimator, Shape, assign_microbatches
 from planner.strategies.lend import Crew, Lender, Roster
+from planner.strategies.placement import stages_on
 from planner.strategies.refine import draft_fits
 from planner.strategies.request import Request
 from planner.strategies.staged import Stager
@@ -45,12 +46,13 @@ def recut(previous: Plan, request: Request, alive: Set[str]) -> list[Plan]:
 def _crew(stager: Stager, pipeline: Pipeline, alive: Set[str]) -> Crew | None:
     """What is left of a pipeline; None where that is nothing, or a group that the tables do not know."""
     stages = [stage for stage in pipeline.stages if set(stage.workers) <= alive]
-    rows = [stager.row(stage.workers, pipeline.microbatch_sequences) for stage in stages]
-    if not rows or any(row is None for row in rows):
+    groups = tuple(stage.workers for stage in stages)
+    rows = stager.rows(groups, pipeline.microbatch_sequences)
+    if not rows:
         return None
     ends = [stage.end_layer + 1 for stage in stages]
     whole = (*ends[:-1], ends[-1] + 1) if len(stages) == len(pipeline.stages) else None
-    return Crew(tuple(stage.workers for stage in stages), tuple(row for row in rows if row is not None), whole)
+    return Crew(groups, rows, whole)
 
 
 def _walls(roster: Roster) -> list[Walls]:
@@ -109,10 +111,8 @@ class _Cutter:
 
     def plan(self, previous: Plan, staffed: Staffed) -> Plan:
         """The plan, of the previous one's model and batch."""
-        last, pipelines = self.tables.num_blocks, []
-        for crew, shape, count in staffed:
-            cuts = [(max(s - 1, 0), min(e - 1, last)) for s, e in zip(shape.starts, shape.ends, strict=True)]
-            stages = tuple(Stage(a, b - a, workers) for (a, b), workers in zip(cuts, crew.groups, strict=True))
-            pipelines.append(Pipeline(stages, count, self.estimator.microbatch(shape)))
-        batch = self.batch
-        return Plan(previous.model, batch, previous.microbatch_sequences, previous.sequence_length, tuple(pipelines))
+        pipelines = tuple(
+            Pipeline(stages_on(self.tables, shape, crew.groups), count, self.estimator.microbatch(shape))
+            for crew, shape, count in staffed
+        )
+        return Plan(previous.model, self.batch, previous.microbatch_sequences, previous.sequence_length, pipelines)

@@ -61,7 +61,8 @@ def late_rivals(request: Request) -> list[Plan]:
     if MOST_GPUS < len(request.fleet.workers) <= _LATE_GPUS:
         shallow = replace(request, max_stages=min(_SHALLOW, request.max_stages or _SHALLOW))
         with suppress(InfeasibleError):
-            found += [search_hap(request).plan, search_fasop(shallow).plan]
+            found.append(search_hap(request).plan)
+            found.append(search_fasop(shallow).plan)
     return found
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Fleet
-from planner.plan import Pipeline, Plan, Stage
+from planner.plan import Pipeline, Plan
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.placement import stages_on
 from planner.strategies.refine import draft_fits
 from planner.strategies.tables import Tables
 
@@ -50,6 +51,11 @@ class Stager:
             at += size
         return Staged(tuple(stages), tuple(rows))
 
+    def rows(self, groups: Sequence[Group], microbatch: int) -> tuple[int, ...] | None:
+        """Of each group; None where one would leave its node or was not measured."""
+        rows = [self.row(group, microbatch) for group in groups]
+        return None if None in rows else tuple(row for row in rows if row is not None)
+
     def row(self, group: Group, microbatch: int) -> int | None:
         nodes = {worker.rsplit("/", 1)[0] for worker in group}
         if len(nodes) != 1:
@@ -70,11 +76,8 @@ class Stager:
 
     def plan(self, staged: Staged, draft: Draft, microbatch: int, model: str, batch: int, length: int) -> Plan:
         """The plan of a draft of `staged`, pipeline d on its own groups."""
-        last = self.tables.num_blocks
-        pipelines = []
-        for d, (shape, k) in enumerate(draft.pipelines):
-            cuts = [(max(s - 1, 0), min(e - 1, last)) for s, e in zip(shape.starts, shape.ends, strict=True)]
-            groups = [stage[d] for stage in staged.stages]
-            stages = tuple(Stage(a, b - a, group) for (a, b), group in zip(cuts, groups, strict=True))
-            pipelines.append(Pipeline(stages, k, microbatch))
-        return Plan(model, batch, microbatch, length, tuple(pipelines))
+        pipelines = tuple(
+            Pipeline(stages_on(self.tables, shape, [stage[d] for stage in staged.stages]), k, microbatch)
+            for d, (shape, k) in enumerate(draft.pipelines)
+        )
+        return Plan(model, batch, microbatch, length, pipelines)
