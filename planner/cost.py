@@ -53,6 +53,19 @@ class LayerCosts:
     estimated: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _StageTerms:
+    """What one stage takes: seconds of a microbatch and of the update; bytes of each of its workers all step long and for each
+    microbatch in flight; what of it is estimated."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    held_bytes: float
+    activation_bytes: float
+    estimated: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Simulation:
     """The simulated step: one timeline a pipeline (of `plan.pipelines`), the gradient sync and updates after them."""
@@ -103,6 +116,7 @@ class CostModel:
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
         self._memories: dict[tuple[int, int], MemoryTerms] = {}
         self._timelines: dict[tuple[object, int], Timeline] = {}
+        self._terms: dict[tuple[Stage, bool, bool, int], _StageTerms] = {}
         self._predictions: dict[Plan, Prediction] = {}
 
     # ---- queries of a search ----
@@ -237,7 +251,7 @@ class CostModel:
         update = {}
         for pipeline in plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                update.update(dict.fromkeys(stage.workers, self._update_s(stage, index, pipeline)))
+                update.update(dict.fromkeys(stage.workers, self._stage_terms(pipeline, index).update_s))
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
         return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
 
@@ -274,6 +288,37 @@ class CostModel:
     def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
         were slowed down."""
+        if rated:
+            return self._stage_seconds(pipeline, index, rated=True)
+        terms = self._stage_terms(pipeline, index)
+        return terms.forward_s, terms.backward_s
+
+    def _stage_terms(self, pipeline: Pipeline, index: int) -> _StageTerms:
+        """Remembered, since searches change few stages of a plan at a time."""
+        stage, last, size = pipeline.stages[index], len(pipeline.stages) - 1, pipeline.microbatch_sequences
+        key = (stage, index == 0, index == last, size)
+        if key not in self._terms:
+            chosen = _entries(stage, index, last + 1)
+            kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
+            times = {kind: self.layer_times(kind.gpu_type, stage.tp_degree, size) for kind in kinds}
+            memory = self._memory(stage.tp_degree, size)
+            held = (
+                memory.state_bytes[chosen].sum() + memory.peak_bytes[chosen].max() + max(map(self.fixed_bytes, kinds))
+            )
+            if last == 0 and self.spec.tied_embeddings:
+                held -= memory.state_bytes[0] * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+            self._terms[key] = _StageTerms(
+                *self._stage_seconds(pipeline, index, rated=False),
+                update_s=max(kind.slowdown * float(of.update_s[chosen].sum()) for kind, of in times.items()),
+                held_bytes=float(held),
+                activation_bytes=float(memory.activation_bytes[chosen].sum()),
+                estimated=tuple(
+                    dict.fromkeys(note for kind in sorted(kinds, key=str) for note in times[kind].estimated)
+                ),
+            )
+        return self._terms[key]
+
+    def _stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool) -> tuple[float, float]:
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
         kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
@@ -330,15 +375,6 @@ class CostModel:
         self._flows = (plan, counts)
         return counts
 
-    def _update_s(self, stage: Stage, index: int, pipeline: Pipeline) -> float:
-        chosen = _entries(stage, index, len(pipeline.stages))
-        kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
-        size = pipeline.microbatch_sequences
-        return max(
-            k.slowdown * float(self.layer_times(k.gpu_type, stage.tp_degree, size).update_s[chosen].sum())
-            for k in kinds
-        )
-
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
         found = {}
@@ -350,16 +386,9 @@ class CostModel:
 
     def stage_memory_bytes(self, pipeline: Pipeline, index: int) -> float:
         """Peak bytes of each worker of one stage."""
-        stage, count = pipeline.stages[index], len(pipeline.stages)
-        terms = self._memory(stage.tp_degree, pipeline.microbatch_sequences)
-        chosen = _entries(stage, index, count)
-        fixed = max(self.fixed_bytes(self.fleet.node_of(worker).node_type) for worker in stage.workers)
-        depth = in_flight(index, count, pipeline.num_microbatches)
-        kept = terms.state_bytes[chosen].sum() + depth * terms.activation_bytes[chosen].sum()
-        if count == 1 and self.spec.tied_embeddings:
-            layers_state = terms.state_bytes[0] * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
-            kept -= layers_state
-        return float(kept + terms.peak_bytes[chosen].max() + fixed)
+        terms = self._stage_terms(pipeline, index)
+        depth = in_flight(index, len(pipeline.stages), pipeline.num_microbatches)
+        return terms.held_bytes + depth * terms.activation_bytes
 
     def _usd_per_hour(self, plan: Plan) -> float | None:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}
@@ -367,13 +396,8 @@ class CostModel:
         return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)
 
     def _estimated(self, plan: Plan) -> tuple[str, ...]:
-        notes: dict[str, None] = {}
-        for pipeline in plan.pipelines:
-            for stage in pipeline.stages:
-                for gpu_type in sorted({self.fleet.gpu_type(worker) for worker in stage.workers}):
-                    times = self.layer_times(gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
-                    notes.update(dict.fromkeys(times.estimated))
-        return tuple(notes)
+        stages = [(pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))]
+        return tuple(dict.fromkeys(note for place in stages for note in self._stage_terms(*place).estimated))
 
 
 def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:
