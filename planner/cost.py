@@ -18,10 +18,11 @@ from planner.layer_times import LayerTimeModel, LayerTimes, require_dtype
 from planner.memory import VALUE_BYTES, MemoryTerms, in_flight, memory_terms
 from planner.model_spec import ModelSpec
 from planner.parameters import CostParameters
-from planner.pipeline_simulation import PipelineTimes, Timeline, simulate_pipeline
-from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.pipeline_simulation import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
+from planner.plan import Pipeline, Plan, check_plan
 from planner.prediction import Prediction
 from planner.profile import ProfileTable, default_profile
+from planner.stage_costs import StageCosts
 from planner.step_simulation import StepTimeline, simulate_sync
 
 __all__ = ["CostModel", "LayerCosts", "Prediction", "Simulation"]
@@ -29,6 +30,7 @@ __all__ = ["CostModel", "LayerCosts", "Prediction", "Simulation"]
 Floats = NDArray[np.float64]
 
 _REMEMBERED = 4096  # predictions times GPUs
+_TIMELINES = 1024  # one of the latest may be 100 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,6 @@ class LayerCosts:
     sync_bytes: Floats
     fixed_bytes: float
     limit_bytes: float
-    estimated: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _StageTerms:
-    """What one stage takes: seconds of a microbatch and of the update; bytes of each of its workers all step long and for each
-    microbatch in flight; what of it is estimated."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    held_bytes: float
-    activation_bytes: float
     estimated: tuple[str, ...]
 
 
@@ -113,10 +102,12 @@ class CostModel:
             recompute,
             self._tp_communication_s,
         )
+        self._stages = StageCosts(
+            fleet, spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.activation_message_bytes
+        )  # fmt: skip
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
         self._memories: dict[tuple[int, int], MemoryTerms] = {}
         self._timelines: dict[tuple[object, int], Timeline] = {}
-        self._terms: dict[tuple[Stage, bool, bool, int], _StageTerms] = {}
         self._predictions: dict[Plan, Prediction] = {}
 
     # ---- queries of a search ----
@@ -251,9 +242,16 @@ class CostModel:
         update = {}
         for pipeline in plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                update.update(dict.fromkeys(stage.workers, self._stage_terms(pipeline, index).update_s))
+                update.update(dict.fromkeys(stage.workers, self._stages.terms(pipeline, index).update_s))
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
         return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
+
+    def pipelines_at_least_s(self, plan: Plan) -> float:
+        """A lower bound of the slowest pipeline's part of a step, without simulating it."""
+        return max(
+            pipeline_bound_s(self.pipeline_times(plan, pipeline), pipeline.num_microbatches)
+            for pipeline in plan.pipelines
+        )
 
     def _breakdown(self, simulation: Simulation) -> dict[str, float]:
         pipeline = max(timeline.total_s for timeline in simulation.pipelines)
@@ -269,9 +267,12 @@ class CostModel:
     def _pipeline_timeline(self, plan: Plan, pipeline: Pipeline) -> Timeline:
         times = self.pipeline_times(plan, pipeline)
         key = (times, pipeline.num_microbatches)
-        if key not in self._timelines:
-            self._timelines[key] = simulate_pipeline(times, pipeline.num_microbatches)
-        return self._timelines[key]
+        known = self._timelines.get(key)
+        if known is None:
+            known = self._timelines[key] = simulate_pipeline(times, pipeline.num_microbatches)
+            if len(self._timelines) > _TIMELINES:
+                del self._timelines[next(iter(self._timelines))]
+        return known
 
     def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
         """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other pipelines."""
@@ -289,59 +290,9 @@ class CostModel:
         """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
         were slowed down."""
         if rated:
-            return self._stage_seconds(pipeline, index, rated=True)
-        terms = self._stage_terms(pipeline, index)
+            return self._stages.seconds(pipeline, index, rated=True)
+        terms = self._stages.terms(pipeline, index)
         return terms.forward_s, terms.backward_s
-
-    def _stage_terms(self, pipeline: Pipeline, index: int) -> _StageTerms:
-        """Remembered, since searches change few stages of a plan at a time."""
-        stage, last, size = pipeline.stages[index], len(pipeline.stages) - 1, pipeline.microbatch_sequences
-        key = (stage, index == 0, index == last, size)
-        if key not in self._terms:
-            chosen = _entries(stage, index, last + 1)
-            kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
-            times = {kind: self.layer_times(kind.gpu_type, stage.tp_degree, size) for kind in kinds}
-            memory = self._memory(stage.tp_degree, size)
-            held = (
-                memory.state_bytes[chosen].sum() + memory.peak_bytes[chosen].max() + max(map(self.fixed_bytes, kinds))
-            )
-            if last == 0 and self.spec.tied_embeddings:
-                held -= memory.state_bytes[0] * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
-            self._terms[key] = _StageTerms(
-                *self._stage_seconds(pipeline, index, rated=False),
-                update_s=max(kind.slowdown * float(of.update_s[chosen].sum()) for kind, of in times.items()),
-                held_bytes=float(held),
-                activation_bytes=float(memory.activation_bytes[chosen].sum()),
-                estimated=tuple(
-                    dict.fromkeys(note for kind in sorted(kinds, key=str) for note in times[kind].estimated)
-                ),
-            )
-        return self._terms[key]
-
-    def _stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool) -> tuple[float, float]:
-        stage = pipeline.stages[index]
-        chosen = _entries(stage, index, len(pipeline.stages))
-        kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
-        forward = backward = 0.0
-        for kind in kinds:
-            times = self.layer_times(kind.gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
-            slowdown = 1.0 if rated else kind.slowdown
-            forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
-            backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
-        spread = self._spread_tp_s(stage, pipeline.microbatch_sequences)
-        return forward + spread + self.stage_overhead_s, backward + spread + self.stage_overhead_s
-
-    def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
-        """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one
-        node."""
-        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
-        if len({node.name for node in nodes}) == 1:
-            return 0.0
-        num_bytes = self.activation_message_bytes(microbatch)
-        members = sorted(((node.name, node.node_type) for node in nodes), key=lambda member: member[0])
-        over = self.links.all_reduce_s(members, num_bytes)
-        inside = self.links.all_reduce_s([("node", nodes[0].node_type)] * stage.tp_degree, num_bytes)
-        return 2 * stage.num_layers * max(0.0, over - inside)
 
     def _boundary_seconds(self, plan: Plan, pipeline: Pipeline, index: int) -> float:
         """The slowest of the boundary's transfers: rank j of the receiver takes from rank j * t1 // t2 of the
@@ -386,7 +337,7 @@ class CostModel:
 
     def stage_memory_bytes(self, pipeline: Pipeline, index: int) -> float:
         """Peak bytes of each worker of one stage."""
-        terms = self._stage_terms(pipeline, index)
+        terms = self._stages.terms(pipeline, index)
         depth = in_flight(index, len(pipeline.stages), pipeline.num_microbatches)
         return terms.held_bytes + depth * terms.activation_bytes
 
@@ -397,14 +348,4 @@ class CostModel:
 
     def _estimated(self, plan: Plan) -> tuple[str, ...]:
         stages = [(pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))]
-        return tuple(dict.fromkeys(note for place in stages for note in self._stage_terms(*place).estimated))
-
-
-def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:
-    """The stage's entries of the layer arrays: 0 the embedding, 1.. the blocks, -1 the head."""
-    chosen = list(range(stage.first_layer + 1, stage.end_layer + 1))
-    if index == 0:
-        chosen = [0, *chosen]
-    if index == num_stages - 1:
-        chosen = [*chosen, -1]
-    return np.array(chosen, dtype=np.int64)
+        return tuple(dict.fromkeys(note for place in stages for note in self._stages.terms(*place).estimated))

@@ -2,6 +2,7 @@
 prediction.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,23 +11,25 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
 from planner.strategies.alike import alike_plans
+from planner.strategies.anneal import Annealer
 from planner.strategies.companion import begin_companion
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
+from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
 from planner.strategies.engine import Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
-from planner.strategies.polish import early_shifts, neighbours
 from planner.strategies.rebalance import rebalanced
+from planner.strategies.refine import FAR_BEHIND
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.rivals import MOST_GPUS, grids, rival_plans
 from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
-_POLISH_ROUNDS = 6
-_POLISHED = 3
+_WALKS = (4, 1)  # up to eight GPUs, and beyond
+_TRIES = 2400  # over the GPUs
 _FEWEST = 8
 _SHARE_ROUNDS = 3
 
@@ -47,9 +50,13 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     effort = effort or effort_for(tables)
     companion = begin_companion(request) if effort.bounded else None
     effort = replace(effort, bounded=effort.bounded and companion is None)
+
+    def hurry() -> bool:
+        return request.clock() - begin > request.time_limit_s
+
     engine = Engine(
         tables, request.global_batch_sequences, request.deepest(tables.num_blocks), effort,
-        lambda: request.clock() - begin > request.time_limit_s, request.mixed_microbatch, request.mixed_tp,
+        hurry, request.mixed_microbatch, request.mixed_tp,
         least_pipelines=request.min_node_disjoint_holders,
     )  # fmt: skip
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
@@ -66,7 +73,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) <= FEW_GPUS:
-        best = _polish(request, tables, plans, best)
+        best = _anneal(request, tables, plans, best, hurry)
     elif len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, early_shifts, _SHARE_ROUNDS)
     best = _share_anew(request, best)
@@ -79,17 +86,22 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )
 
 
-def _polish(request: Request, tables: Tables, plans: Sequence[Plan], best: Costed) -> Costed:
-    """The best of what small changes make of the best few plans."""
-    sizes = sorted({row.microbatch for row in tables.rows})
-    ranked = sorted(dict.fromkeys(plans), key=lambda plan: request.cost.predict(plan).step_time_s)
-    for start in ranked[: _POLISHED if len(request.fleet.workers) <= _FEWEST else 1]:
-        first, _ = choose(request, [start])
-        if first is not None:
-            now = _climb(request, first, lambda plan: neighbours(plan, request, sizes), _POLISH_ROUNDS)
-            if now.prediction.step_time_s < best.prediction.step_time_s * (1 - 1e-9):
-                best = now
-    return best
+def _anneal(request: Request, tables: Tables, plans: Sequence[Plan], best: Costed, hurry: Callable[[], bool]) -> Costed:
+    """The best that walks from the best plans of the most promising sets of depths meet."""
+
+    def seconds(plan: Plan) -> float:
+        prediction = request.cost.predict(plan)
+        return math.inf if unacceptable(request, plan, prediction) else prediction.step_time_s
+
+    annealer = Annealer(request, tables, seconds)
+    starts: dict[tuple[int, ...], Plan] = {}
+    for plan in sorted(dict.fromkeys([best.plan, *plans]), key=seconds):
+        if seconds(plan) <= FAR_BEHIND * best.prediction.step_time_s:
+            starts.setdefault(tuple(sorted(len(pipeline.stages) for pipeline in plan.pipelines)), plan)
+    gpus = len(request.fleet.workers)
+    several = list(starts.values())[: _WALKS[gpus > _FEWEST]]
+    walked = [annealer.walk(plan, _TRIES // gpus, hurry) for plan in several]
+    return choose(request, [best.plan, *walked])[0] or best
 
 
 def _share_anew(request: Request, best: Costed) -> Costed:

@@ -42,6 +42,7 @@ _NUMBERS = (
 _NEAR = 1.06
 _LOOKED_AT = (1.02, 1.15)  # times the step time, at which columns are compared
 _PART_GPUS = 256
+_WHOLE_GPUS = 1024
 _WHOLE_NODES = 64  # beyond so many GPUs, pipelines of whole nodes
 _LOST = 0.01  # share of the GPUs that equal parts may leave over
 
@@ -75,14 +76,14 @@ def drafts_by_number(problem: Problem, estimator: Estimator) -> Iterator[Draft]:
 
 
 def _parts(problem: Problem) -> list[int]:
-    """Into how many equal parts the fleet is divided; once more whole where these would leave nodes over."""
+    """Into how many equal parts the fleet is divided; once more whole where that takes seconds or parts would leave nodes over."""
     gpus = int(problem.supply.sum())
     fewest = -(-gpus // _PART_GPUS)
     if fewest == 1:
         return [1]
     left = {k: gpus - k * int(_part(problem, k).sum()) for k in range(fewest, max(1, fewest // 2) - 1, -1)}
     best = min(left, key=lambda k: (left[k], -k))
-    return [best] if left[best] <= _LOST * gpus else [best, 1]
+    return [best, 1] if gpus <= _WHOLE_GPUS or left[best] > _LOST * gpus else [best]
 
 
 def _part(problem: Problem, copies: int) -> Ints:

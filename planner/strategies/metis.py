@@ -30,7 +30,7 @@ _CANDIDATES = 8
 _SLACK = 1.08  # thousands of arrangements end nearly alike
 
 
-def search_metis(request: Request, arrangements_a_depth: int = _MOST_ARRANGEMENTS) -> Answer:
+def search_metis(request: Request) -> Answer:
     """Metis's search. InfeasibleError where none of its plans fits."""
     check_request(request)
     begin = request.clock()
@@ -42,7 +42,7 @@ def search_metis(request: Request, arrangements_a_depth: int = _MOST_ARRANGEMENT
     while used > 0 and not laid_out:
         for gpus in gpu_orders(tables):
             arranger = Arranger(request, stager, shortlist, gpus[:used])
-            for sizes in arrangements(used, request.deepest(tables.num_blocks), arrangements_a_depth):
+            for sizes in arrangements(used, request.deepest(tables.num_blocks)):
                 tried += 1
                 arranger.try_sizes(sizes)
                 if request.clock() - begin > request.time_limit_s:

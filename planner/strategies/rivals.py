@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from planner.cluster import Fleet, NodeType
 from planner.errors import InfeasibleError
@@ -27,12 +26,10 @@ from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, they take longer than what they find is worth
-MOST_FOR_METIS = {1: 16, 2: 16, 3: 16, 4: 8}  # GPUs by number of types: it looks at all orders of these
 _GRIDS = 4
 _SHARES = 4
 _SHALLOW = 8
 _LATE_GPUS = 512
-_ARRANGEMENTS = 60  # more found nothing better as a seed, in 60 random fleets
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -69,17 +66,10 @@ def late_rivals(request: Request) -> list[Plan]:
 def _rounds(request: Request) -> Iterator[tuple[Search, Request]]:
     from planner.strategies.fasop import search_fasop
     from planner.strategies.hap import search_hap
-    from planner.strategies.metis import search_metis
 
     for asked in (request, *_narrowed(request)):
         yield from (
             (search, asked) for search in ((search_hap,) if _shared_equally(request) else (search_hap, search_fasop))
-        )
-    types = {node.node_type for node in request.fleet.nodes}
-    if len(request.fleet.workers) <= MOST_FOR_METIS.get(len(types), 0):
-        yield (
-            partial(search_metis, arrangements_a_depth=_ARRANGEMENTS),
-            replace(request, time_limit_s=TIME_SHARE * request.time_limit_s),
         )
 
 

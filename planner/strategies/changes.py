@@ -1,0 +1,220 @@
+"""Random changes to placed plans, of what searches by tables decide once: order, groups, who works for whom, cuts."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from planner.plan import Pipeline, Plan, Stage
+from planner.strategies.balance import Balancer
+from planner.strategies.drafts import Estimator, Shape, assign_microbatches
+from planner.strategies.placement import stages_on
+from planner.strategies.request import Request
+from planner.strategies.staged import Group, Stager
+from planner.strategies.tables import Tables
+
+_AT_ONCE = (1, 1, 2, 4)
+_FAR = 4
+_SORTED = 0.25
+_REVERSED = 0.15
+Pipelines = list[Pipeline]
+
+
+class Changes:
+    """Changes of plans of one request, drawn from one stream of random numbers.
+
+    Where the groups of a pipeline change it is cut anew with the least bottleneck; microbatches are shared anew by the tables.
+    Equal pipelines often change together, or plans of many would never leave their shape.
+    """
+
+    def __init__(self, request: Request, tables: Tables, rng: random.Random):
+        self.request, self.tables, self.rng = request, tables, rng
+        self.deepest = request.deepest(tables.num_blocks)
+        self.estimator, self.balancer = Estimator(tables), Balancer(tables, self.deepest)
+        self.stager = Stager(tables, request.fleet)
+        self.sizes = sorted({row.microbatch for row in tables.rows})
+        self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
+        self._cuts: dict[tuple[int, ...], Shape | None] = {}
+        self._ways: list[tuple[float, Callable[[Pipelines, list[int]], Pipelines | None]]] = [
+            (0.35, self._move_block),
+            (0.12, self._reorder),
+            (0.15, self._exchange),
+            (0.12, self._hand_over),
+            (0.16, self._split_or_merge),
+            (0.05, self._resize),
+            (0.05, self._join_or_leave),
+        ]
+
+    def draw(self, plan: Plan) -> Plan | None:
+        """A plan one change away; None where the change that was drawn cannot be made."""
+        weights, ways = zip(*self._ways, strict=True)
+        alike = self._alike(plan)
+        chosen = alike if self.rng.random() < 0.5 else [self.rng.choice(alike)]
+        made = self.rng.choices(ways, weights)[0](list(plan.pipelines), chosen)
+        return None if not made else self._shared(plan, made)
+
+    def _alike(self, plan: Plan) -> list[int]:
+        """All pipelines with the cut and the node types of one drawn at random."""
+        looks = [self._look(pipeline) for pipeline in plan.pipelines]
+        wanted = self.rng.choice(list(dict.fromkeys(looks)))
+        return [i for i, look in enumerate(looks) if look == wanted]
+
+    def _look(self, pipeline: Pipeline) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+        stages = [(s.num_layers, s.tp_degree, self._node_type(s.workers)) for s in pipeline.stages]
+        return pipeline.microbatch_sequences, tuple(stages)
+
+    def _node_type(self, group: Group) -> str:
+        return self.request.fleet.node_of(group[0]).node_type.name
+
+    def _shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
+        shapes = [self._shape(pipeline) for pipeline in pipelines]
+        draft = assign_microbatches(self.estimator, shapes, plan.global_batch_sequences)
+        if draft is None:
+            return None
+        counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
+        return replace(plan, pipelines=tuple(counted))
+
+    def _shape(self, pipeline: Pipeline) -> Shape:
+        rows = self.stager.rows(_groups(pipeline), pipeline.microbatch_sequences)
+        assert rows is not None
+        ends = [stage.end_layer + 1 for stage in pipeline.stages]
+        return Shape(rows, (*ends[:-1], ends[-1] + 1))
+
+    def _cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
+        """A pipeline of these groups in this order; None where it cannot hold the model."""
+        rows = self.stager.rows(groups, size) if 0 < len(groups) <= self.deepest else None
+        if rows is None:
+            return None
+        if rows not in self._cuts:
+            cuts = self.balancer.cut_each([rows])
+            held = bool(np.isfinite(cuts.bottleneck_s[0]))
+            self._cuts[rows] = Shape(rows, tuple(cuts.ends[0, : len(rows)].tolist())) if held else None
+        shape = self._cuts[rows]
+        return None if shape is None else Pipeline(stages_on(self.tables, shape, groups), 1, size)
+
+    def _regrouped(
+        self, pipelines: Pipelines, chosen: Sequence[int], change: Callable[[list[Group]], list[Group] | None]
+    ) -> Pipelines | None:
+        """The same change to the groups of each of the chosen."""
+        for i in chosen:
+            groups = change(_groups(pipelines[i]))
+            made = None if groups is None else self._cut(groups, pipelines[i].microbatch_sequences)
+            if made is None:
+                return None
+            pipelines[i] = made
+        return pipelines
+
+    # -- one pipeline or equal ones ------------------------------------------------------------------------------------
+
+    def _move_block(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """From one stage to another near it; those between pass a block on."""
+        depth = len(pipelines[chosen[0]].stages)
+        giver = self.rng.randrange(depth)
+        near = [s for s in range(max(0, giver - _FAR), min(depth, giver + _FAR + 1)) if s != giver]
+        if not near:
+            return None
+        taker = self.rng.choice(near)
+        for i in chosen:
+            sizes = [stage.num_layers for stage in pipelines[i].stages]
+            if sizes[giver] < 2:
+                return None
+            sizes[giver] -= 1
+            sizes[taker] += 1
+            starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+            groups = _groups(pipelines[i])
+            pipelines[i] = replace(pipelines[i], stages=tuple(map(Stage, starts, sizes, groups)))
+        return pipelines
+
+    def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """A few neighbouring groups go to another place, or all are reversed, or node types follow each other in another order."""
+        depth, way = len(pipelines[chosen[0]].stages), self.rng.random()
+        start, many, place = self.rng.randrange(depth), self.rng.choice((1, 1, 2, 3, 4)), self.rng.randrange(depth)
+        types = [node_type.name for node_type in self.request.cost.node_types]
+        self.rng.shuffle(types)
+
+        def change(groups: list[Group]) -> list[Group]:
+            if way < _SORTED:
+                return sorted(groups, key=lambda group: types.index(self._node_type(group)))
+            moved, rest = groups[start : start + many], groups[:start] + groups[start + many :]
+            groups = [*rest[:place], *moved, *rest[place:]]
+            return groups[::-1] if way < _SORTED + _REVERSED else groups
+
+        return self._regrouped(pipelines, chosen, change)
+
+    def _split_or_merge(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """A group becomes two of half the size, or two neighbours on a node one."""
+        at, split = self.rng.randrange(len(pipelines[chosen[0]].stages)), self.rng.random() < 0.5
+
+        def change(groups: list[Group]) -> list[Group] | None:
+            if split:
+                half = len(groups[at]) // 2
+                return [*groups[:at], groups[at][:half], groups[at][half:], *groups[at + 1 :]] if half else None
+            if at + 1 == len(groups):
+                return None
+            return [*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]]
+
+        return self._regrouped(pipelines, chosen, change)
+
+    def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """Microbatches of another size."""
+        size, keep = self.rng.choice(self.sizes), self.rng.random() < 0.5
+        for i in chosen if self.request.mixed_microbatch else range(len(pipelines)):
+            made = self._sized(pipelines[i], size) if keep else self._cut(_groups(pipelines[i]), size)
+            if made is None:
+                return None
+            pipelines[i] = made
+        return pipelines
+
+    def _sized(self, pipeline: Pipeline, size: int) -> Pipeline | None:
+        known = self.stager.rows(_groups(pipeline), size) is not None
+        return replace(pipeline, microbatch_sequences=size) if known else None
+
+    def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """Idle workers of a node become a stage, or a group becomes idle."""
+        used = {worker for pipeline in pipelines for worker in pipeline.workers}
+        idle = [tuple(w for w in node.workers if w not in used) for node in self.request.fleet.nodes]
+        idle = [workers for workers in idle if workers]
+        place = self.rng.randrange(len(pipelines[chosen[0]].stages) + 1)
+        if idle and self.rng.random() < 0.8:
+            workers = self.rng.choice(idle)
+            group = workers[: self.rng.choice([d for d in self.degrees if d <= len(workers)] or [1])]
+            return self._regrouped(pipelines, chosen[:1], lambda groups: [*groups[:place], group, *groups[place:]])
+        return self._regrouped(pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :])
+
+    # -- two pipelines -------------------------------------------------------------------------------------------------
+
+    def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """Two stages exchange their workers, in one pipeline or two, with the cut as it is or anew."""
+        p, q = self.rng.choice(chosen), self.rng.randrange(len(pipelines))
+        groups = {i: _groups(pipelines[i]) for i in (p, q)}
+        one, other = self.rng.randrange(len(groups[p])), self.rng.randrange(len(groups[q]))
+        if len(groups[p][one]) != len(groups[q][other]) or (p, one) == (q, other):
+            return None
+        groups[p][one], groups[q][other] = groups[q][other], groups[p][one]
+        for i, mine in groups.items():
+            if self.rng.random() < 0.5:
+                stages = [replace(stage, workers=group) for stage, group in zip(pipelines[i].stages, mine, strict=True)]
+                pipelines[i] = replace(pipelines[i], stages=tuple(stages))
+            elif self._regrouped(pipelines, [i], lambda _, mine=mine: mine) is None:  # type: ignore[misc]
+                return None
+        return pipelines
+
+    def _hand_over(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """A few neighbouring groups go to another pipeline; one that has none left is no more."""
+        if len(pipelines) < 2:
+            return None
+        giver = self.rng.choice(chosen)
+        taker = self.rng.choice([i for i in range(len(pipelines)) if i != giver])
+        left = _groups(pipelines[giver])
+        start, many = self.rng.randrange(len(left)), self.rng.choice(_AT_ONCE)
+        moved, left = left[start : start + many], left[:start] + left[start + many :]
+        place = self.rng.randrange(len(pipelines[taker].stages) + 1)
+        made = self._regrouped(pipelines, [taker], lambda groups: [*groups[:place], *moved, *groups[place:]])
+        if made is None or not left:
+            return made and [pipeline for i, pipeline in enumerate(made) if i != giver]
+        return self._regrouped(made, [giver], lambda _: left)
+
+
+def _groups(pipeline: Pipeline) -> list[Group]:
+    return [stage.workers for stage in pipeline.stages]

@@ -1,0 +1,73 @@
+"""Random changes leave whole plans, and walks by them end where every plan was looked at, the same in every process."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autohet.cli.bench_planner_search import small_case
+from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.strategies import Request, plan_with
+from planner.strategies.anneal import Annealer
+from planner.strategies.changes import Changes
+from planner.strategies.cost_tables import tables_of
+from tests.planner.cases import fleet, model, request
+
+
+def _seconds(asked: Request, plan: Plan) -> float:
+    prediction = asked.cost.predict(plan)
+    return prediction.step_time_s if prediction.fits else math.inf
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), batch=st.sampled_from([4, 7, 12]))
+def test_each_change_of_a_walk_leaves_a_whole_plan(seed: int, batch: int) -> None:
+    asked = request(fleet(("A100", 1, 4), ("T4", 2, 2)), batch, model(6))
+    changes = Changes(asked, tables_of(asked), random.Random(seed))
+    first = Pipeline((Stage(0, 4, ("a100-0/0", "a100-0/1")), Stage(4, 2, ("t4-0/0",))), batch - 2, 1)
+    other = Pipeline((Stage(0, 3, ("a100-0/2",)), Stage(3, 3, ("t4-1/0",))), 2, 1)
+    plan = Plan("tiny", batch, 1, 128, (first, other))
+    seen = set()
+    for _ in range(60):
+        drawn = changes.draw(plan)
+        if drawn is not None:
+            check_plan(drawn, 6)
+            assert set(drawn.workers) <= set(asked.fleet.workers)
+            seen.add(drawn)
+            plan = drawn
+    assert len(seen) > 10
+
+
+def test_idle_workers_join_and_workers_become_idle() -> None:
+    asked = request(fleet(("A100", 1, 2), ("T4", 1, 1)), 4, model(3))
+    changes = Changes(asked, tables_of(asked), random.Random(1))
+    plan = Plan("tiny", 4, 1, 128, (Pipeline((Stage(0, 2, ("a100-0/0",)), Stage(2, 1, ("a100-0/1",))), 4, 1),))
+    drawn = [changes.draw(plan) for _ in range(400)]
+    sizes = {len(one.workers) for one in drawn if one is not None}
+    assert sizes == {1, 2, 3}
+
+
+def test_a_walk_never_ends_slower_and_is_the_same_again() -> None:
+    asked = small_case(random.Random(3))
+    plan = plan_with("varuna", asked).plan
+    ends = [
+        Annealer(asked, tables_of(asked), lambda p: _seconds(asked, p)).walk(plan, 80, lambda: False) for _ in range(2)
+    ]
+    assert ends[0] == ends[1]
+    assert _seconds(asked, ends[0]) <= _seconds(asked, plan)
+
+
+def test_a_walk_in_a_hurry_goes_nowhere() -> None:
+    asked = small_case(random.Random(3))
+    plan = plan_with("varuna", asked).plan
+    annealer = Annealer(asked, tables_of(asked), lambda p: _seconds(asked, p))
+    assert annealer.walk(plan, 80, lambda: True) == plan
+
+
+@pytest.mark.parametrize("seed", [0, 47, 192, 193])
+def test_an_odd_batch_over_two_nodes_is_divided_as_well_as_by_every_plan(seed: int) -> None:
+    asked = small_case(random.Random(seed))
+    best = plan_with("exhaustive", asked).prediction.step_time_s
+    assert plan_with("autohet", asked).prediction.step_time_s <= best * (1 + 1e-9)
