@@ -250,12 +250,12 @@ def _shortest(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> tupl
     if totals is None:
         return None
     if len(totals) == 1:
-        trial = _steady_s(estimator, shapes, batch)
+        trial, longer = _steady_s(estimator, shapes, batch), _LONGER
         while trial < high:
             met = _totals(estimator, shapes, batch, trial)
             if met is not None:
                 return trial, met
-            trial *= _LONGER
+            trial, longer = trial * longer, longer**2
         return high, totals
     for _ in range(30):
         middle = (low + high) / 2
