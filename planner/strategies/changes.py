@@ -68,16 +68,19 @@ class Changes:
         return self.request.fleet.node_of(group[0]).node_type.name
 
     def _shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
-        shapes = [self._shape(pipeline) for pipeline in pipelines]
-        draft = assign_microbatches(self.estimator, shapes, plan.global_batch_sequences)
+        shapes = [shape for pipeline in pipelines if (shape := self._shape(pipeline)) is not None]
+        known = len(shapes) == len(pipelines)
+        draft = assign_microbatches(self.estimator, shapes, plan.global_batch_sequences) if known else None
         if draft is None:
             return None
         counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
         return replace(plan, pipelines=tuple(counted))
 
-    def _shape(self, pipeline: Pipeline) -> Shape:
+    def _shape(self, pipeline: Pipeline) -> Shape | None:
+        """None where a given plan has groups or microbatches that the tables do not know."""
         rows = self.stager.rows(_groups(pipeline), pipeline.microbatch_sequences)
-        assert rows is not None
+        if rows is None:
+            return None
         ends = [stage.end_layer + 1 for stage in pipeline.stages]
         return Shape(rows, (*ends[:-1], ends[-1] + 1))
 

@@ -49,6 +49,14 @@ def test_idle_workers_join_and_workers_become_idle() -> None:
     assert sizes == {1, 2, 3}
 
 
+def test_a_given_plan_with_a_group_that_was_never_measured_stays_or_loses_it() -> None:
+    asked = request(fleet(("A100", 1, 4)), 4, model(3))
+    plan = Plan("tiny", 4, 1, 128, (Pipeline((Stage(0, 3, ("a100-0/0", "a100-0/1", "a100-0/2")),), 4, 1),))
+    changes = Changes(asked, tables_of(asked), random.Random(1))
+    for drawn in filter(None, (changes.draw(plan) for _ in range(100))):
+        assert all(stage.tp_degree != 3 for pipeline in drawn.pipelines for stage in pipeline.stages)
+
+
 def test_a_walk_never_ends_slower_and_is_the_same_again() -> None:
     asked = small_case(random.Random(3))
     plan = plan_with("varuna", asked).plan
