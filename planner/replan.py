@@ -12,7 +12,7 @@ from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
-from planner.strategies.autohet import search_autohet, unacceptable
+from planner.strategies.autohet import effort_for, search_autohet, unacceptable
 from planner.strategies.effort import Effort
 from planner.strategies.extension import extend
 from planner.strategies.recut import recut
@@ -21,6 +21,7 @@ from planner.strategies.request import Answer, Request, SearchReport
 # a step's share above what the previous plan's rate lets expect: from where on new pipelines, a whole search are tried
 _HARDLY, _CLEARLY = 0.03, 0.06
 _SYNC_SHARE = 0.07
+_TRIES = 600
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
 
@@ -118,8 +119,8 @@ class _Scored:
 
 
 def _search(request: Request, seeds: Sequence[Plan], search_s: float | None) -> Answer | None:
-    """A whole search; with `search_s` one that stops about then and proves nothing."""
-    effort = None
+    """A whole search, of a small fleet a shorter one, since workers wait; with `search_s` one that stops about then and proves nothing."""
+    effort = replace(effort_for(len(request.fleet.workers)), tries=_TRIES)
     if search_s is not None:
         request, effort = replace(request, time_limit_s=search_s), Effort(bounded=False)
     try:

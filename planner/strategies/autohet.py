@@ -29,7 +29,6 @@ from planner.strategies.tables import Tables
 
 CANDIDATES = 6
 _WALKS = (4, 1)  # up to eight GPUs, and beyond
-_TRIES = 2400  # over the GPUs
 _FEWEST = 8
 _SHARE_ROUNDS = 3
 
@@ -47,7 +46,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    effort = effort or effort_for(tables)
+    effort = effort or effort_for(len(request.fleet.workers))
     companion = begin_companion(request) if effort.bounded else None
     effort = replace(effort, bounded=effort.bounded and companion is None)
 
@@ -73,7 +72,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) <= FEW_GPUS:
-        best = _anneal(request, tables, plans, best, hurry)
+        best = _anneal(request, tables, plans, best, effort.tries, hurry)
     elif len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, early_shifts, _SHARE_ROUNDS)
     best = _share_anew(request, best)
@@ -86,7 +85,9 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )
 
 
-def _anneal(request: Request, tables: Tables, plans: Sequence[Plan], best: Costed, hurry: Callable[[], bool]) -> Costed:
+def _anneal(
+    request: Request, tables: Tables, plans: Sequence[Plan], best: Costed, tries: int, hurry: Callable[[], bool]
+) -> Costed:
     """The best that walks from the best plans of the most promising sets of depths meet."""
 
     def seconds(plan: Plan) -> float:
@@ -100,7 +101,7 @@ def _anneal(request: Request, tables: Tables, plans: Sequence[Plan], best: Coste
             starts.setdefault(tuple(sorted(len(pipeline.stages) for pipeline in plan.pipelines)), plan)
     gpus = len(request.fleet.workers)
     several = list(starts.values())[: _WALKS[gpus > _FEWEST]]
-    walked = [annealer.walk(plan, _TRIES // gpus, hurry) for plan in several]
+    walked = [annealer.walk(plan, tries // gpus, hurry) for plan in several]
     return choose(request, [best.plan, *walked])[0] or best
 
 
@@ -123,9 +124,8 @@ def _climb(request: Request, best: Costed, changes: Callable[[Plan], Iterable[Pl
     return best
 
 
-def effort_for(tables: Tables) -> Effort:
+def effort_for(gpus: int) -> Effort:
     """A large fleet gets fewer orders a column; a small one everything."""
-    gpus = sum(r.num_gpus for r in tables.resources)
     if gpus <= 64:
         return Effort(columns=40_000, exact=600, candidates=8 if gpus > FEW_GPUS else 2, packed=80)
     return Effort(candidates=8 if gpus <= MOST_GPUS else 4)
