@@ -246,6 +246,10 @@ class CostModel:
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
         return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
 
+    def pipelines_s(self, plan: Plan) -> list[float]:
+        """When each pipeline has done its part of a step."""
+        return [self._pipeline_timeline(plan, pipeline).total_s for pipeline in plan.pipelines]
+
     def pipelines_at_least_s(self, plan: Plan) -> float:
         """A lower bound of the slowest pipeline's part of a step, without simulating it."""
         return max(

@@ -120,8 +120,9 @@ class _Scored:
 
 def _search(request: Request, seeds: Sequence[Plan], search_s: float | None) -> Answer | None:
     """A whole search, of a small fleet a shorter one, since workers wait; with `search_s` one that stops about then and proves nothing."""
-    effort = replace(effort_for(len(request.fleet.workers)), tries=_TRIES)
-    if search_s is not None:
+    if search_s is None:
+        effort = replace(effort_for(len(request.fleet.workers)), tries=_TRIES)
+    else:
         request, effort = replace(request, time_limit_s=search_s), Effort(bounded=False)
     try:
         return search_autohet(request, seeds, effort)

@@ -52,9 +52,10 @@ class StageCosts:
         """Of one stage of a pipeline."""
         last = len(pipeline.stages) - 1
         key = (pipeline.stages[index], index == 0, index == last, pipeline.microbatch_sequences)
-        if key not in self._known:
-            self._known[key] = self._terms(pipeline, index)
-        return self._known[key]
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._terms(pipeline, index)
+        return known
 
     def seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch: the slowest worker's; `rated`: as if no node were slowed down."""

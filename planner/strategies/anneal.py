@@ -41,10 +41,11 @@ class Annealer:
             drawn = self.changes.draw(now)
             if drawn is None:
                 continue
-            if drawn not in self._known:
+            known = self._known.get(drawn)
+            if known is None:
                 hopeless = self.cost.pipelines_at_least_s(drawn) > now_s + _HOPELESS * heat
-                self._known[drawn] = (drawn, math.inf) if hopeless else self._timed(drawn, now_s)
-            changed, changed_s = self._known[drawn]
+                known = self._known[drawn] = (drawn, math.inf) if hopeless else self._timed(drawn, now_s)
+            changed, changed_s = known
             if changed_s <= now_s or self.rng.random() < math.exp((now_s - changed_s) / heat):
                 now, now_s = changed, changed_s
             if now_s < best_s * (1 - 1e-9):
@@ -57,7 +58,7 @@ class Annealer:
         """Where it matters with microbatches by what the placed pipelines take."""
         seconds = self.seconds(plan)
         if seconds < now_s * _NEAR and len(plan.pipelines) > 1:
-            other = rebalanced(plan, [timeline.total_s for timeline in self.cost.simulate(plan).pipelines])
+            other = rebalanced(plan, self.cost.pipelines_s(plan))
             other_s = self.seconds(other) if other != plan else math.inf
             if other_s < seconds:
                 return other, other_s

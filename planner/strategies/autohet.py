@@ -28,8 +28,8 @@ from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 
 CANDIDATES = 6
-_WALKS = (4, 1)  # up to eight GPUs, and beyond
 _FEWEST = 8
+_WALKS = 4  # of up to `_FEWEST` GPUs, of more one
 _SHARE_ROUNDS = 3
 
 
@@ -100,7 +100,7 @@ def _anneal(
         if seconds(plan) <= FAR_BEHIND * best.prediction.step_time_s:
             starts.setdefault(tuple(sorted(len(pipeline.stages) for pipeline in plan.pipelines)), plan)
     gpus = len(request.fleet.workers)
-    several = list(starts.values())[: _WALKS[gpus > _FEWEST]]
+    several = list(starts.values())[: _WALKS if gpus <= _FEWEST else 1]
     walked = [annealer.walk(plan, tries // gpus, hurry) for plan in several]
     return choose(request, [best.plan, *walked])[0] or best
 
@@ -109,7 +109,7 @@ def _share_anew(request: Request, best: Costed) -> Costed:
     """Microbatches by what the placed pipelines take."""
 
     def shared(plan: Plan) -> Iterator[Plan]:
-        yield rebalanced(plan, [timeline.total_s for timeline in request.cost.simulate(plan).pipelines])
+        yield rebalanced(plan, request.cost.pipelines_s(plan))
 
     return _climb(request, best, shared, _SHARE_ROUNDS)
 

@@ -1,5 +1,6 @@
 """Random changes to placed plans, of what searches by tables decide once: order, groups, who works for whom, cuts."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -68,21 +69,13 @@ class Changes:
         return self.request.fleet.node_of(group[0]).node_type.name
 
     def _shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
-        shapes = [shape for pipeline in pipelines if (shape := self._shape(pipeline)) is not None]
+        shapes = [shape for pipeline in pipelines if (shape := self.stager.shape(pipeline)) is not None]
         known = len(shapes) == len(pipelines)
         draft = assign_microbatches(self.estimator, shapes, plan.global_batch_sequences) if known else None
         if draft is None:
             return None
         counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
         return replace(plan, pipelines=tuple(counted))
-
-    def _shape(self, pipeline: Pipeline) -> Shape | None:
-        """None where a given plan has groups or microbatches that the tables do not know."""
-        rows = self.stager.rows(_groups(pipeline), pipeline.microbatch_sequences)
-        if rows is None:
-            return None
-        ends = [stage.end_layer + 1 for stage in pipeline.stages]
-        return Shape(rows, (*ends[:-1], ends[-1] + 1))
 
     def _cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
         """A pipeline of these groups in this order; None where it cannot hold the model."""
@@ -124,9 +117,8 @@ class Changes:
                 return None
             sizes[giver] -= 1
             sizes[taker] += 1
-            starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-            groups = _groups(pipelines[i])
-            pipelines[i] = replace(pipelines[i], stages=tuple(map(Stage, starts, sizes, groups)))
+            starts = itertools.accumulate(sizes, initial=0)
+            pipelines[i] = replace(pipelines[i], stages=tuple(map(Stage, starts, sizes, _groups(pipelines[i]))))
         return pipelines
 
     def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
@@ -199,8 +191,11 @@ class Changes:
             if self.rng.random() < 0.5:
                 stages = [replace(stage, workers=group) for stage, group in zip(pipelines[i].stages, mine, strict=True)]
                 pipelines[i] = replace(pipelines[i], stages=tuple(stages))
-            elif self._regrouped(pipelines, [i], lambda _, mine=mine: mine) is None:  # type: ignore[misc]
+                continue
+            made = self._cut(mine, pipelines[i].microbatch_sequences)
+            if made is None:
                 return None
+            pipelines[i] = made
         return pipelines
 
     def _hand_over(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
@@ -214,9 +209,9 @@ class Changes:
         moved, left = left[start : start + many], left[:start] + left[start + many :]
         place = self.rng.randrange(len(pipelines[taker].stages) + 1)
         made = self._regrouped(pipelines, [taker], lambda groups: [*groups[:place], *moved, *groups[place:]])
-        if made is None or not left:
-            return made and [pipeline for i, pipeline in enumerate(made) if i != giver]
-        return self._regrouped(made, [giver], lambda _: left)
+        if made is not None and not left:
+            return [pipeline for i, pipeline in enumerate(made) if i != giver]
+        return made and self._regrouped(made, [giver], lambda _: left)
 
 
 def _groups(pipeline: Pipeline) -> list[Group]:

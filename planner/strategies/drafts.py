@@ -12,6 +12,9 @@ from planner.strategies.sync_load import Member, block_bytes, sync_end_s
 from planner.strategies.tables import SyncShape, Tables
 
 _LONGER = 1.01
+_Trial = tuple[
+    float, dict[int, int]
+]  # a time, and the totals of microbatches of each size with which the batch is met in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,29 +237,29 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     """
     if len(set(shapes)) == 1:
         return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
-    found = _shortest(estimator, shapes, batch)
-    if found is None:
-        return None
-    counts = _trim(estimator, shapes, *found)
-    return Draft(tuple((shape, k) for shape, k in zip(shapes, counts)))
-
-
-def _shortest(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> tuple[float, dict[int, int]] | None:
-    """The shortest trial time, to five digits, with its totals. Of one microbatch size any time will do in which the batch is met:
-    trimming shortens it."""
-    low = 0.0
     high = max(estimator.pipeline_s(s, -(-batch // estimator.microbatch(s))) for s in set(shapes))
     totals = _totals(estimator, shapes, batch, high)
     if totals is None:
         return None
-    if len(totals) == 1:
-        trial, longer = _steady_s(estimator, shapes, batch), _LONGER
-        while trial < high:
-            met = _totals(estimator, shapes, batch, trial)
-            if met is not None:
-                return trial, met
-            trial, longer = trial * longer, longer**2
-        return high, totals
+    trial = _soon if len(totals) == 1 else _shortest
+    counts = _trim(estimator, shapes, *trial(estimator, shapes, batch, (high, totals)))
+    return Draft(tuple((shape, k) for shape, k in zip(shapes, counts)))
+
+
+def _soon(estimator: Estimator, shapes: Sequence[Shape], batch: int, most: _Trial) -> _Trial:
+    """A time near the steady state's in which the batch is met. With one microbatch size any will do: trimming shortens it."""
+    seconds, longer = _steady_s(estimator, shapes, batch), _LONGER
+    while seconds < most[0]:
+        totals = _totals(estimator, shapes, batch, seconds)
+        if totals is not None:
+            return seconds, totals
+        seconds, longer = seconds * longer, longer**2
+    return most
+
+
+def _shortest(estimator: Estimator, shapes: Sequence[Shape], batch: int, most: _Trial) -> _Trial:
+    """The shortest trial time, to five digits."""
+    low, (high, totals) = 0.0, most
     for _ in range(30):
         middle = (low + high) / 2
         met = _totals(estimator, shapes, batch, middle)

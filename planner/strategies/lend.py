@@ -62,7 +62,7 @@ class Lender:
             moves = list(itertools.islice(self.moves(found[-1]), _MOVES))
             if not moves:
                 break
-            self.measure([crew for move in moves for crew in (move.taken, move.left)] + list(found[-1].crews))
+            self._measure([crew for move in moves for crew in (move.taken, move.left)] + list(found[-1].crews))
             before = self._seconds(found[-1])
             after = [self._made(found[-1], move) for move in moves]
             seconds = [self._seconds(made) for made in after]
@@ -135,7 +135,7 @@ class Lender:
         free = tuple(node for i, node in enumerate(roster.free) if i != move.free)
         return replace(roster, crews=tuple(crew for crew in crews if crew is not None), free=free)
 
-    def measure(self, crews: Sequence[Crew | None]) -> None:
+    def _measure(self, crews: Sequence[Crew | None]) -> None:
         """Seconds of the first and of each further microbatch; infinite where a crew cannot hold the model."""
         new = [c for c in dict.fromkeys(crews) if c is not None and c not in self._known]
         anew = [crew for crew in new if crew.ends is None and len(crew.rows) <= self.tables.num_blocks]

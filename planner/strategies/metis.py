@@ -69,14 +69,14 @@ def gpu_orders(tables: Tables) -> Iterator[list[str]]:
         ]
 
 
-def arrangements(gpus: int, blocks: int, most: int = _MOST_ARRANGEMENTS) -> Iterator[tuple[int, ...]]:
+def arrangements(gpus: int, blocks: int) -> Iterator[tuple[int, ...]]:
     """Group sizes stage by stage, with both prunings; fewest stages first, at most so many of each number of stages."""
     for stages in range(1, min(gpus, blocks) + 1):
         least = max(gpus // stages // 2, 1)
         seen: set[tuple[int, ...]] = set()
         for composition in _compositions(gpus, stages, least):
             for arrangement in _permutations(composition):
-                if arrangement not in seen and len(seen) < most:
+                if arrangement not in seen and len(seen) < _MOST_ARRANGEMENTS:
                     seen.add(arrangement)
                     yield arrangement
 

@@ -50,9 +50,8 @@ def _crew(stager: Stager, pipeline: Pipeline, alive: Set[str]) -> Crew | None:
     rows = stager.rows(groups, pipeline.microbatch_sequences)
     if not rows:
         return None
-    ends = [stage.end_layer + 1 for stage in stages]
-    whole = (*ends[:-1], ends[-1] + 1) if len(stages) == len(pipeline.stages) else None
-    return Crew(groups, rows, whole)
+    whole = stager.shape(pipeline) if len(stages) == len(pipeline.stages) else None
+    return Crew(groups, rows, None if whole is None else whole.ends)
 
 
 def _walls(roster: Roster) -> list[Walls]:

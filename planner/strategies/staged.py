@@ -56,6 +56,12 @@ class Stager:
         rows = [self.row(group, microbatch) for group in groups]
         return None if None in rows else tuple(row for row in rows if row is not None)
 
+    def shape(self, pipeline: Pipeline) -> Shape | None:
+        """Of a pipeline of a plan; None where the tables do not know its groups or its microbatch size."""
+        rows = self.rows([stage.workers for stage in pipeline.stages], pipeline.microbatch_sequences)
+        ends = [stage.end_layer + 1 for stage in pipeline.stages]
+        return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
+
     def row(self, group: Group, microbatch: int) -> int | None:
         nodes = {worker.rsplit("/", 1)[0] for worker in group}
         if len(nodes) != 1:
