@@ -169,13 +169,9 @@ class _Handler(socketserver.BaseRequestHandler):
     def _answer(self, request: dict[str, Any]) -> bool:
         """Do what was asked; False after what leaves the connection unusable."""
         if request["op"] == "push":
-            if not self.pushes.acquire(blocking=False):
-                self.request.sendall(REPLY.pack(FULL, 0, 0))
-                return False
-            try:
-                return self._take(request)
-            finally:
-                self.pushes.release()
+            status = self._push(request)
+            self.request.sendall(REPLY.pack(status, 0, 0))
+            return status == OK
         source = Source(*request["source"])
         for tensor, unit in request["shards"]:
             self._send(source, ShardId(str(tensor), int(unit)))
@@ -191,7 +187,16 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.sendall(REPLY.pack(OK, crc, len(data)))
             send_within(self.request, data)
 
-    def _take(self, request: dict[str, Any]) -> bool:
+    def _push(self, request: dict[str, Any]) -> int:
+        """Its status. Whoever reads it may push again at once: the place is free by then."""
+        if not self.pushes.acquire(blocking=False):
+            return FULL
+        try:
+            return self._take(request)
+        finally:
+            self.pushes.release()
+
+    def _take(self, request: dict[str, Any]) -> int:
         """Store pushed shards as a snapshot of their worker, once all are here and whole."""
         specs = [TensorSpec.from_document(document) for document in request["tensors"]]
         shards = [ShardId(str(tensor), int(unit)) for tensor, unit in request["shards"]]
@@ -201,8 +206,7 @@ class _Handler(socketserver.BaseRequestHandler):
             writer = self.store.accept(int(request["step"]), int(request["generation"]), file_map)
         except SnapshotError as error:
             logger.warning("a peer's copy is not taken: %s", error)
-            self.request.sendall(REPLY.pack(FULL, 0, 0))
-            return False
+            return FULL
         status = CORRUPT
         try:
             self.request.sendall(REPLY.pack(OK, 0, 0))
@@ -214,8 +218,7 @@ class _Handler(socketserver.BaseRequestHandler):
             writer.close()
             if status != OK:
                 writer.path.unlink(missing_ok=True)
-        self.request.sendall(REPLY.pack(status, 0, 0))
-        return status == OK
+        return status
 
     def _drop_superseded(self, request: dict[str, Any]) -> None:
         if request.get("superseded") is not None:

@@ -273,6 +273,21 @@ def test_another_version_is_refused(server: ShardServer) -> None:
         assert receive(connection, 1)[0] != OK
 
 
+def test_a_push_that_was_answered_leaves_its_place(tmp_path: Path) -> None:
+    """Two peers in turn, where one may push at a time: neither is told that there is no room."""
+    pieces = {shard: memoryview(content(shard, 6)) for shard in SHARDS}
+    store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    with (
+        ShardServer(store, TOKEN, host="127.0.0.1", max_pushes=1) as server,
+        ShardClient("127.0.0.1", server.port, TOKEN, 20) as one,
+        ShardClient("127.0.0.1", server.port, TOKEN, 20) as other,
+    ):
+        for step in range(100):
+            for client in (one, other):
+                client.push(Source("worker", "n7", "n7/0", step, 1), CASE.layout.tensors, pieces)
+    store.close()
+
+
 def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
     """One push at a time; and copies fill so much host memory, then the disk."""
     pieces = {shard: memoryview(content(shard, 6)) for shard in SHARDS}
