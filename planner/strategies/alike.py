@@ -5,7 +5,6 @@ stage. Searches that place pipeline by pipeline do not see these plans; Metis's 
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +13,15 @@ import numpy as np
 
 from planner.plan import Plan
 from planner.strategies.balance import Balancer, padded
-from planner.strategies.cost_tables import ring_rate
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.exact import sync_sizes
+from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place_by_stage
-from planner.strategies.refine import draft_fits, refine_shape
+from planner.strategies.refine import FAR_BEHIND, draft_fits, refine_shape
 from planner.strategies.regroup import regrouped
 from planner.strategies.request import Request
+from planner.strategies.rivals import MOST_GPUS
+from planner.strategies.side_by_side import SideBySide, beside
 from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
@@ -30,68 +31,87 @@ _PREDICTED_GPUS = 500
 _SIMULATED = 4
 _BISECTIONS = 12
 _ALL = 16
+_PARTS = (1, 2, 3, 4, 6, 8)
+_ROUGHLY = 1.1
+_PARTED_GPUS = 512  # beyond, other parts find nothing
 _REGROUPED = 4
 
 
-def alike_plans(request: Request, tables: Tables) -> list[Plan]:
-    """The fastest few by the tables, with the sync that lying side by side leaves."""
-    batch, depth, gpus = request.global_batch_sequences, request.deepest(tables.num_blocks), len(request.fleet.workers)
+def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> list[Plan]:
+    """The fastest few by the tables, with the sync that lying side by side leaves, divided into as many parts as each layer has to lie on
+    nodes; and some in other numbers of parts. known_s: a step time known before; on more than a few GPUs nothing far behind is
+    looked at closely."""
+    wanted, gpus = request.min_node_disjoint_holders, len(request.fleet.workers)
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
-    plans: list[Plan | None] = []
-    sync = _SideBySide(request, tables)
-    for _, draft, timing in _simulated(request, tables, sync, _SIMULATED * keep)[:keep]:
-        shape, count = draft.pipelines[0]
-        after_s = partial(sync.after_one_s, timing, len(draft.pipelines))
-        better = _draft(timing, refine_shape(timing, shape, count, after_s), len(draft.pipelines), batch) or draft
-        more = request.mixed_tp and len(plans) < _REGROUPED
-        others = regrouped(timing, better, batch, depth, after_s) if more else None
-        for each in (better, *([] if others is None else [others])):
-            plans.append(place_by_stage(tables, each, request.spec.name, batch, request.sequence_length))
-    return [plan for plan in plans if plan is not None]
+    search = _Search(request, tables, keep, known_s if gpus > FEW_GPUS else np.inf)
+    most = max(2, *(len(resource.node_names) for resource in tables.resources)) if gpus <= _PARTED_GPUS else 1
+    others = [parts for parts in _PARTS if parts <= most and parts != wanted]
+    share = 4 if gpus <= MOST_GPUS else 8
+    return [*search.plans(wanted), *itertools.chain.from_iterable(search.plans(parts, share) for parts in others)]
 
 
-def _simulated(
-    request: Request, tables: Tables, sync: "_SideBySide", most: int
-) -> list[tuple[float, Draft, Estimator]]:
-    """(seconds with sync, draft, what timed it) of the most promising, fastest first."""
-    mixes = _mixes(request, tables)
-    shared = np.minimum(mixes.number, int(tables.groups_a_node.max()))
-    tables.fitting(request.deepest(tables.num_blocks))  # once for all
-    timings = {int(n): Estimator(beside(request, tables, int(n))) for n in np.unique(shared)}
-    seconds = np.full(len(shared), np.inf)
-    for n, timing in timings.items():
-        mine = np.flatnonzero(shared == n)
-        seconds[mine] = _roughly_s(timing.tables, request, mixes.take(mine), sync)
-    quickest = np.argsort(seconds, kind="stable")[:_MIXES]
-    quickest = quickest[np.isfinite(seconds[quickest])]
-    timed = [
-        (*shape, timing)
-        for n, timing in timings.items()
-        for shape in _timed(timing, request, mixes.take(quickest[shared[quickest] == n]), sync)
-    ]
-    found = {}
-    for _, number, shape, after, timing in sorted(timed, key=lambda entry: entry[:2])[:most]:
-        draft = _draft(timing, shape, number, request.global_batch_sequences)
-        if draft is not None:
-            found[draft] = timing.pipeline_s(*draft.pipelines[0]) + after, draft, timing
-    return sorted(found.values(), key=lambda entry: entry[0])
+class _Search:
+    """All equal pipelines of one request. keep: plans of one number of parts; known_s: as `alike_plans`."""
 
+    def __init__(self, request: Request, tables: Tables, keep: int, known_s: float):
+        self.request, self.tables, self.keep = request, tables, keep
+        self._most_s = FAR_BEHIND * known_s
+        self.batch, self.depth = request.global_batch_sequences, request.deepest(tables.num_blocks)
+        self.groups = int(tables.groups_a_node.max())
+        self.mixes = _mixes(request, tables)
+        self._timings: dict[int, Estimator] = {}
+        tables.fitting(self.depth)  # once for all
 
-def beside(request: Request, tables: Tables, number: int) -> Tables:
-    """With so many pipelines side by side on each node: what leaves one leaves it for all of them at once."""
-    kinds = [tables.kinds[row.kind] for row in tables.rows]
-    nodes = [tables.resources[kind.resource].node_type for kind in kinds]
+    def plans(self, parts: int, share: int = 1) -> Iterator[Plan]:
+        """Of pipelines divided into so many parts, those of each part side by side. With a share of more than 1 one plan in so many is
+        looked at, of those whose nodes fewer pipelines share than without parts."""
+        request, sync = self.request, SideBySide(self.request, self.tables, parts)
+        possible = self.mixes.number >= parts
+        if parts > 1 and share > 1:
+            possible &= sync.side(self.mixes.number) < self.groups
+        best = self._simulated(self.mixes.take(np.flatnonzero(possible)), sync, share)
+        for i, (seconds, draft, timing) in enumerate(best):
+            if seconds > self._most_s:
+                return
+            shape, count = draft.pipelines[0]
+            number = len(draft.pipelines)
+            after_s = partial(sync.after_one_s, timing, number)
+            better = _draft(timing, refine_shape(timing, shape, count, after_s), number, self.batch) or draft
+            more = request.mixed_tp and i < _REGROUPED
+            others = regrouped(timing, better, self.batch, self.depth, after_s) if more else None
+            for each in (better, *([] if others is None else [others])):
+                plan = place_by_stage(self.tables, each, parts, request.spec.name, self.batch, request.sequence_length)
+                if plan is not None:
+                    yield plan
 
-    def crossing(one: int, other: int) -> float:
-        flows = min(number, int(tables.groups_a_node[one])) * float(kinds[other].tp_degree)
-        return 2 * request.cost.boundary_s(nodes[one], nodes[other], tables.rows[one].microbatch, flows=flows)
+    def _simulated(self, mixes: "_Mixes", sync: SideBySide, share: int) -> list[tuple[float, Draft, Estimator]]:
+        """(seconds with sync, draft, what timed it) of the most promising, fastest first."""
+        request, keep = self.request, max(1, self.keep // share)
+        shared = np.minimum(sync.side(mixes.number), self.groups)
+        timings = {n: self._timing(n) for n in np.unique(shared).tolist()}
+        seconds = np.full(len(shared), np.inf)
+        for n, timing in timings.items():
+            mine = np.flatnonzero(shared == n)
+            seconds[mine] = _roughly_s(timing.tables, request, mixes.take(mine), sync)
+        quickest = np.argsort(seconds, kind="stable")[: _MIXES // share]
+        quickest = quickest[seconds[quickest] <= min(_ROUGHLY * self._most_s, 1e300)]
+        timed = [
+            (*shape, timing)
+            for n, timing in timings.items()
+            for shape in _timed(timing, request, mixes.take(quickest[shared[quickest] == n]), sync)
+        ]
+        found = {}
+        for _, number, shape, after, timing in sorted(timed, key=lambda entry: entry[:2])[: _SIMULATED * keep]:
+            draft = _draft(timing, shape, number, self.batch)
+            if draft is not None:
+                found[draft] = timing.pipeline_s(*draft.pipelines[0]) + after, draft, timing
+        return sorted(found.values(), key=lambda entry: entry[0])[:keep]
 
-    def seconds(one: int, other: int) -> float:
-        gpus = number * (kinds[one].tp_degree + kinds[other].tp_degree)
-        same = kinds[one].resource == kinds[other].resource and gpus <= nodes[one].num_gpus
-        return float(tables.boundaries[one, other]) if same else crossing(one, other)
-
-    return tables.linked(seconds, lambda row: crossing(row, row), number)
+    def _timing(self, side: int) -> Estimator:
+        """What times pipelines of which so many share each node."""
+        if side not in self._timings:
+            self._timings[side] = Estimator(beside(self.request, self.tables, side))
+        return self._timings[side]
 
 
 @dataclass(frozen=True)
@@ -164,55 +184,7 @@ def _rows(tables: Tables, share: Ints, mixed_tp: bool) -> Iterator[tuple[int, ..
                 yield picked
 
 
-class _SideBySide:
-    """Seconds of gradient sync where the same stage of all pipelines fills one node after the other: a node's NIC carries each
-    gradient once, whatever the number of its holders there. All pipelines end their stages together."""
-
-    def __init__(self, request: Request, tables: Tables):
-        self._cost, self._tables = request.cost, tables
-        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
-        self._sums: list[list[float]] = tables.sync_sums.tolist()
-        update = [tables.update_s(np.array([0.0, 1e9]), (tables.kinds[row.kind].resource,)) for row in tables.rows]
-        self._update = [float(more - none) / 1e9 for none, more in update]
-
-    def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
-        """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
-        of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
-        width = len(self._tables.rows) + 1
-        keys, at = np.unique(number[:, None] * width + rows + 1, return_inverse=True)
-        rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 2)
-        rates = rates[at.reshape(rows.shape)]
-        ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
-        update = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0).max(axis=1, initial=0.0)
-        return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0) + update)
-
-    def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
-        """As `after_s`, of so many pipelines of one shape."""
-        summed = updated = early = 0.0
-        for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
-            fixed, rate = self._rate(number, row)
-            num_bytes = self._sums[row][end] - self._sums[row][start]
-            summed = max(summed, fixed + rate * num_bytes - early)
-            updated = max(updated, self._update[row] * num_bytes)
-            early += back
-        return summed + updated
-
-    def _rate(self, number: int, row: int) -> tuple[float, float]:
-        if row >= 0 and (number, row) not in self._rates:
-            kind = self._tables.kinds[self._tables.rows[row].kind]
-            node = self._tables.resources[kind.resource].node_type
-            held = int(self._tables.groups_a_node[row])
-            members = [(str(i // held), node) for i in range(number)]
-            if held % number:
-                members[-1] = ("last", node)
-            flows = node.num_gpus / math.gcd(
-                number, held
-            )  # where stages begin anywhere in a node, few of a ring share one
-            self._rates[number, row] = ring_rate(self._cost, members, flows)
-        return self._rates[number, row] if row >= 0 else (0.0, 0.0)
-
-
-def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: _SideBySide) -> Floats:
+def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: SideBySide) -> Floats:
     """(n,) a step if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least sync first;
     infinite where all stages hold too few blocks."""
     used, rows, counts = mixes.rows >= 0, mixes.rows, mixes.counts
@@ -243,7 +215,7 @@ def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
     return np.minimum(np.floor(np.maximum(period[:, None] - toll, 0.0) / block + 1e-9), most)
 
 
-def _least_sync(tables: Tables, mixes: _Mixes, held: Floats, sync: _SideBySide) -> Floats:
+def _least_sync(tables: Tables, mixes: _Mixes, held: Floats, sync: SideBySide) -> Floats:
     """(n,) sync after the pipelines if stages of so many blocks follow each other by what they hold."""
     num_bytes = held * _a_block(tables.sync_sums, mixes.rows)
     back_s = held * _a_block(tables.time_sums - tables.forward_sums, mixes.rows) * mixes.counts
@@ -259,7 +231,7 @@ def _a_block(sums: Floats, rows: Ints) -> Floats:
 
 
 def _timed(
-    timing: Estimator, request: Request, mixes: _Mixes, sync: _SideBySide
+    timing: Estimator, request: Request, mixes: _Mixes, sync: SideBySide
 ) -> Iterator[tuple[float, int, Shape, float]]:
     """(seconds by the closed form, number of pipelines, shape, sync after them) of each mix that holds the model, in its best order
     with equal ends and in its best with others."""

@@ -64,7 +64,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     found = engine.run(
         tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None])
     )
-    alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables)
+    known_s = found.drafts[0][0] if found.drafts else math.inf
+    alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables, known_s)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     beside = companion() if companion is not None else None
     plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart, *(beside.plans if beside else ())]

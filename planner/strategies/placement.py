@@ -1,5 +1,6 @@
 """From drafts to plans: which GPUs of which nodes serve each stage."""
 
+import itertools
 from collections.abc import Sequence, Set
 
 from planner.plan import Pipeline, Plan, Stage
@@ -56,19 +57,29 @@ def place(
     return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
 
 
-def place_by_stage(tables: Tables, draft: Draft, model: str, batch: int, sequence_length: int) -> Plan | None:
-    """The plan of a draft of equally deep pipelines, the same stage of all of them side by side."""
+def place_by_stage(
+    tables: Tables, draft: Draft, parts: int, model: str, batch: int, sequence_length: int
+) -> Plan | None:
+    """The plan of a draft of equally deep pipelines, divided into so many parts, one after the other: the same stage of all pipelines
+    of a part lies side by side."""
     nodes, placed = _free_nodes(tables, frozenset()), [list[tuple[str, ...]]() for _ in draft.pipelines]
     last: dict[int, int] = {}
-    for stage in range(len(draft.pipelines[0][0].rows)):
-        for i, (shape, _) in enumerate(draft.pipelines):
-            resource = _resource(tables, shape.rows[stage])
-            found = nodes[resource].take(_degree(tables, shape.rows[stage]), last.get(resource), 0)
+    shapes = [shape for shape, _ in draft.pipelines]
+    for part in parted(len(shapes), parts):
+        for stage, i in itertools.product(range(len(shapes[0].rows)), part):
+            resource = _resource(tables, shapes[i].rows[stage])
+            found = nodes[resource].take(_degree(tables, shapes[i].rows[stage]), last.get(resource), 0)
             if found is None:
                 return None
             last[resource] = found[0]
             placed[i].append(found[1])
     return _plan(tables, draft, dict(enumerate(placed)), model, batch, sequence_length)
+
+
+def parted(number: int, parts: int) -> list[range]:
+    """So many pipelines in parts as equal as can be."""
+    ends = [number * part // parts for part in range(parts + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
 def _plan(

@@ -1,16 +1,21 @@
 """Equal pipelines side by side, and groups of other sizes on the same GPUs."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from planner.strategies.alike import alike_plans, beside
+from planner.redundancy import redundancy
+from planner.strategies.alike import alike_plans
+from planner.strategies.autohet import choose
 from planner.strategies.balance import Balancer
 from planner.strategies.cost_tables import tables_of
+from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits
 from planner.strategies.regroup import regrouped
+from planner.strategies.side_by_side import SideBySide, beside
 from tests.planner.cases import fleet, model, request
 
 TYPES = (("A100", 4, 8), ("T4", 6, 8))
@@ -30,7 +35,7 @@ def test_the_tables_time_pipelines_side_by_side_as_the_simulation_of_their_place
     estimator = Estimator(beside(asked, tables, number))
     shape = cut(estimator.tables, (fast,) * (32 // number // degree) + (slow,) * (48 // number // degree))
     draft = Draft(((shape, 16),) * number)
-    plan = place_by_stage(tables, draft, "tiny", 16 * number, 128)
+    plan = place_by_stage(tables, draft, 1, "tiny", 16 * number, 128)
     placed = asked.cost.predict(plan).breakdown_s["pipeline"]
     assert estimator.pipeline_s(shape, 16) == pytest.approx(placed, rel=2e-3)
 
@@ -43,6 +48,43 @@ def test_its_plans_meet_the_batch_and_use_equal_pipelines():
     for plan in plans:
         assert sum(pipeline.num_sequences for pipeline in plan.pipelines) == 96
         assert len({tuple(stage.num_layers for stage in pipeline.stages) for pipeline in plan.pipelines}) == 1
+
+
+@pytest.mark.parametrize(("number", "parts"), [(4, 2), (8, 2), (6, 3), (5, 2), (8, 4)])
+def test_pipelines_in_parts_lie_on_as_many_nodes_and_take_what_the_tables_say(number, parts):
+    """Neighbours of a part share their nodes, so that fewer transfers meet on a NIC, and each layer is held by each part."""
+    asked = request(fleet(("A100", 8, 8), ("T4", 12, 8)), 16 * number, model(48, 512))
+    tables = tables_of(asked)
+    side = -(-number // parts)
+    estimator = Estimator(beside(asked, tables, side))
+    shape = cut(estimator.tables, (tables.row_of["a100", 1, 1],) * (64 // 8) + (tables.row_of["t4", 1, 1],) * (96 // 8))
+    plan = place_by_stage(tables, Draft(((shape, 16),) * number), parts, "tiny", 16 * number, 128)
+    assert redundancy(plan, asked.fleet, 48).weakest >= parts
+    prediction = asked.cost.predict(plan)
+    if 8 % side:
+        return
+    assert estimator.pipeline_s(shape, 16) == pytest.approx(prediction.breakdown_s["pipeline"], rel=2e-3)
+    timed = estimator.pipeline_s(shape, 16) + SideBySide(asked, tables, parts).after_one_s(estimator, number, shape)
+    assert timed == pytest.approx(prediction.step_time_s, rel=0.05)
+
+
+@pytest.mark.parametrize("holders", [1, 2, 3])
+def test_most_of_its_plans_keep_the_holders_asked_for(holders):
+    """Divided into as many parts as nodes are asked for, no search has to hope for them."""
+    asked = replace(request(fleet(("A100", 6, 8), ("T4", 6, 8)), 96, model(24, 512)), min_node_disjoint_holders=holders)
+    plans = alike_plans(asked, tables_of(asked))
+    weakest = [redundancy(plan, asked.fleet, 24).weakest for plan in plans]
+    assert sum(held >= holders for held in weakest) >= len(plans) / 2
+
+
+def test_two_holders_need_no_pipelines_with_nodes_of_their_own():
+    """Where a node holds one stage of several pipelines, two copies of each layer cost less than with a node for few stages."""
+    asked = request(fleet(("A100", 4, 4), ("T4", 4, 4)), 512, model(24, 512))
+    asked = replace(asked, min_node_disjoint_holders=2)
+    tables = tables_of(asked)
+    alike, _ = choose(asked, alike_plans(asked, tables))
+    apart, _ = choose(asked, disjoint_plans(asked, tables, Estimator(tables)))
+    assert alike.prediction.step_time_s < 0.9 * apart.prediction.step_time_s
 
 
 def test_other_groups_on_the_same_gpus_divide_blocks_better():

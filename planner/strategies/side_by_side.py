@@ -1,0 +1,82 @@
+"""What it costs that equal pipelines lie side by side on their nodes: transfers leave a node together, gradients are summed inside it."""
+
+import math
+
+import numpy as np
+
+from planner.strategies.cost_tables import ring_rate
+from planner.strategies.drafts import Estimator, Shape
+from planner.strategies.placement import parted
+from planner.strategies.request import Request
+from planner.strategies.tables import Floats, Ints, Tables
+
+
+def beside(request: Request, tables: Tables, number: int) -> Tables:
+    """With so many pipelines side by side on each node: what leaves one leaves it for all of them at once."""
+    kinds = [tables.kinds[row.kind] for row in tables.rows]
+    nodes = [tables.resources[kind.resource].node_type for kind in kinds]
+
+    def crossing(one: int, other: int) -> float:
+        flows = min(number, int(tables.groups_a_node[one])) * float(kinds[other].tp_degree)
+        return 2 * request.cost.boundary_s(nodes[one], nodes[other], tables.rows[one].microbatch, flows=flows)
+
+    def seconds(one: int, other: int) -> float:
+        gpus = number * (kinds[one].tp_degree + kinds[other].tp_degree)
+        same = kinds[one].resource == kinds[other].resource and gpus <= nodes[one].num_gpus
+        return float(tables.boundaries[one, other]) if same else crossing(one, other)
+
+    return tables.linked(seconds, lambda row: crossing(row, row), number)
+
+
+class SideBySide:
+    """Seconds of gradient sync where the same stage of all pipelines of a part fills one node after the other: a node's NIC carries
+    each gradient once, whatever the number of its holders there. All pipelines end their stages together."""
+
+    def __init__(self, request: Request, tables: Tables, parts: int):
+        self._cost, self._tables, self._parts = request.cost, tables, parts
+        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+        self._kinds = np.array([row.kind for row in tables.rows])
+        self._sums: list[list[float]] = tables.sync_sums.tolist()
+        update = [tables.update_s(np.array([0.0, 1e9]), (tables.kinds[row.kind].resource,)) for row in tables.rows]
+        self._update = [float(more - none) / 1e9 for none, more in update]
+
+    def side(self, number: Ints) -> Ints:
+        """How many of so many pipelines lie side by side."""
+        return np.asarray(-(-number // self._parts))
+
+    def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
+        """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
+        of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
+        width = len(self._tables.kinds) + 1
+        kinds = np.where(rows >= 0, self._kinds[rows], -1)
+        keys, at = np.unique(number[:, None] * width + kinds + 1, return_inverse=True)
+        rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 2)
+        rates = rates[at.reshape(rows.shape)]
+        ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
+        update = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0).max(axis=1, initial=0.0)
+        return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0) + update)
+
+    def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
+        """As `after_s`, of so many pipelines of one shape."""
+        summed = updated = early = 0.0
+        for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
+            fixed, rate = self._rate(number, self._tables.rows[row].kind)
+            num_bytes = self._sums[row][end] - self._sums[row][start]
+            summed = max(summed, fixed + rate * num_bytes - early)
+            updated = max(updated, self._update[row] * num_bytes)
+            early += back
+        return summed + updated
+
+    def _rate(self, number: int, kind: int) -> tuple[float, float]:
+        """(latency, seconds a byte) of a ring over so many stages of one kind; none where kind is -1."""
+        if kind >= 0 and (number, kind) not in self._rates:
+            node = self._tables.resources[self._tables.kinds[kind].resource].node_type
+            held = max(1, node.num_gpus // self._tables.kinds[kind].tp_degree)
+            sizes = [len(part) for part in parted(number, self._parts)]
+            members = [(f"{part}-{i // held}", node) for part, size in enumerate(sizes) for i in range(size)]
+            if held % max(sizes):
+                members[-1] = ("last", node)
+            # where stages begin anywhere in a node, few of a ring share one
+            flows = node.num_gpus / math.gcd(max(sizes), held)
+            self._rates[number, kind] = ring_rate(self._cost, members, flows)
+        return self._rates[number, kind] if kind >= 0 else (0.0, 0.0)
