@@ -37,8 +37,8 @@ _OTHER_KIND = 0.2
 Transfer = tuple[NodeType, NodeType, bool, int]
 
 
-def search_fasop(request: Request) -> Answer:
-    """FASOP's search. InfeasibleError where none of its plans fits."""
+def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
+    """FASOP's search. InfeasibleError where none of its plans fits. most_orders: of the nodes, evenly among all; none: all."""
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
@@ -46,7 +46,7 @@ def search_fasop(request: Request) -> Answer:
     shortlist = Shortlist(request, stager, estimator, _SLACK)
     tried = 0
     for whole in (True, False):
-        for nodes in node_orders(request.fleet) if shortlist.is_empty else ():
+        for nodes in node_orders(request.fleet, most_orders) if shortlist.is_empty else ():
             tried += _try_order(request, tables, stager, estimator, shortlist, nodes, whole)
             if request.clock() - begin > request.time_limit_s:
                 break
@@ -62,11 +62,11 @@ def search_fasop(request: Request) -> Answer:
     )
 
 
-def node_orders(fleet: Fleet) -> Iterator[tuple[Node, ...]]:
-    """The cyclic rotations of the nodes sorted by type that differ in their sequence of types."""
+def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:
+    """The cyclic rotations of the nodes sorted by type that differ in their sequence of types; with `most`, so many of them at most."""
     nodes = sorted(fleet.nodes, key=lambda node: (node.node_type.name, fleet.nodes.index(node)))
     seen = set()
-    for turn in range(len(nodes)):
+    for turn in range(0, len(nodes), -(-len(nodes) // most) if most else 1):
         order = (*nodes[turn:], *nodes[:turn])
         names = tuple(node.node_type.name for node in order)
         if names not in seen:

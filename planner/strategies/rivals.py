@@ -29,7 +29,7 @@ MOST_GPUS = 128  # beyond, they take longer than what they find is worth
 _GRIDS = 4
 _SHARES = 4
 _SHALLOW = 8
-_LATE_GPUS = 512
+_LATE_GPUS, _LATE_ORDERS = 512, 24
 TIME_SHARE = 0.5  # of the request's limit
 
 
@@ -59,7 +59,7 @@ def late_rivals(request: Request) -> list[Plan]:
         shallow = replace(request, max_stages=min(_SHALLOW, request.max_stages or _SHALLOW))
         with suppress(InfeasibleError):
             found.append(search_hap(request).plan)
-            found.append(search_fasop(shallow).plan)
+            found.append(search_fasop(shallow, _LATE_ORDERS).plan)
     return found
 
 

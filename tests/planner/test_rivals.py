@@ -1,5 +1,7 @@
 """`autohet` is never worse than another strategy under the same cost model, on fleets where its own columns are weak too."""
 
+import itertools
+
 import pytest
 
 from autohet.driver.planning import make_planning
@@ -7,7 +9,9 @@ from autohet.runtime.job import Job
 from planner.cluster import cluster_from_yaml
 from planner.errors import InfeasibleError
 from planner.strategies import STRATEGIES, plan_with
+from planner.strategies.fasop import node_orders
 from planner.strategies.rivals import fastest_types
+from tests.planner.cases import fleet
 
 
 def request_of(job, cluster):
@@ -35,3 +39,16 @@ def test_the_slowest_types_are_left_out_one_after_another():
         ["A100-40"],
         ["A100-40", "L40S"],
     ]
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 100])
+def test_node_orders_may_be_thinned_evenly(most):
+    """Some of all orders, the first of them included, that begin far apart."""
+    asked = fleet(("A100", 5, 1), ("T4", 6, 1))
+    orders, some = list(node_orders(asked)), list(node_orders(asked, most))
+    assert len(orders) == 11
+    assert len(some) <= min(most, 11)
+    assert some[0] == orders[0]
+    assert set(some) <= set(orders)
+    turns = [orders.index(order) for order in some]
+    assert all(later - earlier >= 11 // max(most, 1) for earlier, later in itertools.pairwise(turns))
