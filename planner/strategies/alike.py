@@ -26,7 +26,7 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
 _MIXES = 120
-_KEPT = (4, 48)
+_KEPT = (4, 32)
 _PREDICTED_GPUS = 1000
 _SIMULATED = 4
 _BISECTIONS = 12
