@@ -77,6 +77,14 @@ def test_most_of_its_plans_keep_the_holders_asked_for(holders):
     assert sum(held >= holders for held in weakest) >= len(plans) / 2
 
 
+def test_what_is_faster_on_any_nodes_does_not_hide_what_keeps_two_holders():
+    """A step time that only a plan with one holder reaches is no reason to look at nothing slower."""
+    asked = request(fleet(("A100", 3, 8), ("T4", 3, 8)), 96, model(24, 512))
+    tables = tables_of(asked)
+    assert not alike_plans(asked, tables, 1e-6)
+    assert alike_plans(replace(asked, min_node_disjoint_holders=2), tables, 1e-6)
+
+
 def test_two_holders_need_no_pipelines_with_nodes_of_their_own():
     """Where a node holds one stage of several pipelines, two copies of each layer cost less than with a node for few stages."""
     asked = request(fleet(("A100", 4, 4), ("T4", 4, 4)), 512, model(24, 512))
