@@ -94,7 +94,7 @@ class _Search:
             mine = np.flatnonzero(shared == n)
             seconds[mine] = _roughly_s(timing.tables, request, mixes.take(mine), sync)
         quickest = np.argsort(seconds, kind="stable")[: _MIXES // share]
-        quickest = quickest[seconds[quickest] <= min(_ROUGHLY * self._most_s, 1e300)]
+        quickest = quickest[np.isfinite(seconds[quickest]) & (seconds[quickest] <= _ROUGHLY * self._most_s)]
         timed = [
             (*shape, timing)
             for n, timing in timings.items()

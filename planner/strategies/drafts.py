@@ -12,9 +12,8 @@ from planner.strategies.sync_load import Member, block_bytes, sync_end_s
 from planner.strategies.tables import SyncShape, Tables
 
 _LONGER = 1.01
-_Trial = tuple[
-    float, dict[int, int]
-]  # a time, and the totals of microbatches of each size with which the batch is met in it
+# A time, and the totals of microbatches of each size with which the batch is met in it.
+_Trial = tuple[float, dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ class SideBySide:
     def __init__(self, request: Request, tables: Tables, parts: int):
         self._cost, self._tables, self._parts = request.cost, tables, parts
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
-        self._kinds = np.array([row.kind for row in tables.rows])
+        # (rows,) the first row of the same kind: a ring does not depend on the microbatch
+        _, first, kind = np.unique([row.kind for row in tables.rows], return_index=True, return_inverse=True)
+        self._like: list[int] = first[kind].tolist()
         self._sums: list[list[float]] = tables.sync_sums.tolist()
         update = [tables.update_s(np.array([0.0, 1e9]), (tables.kinds[row.kind].resource,)) for row in tables.rows]
         self._update = [float(more - none) / 1e9 for none, more in update]
@@ -47,9 +49,9 @@ class SideBySide:
     def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
         """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
         of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
-        width = len(self._tables.kinds) + 1
-        kinds = np.where(rows >= 0, self._kinds[rows], -1)
-        keys, at = np.unique(number[:, None] * width + kinds + 1, return_inverse=True)
+        width = len(self._tables.rows) + 1
+        like = np.where(rows >= 0, np.array(self._like)[rows], -1)
+        keys, at = np.unique(number[:, None] * width + like + 1, return_inverse=True)
         rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 2)
         rates = rates[at.reshape(rows.shape)]
         ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
@@ -60,23 +62,23 @@ class SideBySide:
         """As `after_s`, of so many pipelines of one shape."""
         summed = updated = early = 0.0
         for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
-            fixed, rate = self._rate(number, self._tables.rows[row].kind)
+            fixed, rate = self._rate(number, self._like[row])
             num_bytes = self._sums[row][end] - self._sums[row][start]
             summed = max(summed, fixed + rate * num_bytes - early)
             updated = max(updated, self._update[row] * num_bytes)
             early += back
         return summed + updated
 
-    def _rate(self, number: int, kind: int) -> tuple[float, float]:
-        """(latency, seconds a byte) of a ring over so many stages of one kind; none where kind is -1."""
-        if kind >= 0 and (number, kind) not in self._rates:
-            node = self._tables.resources[self._tables.kinds[kind].resource].node_type
-            held = max(1, node.num_gpus // self._tables.kinds[kind].tp_degree)
+    def _rate(self, number: int, row: int) -> tuple[float, float]:
+        """(latency, seconds a byte) of a ring over so many stages of one row; none where row is -1."""
+        if row >= 0 and (number, row) not in self._rates:
+            node = self._tables.resources[self._tables.kinds[self._tables.rows[row].kind].resource].node_type
+            held = int(self._tables.groups_a_node[row])
             sizes = [len(part) for part in parted(number, self._parts)]
             members = [(f"{part}-{i // held}", node) for part, size in enumerate(sizes) for i in range(size)]
             if held % max(sizes):
                 members[-1] = ("last", node)
             # where stages begin anywhere in a node, few of a ring share one
             flows = node.num_gpus / math.gcd(max(sizes), held)
-            self._rates[number, kind] = ring_rate(self._cost, members, flows)
-        return self._rates[number, kind] if kind >= 0 else (0.0, 0.0)
+            self._rates[number, row] = ring_rate(self._cost, members, flows)
+        return self._rates[number, row] if row >= 0 else (0.0, 0.0)
