@@ -93,7 +93,8 @@ class Durable:
 
     def _adopt(self, manifest: Manifest) -> None:
         with self._lock:
-            self._state = CheckpointState(manifest.step, checkpoint_uri(self._storage, manifest.step), manifest)
+            uri = checkpoint_uri(self._storage, manifest.step)
+            self._state = self._state.followed_by(manifest.step, uri, manifest)
 
     def _guard(self, work: Callable[[], None], attempt: tuple[int, int] | None) -> None:
         """The thread's edge: whatever goes wrong is kept as the state's error, and training goes on."""

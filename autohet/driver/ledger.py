@@ -32,6 +32,7 @@ class Ledger:
         self.open_change: Change | None = None
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
+        self._checkpoints_taken = 0
         self.checkpoint_errors: dict[tuple[int, int], str] = {}
         """By generation and step, why a worker's part is not written."""
         self._vote: tuple[int, tuple[int, Any]] | None = None
@@ -114,9 +115,11 @@ class Ledger:
                 self._take_step(record, controller, seen.now)
             for receipt in report.receipts:
                 self._take_receipt(report.worker, receipt, controller)
-        if seen.checkpoint.step is not None and seen.checkpoint.step != self.checkpoint_step:
-            self.checkpoint_step, self.checkpoint_uri = seen.checkpoint.step, seen.checkpoint.uri
-            self.events.emit("checkpoint", controller.generation, step=seen.checkpoint.step, uri=seen.checkpoint.uri)
+        committed = seen.checkpoint.committed
+        for step, uri in committed[self._checkpoints_taken :]:
+            self.checkpoint_step, self.checkpoint_uri = step, uri
+            self.events.emit("checkpoint", controller.generation, step=step, uri=uri)
+        self._checkpoints_taken = len(committed)
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
         """The newest step of this generation whose vote anybody saw, the dead too, and its result."""

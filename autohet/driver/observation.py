@@ -55,6 +55,13 @@ class CheckpointState:
     error: str | None = None
     error_step: int | None = None
     error_generation: int | None = None
+    committed: tuple[tuple[int, str], ...] = ()
+    """(step, URI) of all that this process has known as the newest, in order: between two looks there may be several."""
+
+    def followed_by(self, step: int, uri: str, manifest: Any) -> CheckpointState:
+        """The state once this checkpoint is known as the newest."""
+        newer = () if step == self.step else ((step, uri),)
+        return CheckpointState(step, uri, manifest, committed=self.committed + newer)
 
 
 @dataclass(frozen=True)

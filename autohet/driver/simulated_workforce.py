@@ -303,7 +303,7 @@ class SimulatedWorkforce:
         self._copies = [copy for copy in self._copies if copy.source.kind == "disk"] + found
 
     def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
-        self._checkpoint = CheckpointState(
+        self._checkpoint = self._checkpoint.followed_by(
             step, f"simulated/step-{step:08d}", SimulatedManifest(step, generation, layout.shards)
         )
         disks = [

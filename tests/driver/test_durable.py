@@ -1,12 +1,17 @@
-"""The driver's side of durable storage: what earlier runs left goes when a job starts."""
+"""The driver's side of durable storage: what earlier runs left goes when a job starts, and every commit is told."""
 
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from autohet.driver.durable import Durable
+from autohet.driver.events import EventLog
+from autohet.driver.ledger import Ledger
+from autohet.driver.observation import Observation
 from recovery.storage import open_storage
 from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
+from tests.harness.fake_job import fake_job
 
 
 def make_old(root, step):
@@ -31,3 +36,17 @@ def test_a_job_clears_up_when_it_starts_and_once(tmp_path):
     durable.load_newest()
     durable.close()
     assert any(True for _ in directory.list("step-00000002/")), "another's upload, begun meanwhile"
+
+
+def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
+    directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
+    durable, events = Durable(directory, "job", {}, {}, keep=5), EventLog(None)
+    ledger, controller = Ledger(fake_job(), events), SimpleNamespace(generation=1, members=())
+    for step in (4, 8):
+        durable.commit(step, 1, layout, write_all(directory, step, layout, full_state(layout.tensors)))
+    durable.refresh()
+    durable.close()  # all that was asked for is done
+    for _ in range(2):
+        ledger.take(Observation(10.0, {}, checkpoint=durable.state()), controller)
+    assert [event["step"] for event in events.records if event["kind"] == "checkpoint"] == [4, 8]
+    assert ledger.checkpoint_step == 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.agent_errands import AgentErrands
-from autohet.driver.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.simulated_workforce import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerReport
@@ -284,7 +284,7 @@ class FaultyWorkforce(Collective):
     def make_durable(self, step: int, generation: int, layout: Layout, history: tuple[int, ...]) -> None:
         uri = f"here/{step}"
         self.copies.durable = {uri: (Holding(Source("s3", "", uri, step, generation), layout.shards), history)}
-        self.checkpoint = CheckpointState(step, uri, SimulatedManifest(step, generation, layout.shards))
+        self.checkpoint = self.checkpoint.followed_by(step, uri, SimulatedManifest(step, generation, layout.shards))
 
     def release_node(self, node: str) -> None:
         """It goes once nothing on it is needed."""
