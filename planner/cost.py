@@ -172,11 +172,16 @@ class CostModel:
         each NIC."""
         return self.links.all_reduce_s(members, num_bytes, flows)
 
+    def tied_sync_bytes(self, tp_degree: int) -> float:
+        """Gradient bytes of the tied embedding on one worker: in `sync_bytes` of the embedding and of the head, although a stage
+        that holds both sums it once."""
+        return self.spec.tied_parameters / tp_degree * self.parameters.sync_bytes_per_parameter
+
     def _sync_bytes(self, tp_degree: int) -> Floats:
         layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
         width = self.parameters.sync_bytes_per_parameter
         found = np.array([layer.parameters_per_worker(tp_degree) * width for layer in layers])
-        found[-1] += self.spec.tied_parameters / tp_degree * width
+        found[-1] += self.tied_sync_bytes(tp_degree)
         return found
 
     def _memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:

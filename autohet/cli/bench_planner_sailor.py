@@ -58,7 +58,7 @@ def sailor_tables(judge: Any, counts: tuple[int, ...], gpus: tuple[str, ...] = G
     )
     return Tables(
         resources, kinds, rows, _boundary(judge, resources, kinds, rows), "receiver", _sync(judge, resources), overlaps_warmup=False,
-        boundary_ends=lambda stages: (1.0 if stages <= 3 else 2.0, 2.0),
+        boundary_ends=lambda stages: (1.0 if stages <= 3 else 2.0, 2.0), least_ring_s=_least_ring(judge, resources),
     )  # fmt: skip
 
 
@@ -101,11 +101,20 @@ def _sync(judge: Any, resources: tuple[Resource, ...]) -> Any:
 
     def seconds(shape: SyncShape) -> float:
         size = shape.stage_bytes / min(4, shape.least_tp)
-        used = [names[r] for r in shape.resources] or names[:1]
+        used = [names[r] for r in shape.resources]
         ring = sorted(used[i % len(used)] for i in range(shape.pipelines)) if shape.pipelines > 1 else used[:1]
-        if shape.resources == () and shape.pipelines > 1:
-            return min(float(judge.all_reduce_s(size, [n] * shape.pipelines)) for n in names)
         return float(judge.all_reduce_s(size, ring))
+
+    return seconds
+
+
+def _least_ring(judge: Any, resources: tuple[Resource, ...]) -> Any:
+    """A stage's bytes, over the least TP degree of the plan, which is no more than its own."""
+    names = [r.node_type.gpu_type for r in resources]
+
+    def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
+        size = num_bytes * degree / min(4, degree)
+        return min(float(judge.all_reduce_s(size, [name] * max(1, pipelines))) for name in names)
 
     return seconds
 

@@ -235,10 +235,13 @@ def _first_intervals(size: int, stages: PricedStages) -> Iterator[Interval]:
 
 
 def lower_bound_s(
-    tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, hurry: Callable[[], bool] = lambda: False
-) -> float:
-    """The least step time of any plan: of those of one pipeline, which sync nothing, and of all others."""
+    tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1,
+    hurry: Callable[[], bool] = lambda: False,
+) -> float:  # fmt: skip
+    """The least step time of any plan of so many `pipelines` or more: of those of one, which sync nothing, and of all others."""
     fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, 2).seconds(hurry=hurry)
+    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(hurry=hurry)
+    if pipelines > 1:
+        return least
     alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE, hurry)
     return min(least, alone) if least > 0 else alone

@@ -59,7 +59,7 @@ class PricedStages:
         """(rows, blocks - 1) what follows the last backward of a first stage."""
         tables, out = self.table.tables, []
         for row, resource, degree in zip(self.rows, self.resource, self.degree, strict=True):
-            held = tables.sync_sums[row, self.table.last[0, : self.table.wide]]
+            held = tables.held_sync_bytes(row, 0, self.table.last[0, : self.table.wide])
             known = {
                 float(size): tables.least_ring_s(int(resource), float(size), int(degree), pipelines) for size in held
             }

@@ -45,6 +45,10 @@ class Columns:
     def take(self, index: Ints) -> "Columns":
         return Columns(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
+    def least(self, by_row: Floats) -> Floats:
+        """(n,) the least that any of a column's table rows has."""
+        return np.asarray(np.where(self.rows >= 0, by_row[self.rows], np.inf).min(axis=1))
+
     def microbatches_in(self, seconds: Floats) -> Ints:
         """(n,) upper bound of the microbatches that a column completes in so many seconds.
 
@@ -187,8 +191,10 @@ class ColumnMaker:
         share += np.maximum(0.5 - share, 0.0) * np.minimum(1.0, toll / bottleneck) * tables.overlaps_warmup
         size = np.array([row.microbatch for row in tables.rows])[rows[:, 0]]
         workers = (counts * np.where(used, degree[rows], 0)).sum(axis=1)
-        whole = np.array([row.sync_bytes.sum() * tables.kinds[row.kind].tp_degree for row in tables.rows])
-        sync = np.where(used, whole[rows], np.inf).min(axis=1) / np.maximum(workers, 1)
+        each = np.arange(len(tables.rows))
+        once = tables.held_sync_bytes(each, 0, tables.num_layers) * degree  # of a tied embedding too
+        whole = np.where(stages[:, None] > 1, (tables.sync_sums[:, -1] * degree)[rows], once[rows])
+        sync = np.where(used, whole, np.inf).min(axis=1) / np.maximum(workers, 1)
         least = np.where(used, degree[rows], 10**6).min(axis=1)
         columns = Columns(
             rows,

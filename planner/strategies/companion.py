@@ -1,5 +1,5 @@
-"""What goes on beside the search of a large fleet, on a second processor where the request has one: proving the bound, and the other
-searches that would take too long in turn."""
+"""What goes on beside the search of more than a few GPUs, on a second processor where the request has one: proving the bound over
+paths, and the other searches that would take too long in turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,6 +8,7 @@ from planner.plan import Plan
 from planner.strategies.bound import lower_bound_s
 from planner.strategies.cost_tables import tables_of
 from planner.strategies.engine import COLUMNS_GPUS
+from planner.strategies.few import FEW_GPUS
 from planner.strategies.request import Request
 from planner.strategies.rivals import late_rivals
 
@@ -16,14 +17,14 @@ _TO_START_S = 0.5  # until the other process has begun
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """lower_bound_s: zero where no pipeline holds the model. plans: of other searches."""
+    """lower_bound_s: zero where none is proved. plans: of other searches."""
 
     lower_bound_s: float
     plans: tuple[Plan, ...]
 
 
 def accompany(request: Request) -> Companion:
-    """For a fleet of more than `COLUMNS_GPUS`, from nothing but the request."""
+    """From nothing but the request."""
     tables, begin = tables_of(request), request.clock()
     supply = [resource.num_gpus for resource in tables.resources]
     depth = min(request.deepest(tables.num_blocks), sum(supply))
@@ -31,13 +32,16 @@ def accompany(request: Request) -> Companion:
     def hurry() -> bool:
         return request.clock() - begin > request.time_limit_s
 
-    bound_s = lower_bound_s(tables, request.global_batch_sequences, supply, depth, hurry)
+    holders = request.min_node_disjoint_holders
+    bound_s = lower_bound_s(tables, request.global_batch_sequences, supply, depth, holders, hurry)
     return Companion(bound_s, () if hurry() else tuple(late_rivals(request)))
 
 
 def begin_companion(request: Request) -> Callable[[], Companion] | None:
-    """Begins it and returns what waits for it; None where the fleet is small. Without a second processor it is done when asked for."""
-    if len(request.fleet.workers) <= COLUMNS_GPUS:
+    """Begins it and returns what waits for it; None where the fleet is small. Without a second processor it is done when asked for, but
+    not where the search has a bound of its own."""
+    gpus = len(request.fleet.workers)
+    if gpus <= FEW_GPUS or (gpus <= COLUMNS_GPUS and request.beside is None):
         return None
     begin = request.clock()
 
@@ -50,4 +54,4 @@ def begin_companion(request: Request) -> Callable[[], Companion] | None:
     if request.beside is None:
         return alone
     begun = request.beside(accompany, after(_TO_START_S))
-    return lambda: begun() or alone()
+    return lambda: begun() or (Companion(0.0, ()) if gpus <= COLUMNS_GPUS else alone())

@@ -26,17 +26,19 @@ def tables_of(request: Request) -> Tables:
         node_type = resources[kind.resource].node_type
         for size in microbatch_sizes(request):
             row = _row(
-                cost.layer_costs(node_type, kind.tp_degree, size), index, size, _tied_bytes(cost, kind, node_type, size)
-            )
+                cost.layer_costs(node_type, kind.tp_degree, size), index, size, _tied_bytes(cost, kind, node_type, size),
+                cost.tied_sync_bytes(kind.tp_degree),
+            )  # fmt: skip
             if _holds_a_block(row):
                 rows.append(row)
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
+    holders = request.min_node_disjoint_holders
     return Tables(
         resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
-        _sync(cost, resources, kinds), stage_overhead_s=2 * cost.stage_overhead_s,
+        _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows),
-        least_ring_s=_least_ring(cost, resources),
+        least_ring_s=_least_ring(cost, resources, holders > 1), least_nics_s=_least_nics(cost, resources, holders),
         ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > FEW_GPUS else None,
     )  # fmt: skip
 
@@ -78,7 +80,7 @@ def _no_kind(request: Request) -> str:
     )
 
 
-def _row(costs: LayerCosts, kind: int, size: int, tied: float) -> Row:
+def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float = 0.0) -> Row:
     """The peaks of equal blocks become part of what every stage holds, the head's excess part of the head."""
     common = float(costs.peak_bytes[1:-1].max())
     state = costs.state_bytes.copy()
@@ -87,7 +89,7 @@ def _row(costs: LayerCosts, kind: int, size: int, tied: float) -> Row:
     return Row(
         kind=kind, microbatch=size, forward_s=costs.forward_s, backward_s=costs.backward_s, state_bytes=state,
         activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes, fixed_bytes=costs.fixed_bytes + common,
-        limit_bytes=costs.limit_bytes, tied_bytes=tied,
+        limit_bytes=costs.limit_bytes, tied_bytes=tied, tied_sync_bytes=tied_sync,
     )  # fmt: skip
 
 
@@ -173,24 +175,52 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
     return seconds
 
 
-def _least_ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[int, float, int, int], float]:
-    """A worker's ring has a link between two nodes like its own, or stays in its node, where each other member takes a GPU that its
-    own group leaves. The node's NIC is shared by at least as many rings as its groups have workers on average, and all its other
-    groups may be of one worker."""
+def _least_ring(
+    cost: CostModel, resources: tuple[Resource, ...], apart: bool
+) -> Callable[[int, float, int, int], float]:
+    """A worker's ring has a link between two nodes like its own, or, unless holders must be `apart`, stays in its node, where each
+    other member takes a GPU that its own group leaves. The node's NIC is shared by at least as many rings as its groups have workers
+    on average, and all its other groups may be of one worker."""
     rates: dict[tuple[int, int], float] = {}
+    overhead = cost.parameters.step_overhead_s
 
     def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
         kind = resources[resource].node_type
         if (resource, degree) not in rates:
             rates[resource, degree] = _least_update(cost, kind, degree)
-        update = num_bytes * rates[resource, degree]
+        update = num_bytes * rates[resource, degree] + overhead
         if pipelines < 2:
             return update
         flows = kind.num_gpus / (1 + kind.num_gpus - degree)
-        across = cost.sync_s([(str(i), kind) for i in range(pipelines)], num_bytes, flows=flows)
-        if pipelines <= 1 + kind.num_gpus - degree:
+        across = _least_across_s(cost, resources, resource, pipelines, num_bytes, flows)
+        if not apart and pipelines <= 1 + kind.num_gpus - degree:
             across = min(across, cost.sync_s([("node", kind)] * pipelines, num_bytes))
         return across + update
+
+    return seconds
+
+
+def _least_across_s(
+    cost: CostModel, resources: tuple[Resource, ...], resource: int, members: int, num_bytes: float, flows: float
+) -> float:
+    """A ring with a node of this type and some other node; in a fleet of one node, as if there were two."""
+    mine = resources[resource]
+    partners = [other.node_type for other in resources if other is not mine or len(mine.node_names) > 1]
+    ring = [(str(i), mine.node_type) for i in range(members - 1)]
+    return min(cost.sync_s([*ring, ("other", kind)], num_bytes, flows=flows) for kind in partners or [mine.node_type])
+
+
+def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) -> Callable[[float, int], float]:
+    """Each layer lies on so many nodes at least, or more where as many pipelines do not fit into these, and a ring through the
+    pipelines crosses the NIC of each: in all as many bytes as some NIC takes this long for, at the best of all rates."""
+    widest = max(resource.node_type.num_gpus for resource in resources)
+
+    def seconds(num_bytes: float, pipelines: int) -> float:
+        nodes = max(holders, -(-pipelines // widest))
+        if nodes < 2:
+            return 0.0
+        rings = [_least_across_s(cost, resources, r, max(pipelines, 2), num_bytes, 1.0) for r in range(len(resources))]
+        return nodes / sum(len(resource.node_names) / ring for resource, ring in zip(resources, rings, strict=True))
 
     return seconds
 
@@ -202,31 +232,14 @@ def _least_update(cost: CostModel, kind: NodeType, degree: int) -> float:
     return float((layers.update_s[held] / layers.sync_bytes[held]).min()) if held.any() else 0.0
 
 
-def _sync(cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> Callable[[SyncShape], float]:
+def _sync(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[SyncShape], float]:
     """Gradient sync and update of the fullest worker; see `SyncShape`."""
     layers = cost.layer_costs(resources[0].node_type, 1, 1)
-    whole = float(layers.sync_bytes.sum())
+    whole = float(layers.sync_bytes.sum()) - cost.tied_sync_bytes(1)
     per_byte = [float(cost.layer_costs(r.node_type, 1, 1).update_s.sum()) / max(whole, 1.0) for r in resources]
-    degrees = {kind.tp_degree for kind in kinds}
-    least = {d: min(_least_update(cost, r.node_type, d) for r in resources) for d in degrees}
     overhead = cost.parameters.step_overhead_s
 
-    def bound(shape: SyncShape) -> float:
-        update = shape.worker_bytes * min(least.values())
-        if shape.pipelines < 2:
-            return update + overhead
-        types = [r.node_type for r in resources]
-        rings = []
-        for kind in types:
-            members = [(str(i), kind) for i in range(shape.pipelines)]
-            rings.append(cost.sync_s(members, shape.worker_bytes, flows=float(shape.least_tp)))
-            if shape.pipelines <= max(t.num_gpus for t in types):
-                rings.append(cost.sync_s([("node", kind)] * shape.pipelines, shape.worker_bytes))
-        return min(rings) + update + overhead
-
     def seconds(shape: SyncShape) -> float:
-        if not shape.resources:
-            return bound(shape)
         used = [resources[r].node_type for r in shape.resources]
         update = shape.worker_bytes * max(per_byte[r] for r in shape.resources)
         if shape.pipelines < 2:

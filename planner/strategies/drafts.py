@@ -161,7 +161,7 @@ class Estimator:
         ends = {pair: self.pipeline_s(*pair) for pair in set(draft.pipelines)}
         members = list(dict.fromkeys(self._member(s, ends[s, k]) for s, k in draft.pipelines))
         row = draft.pipelines[0][0].rows[0]
-        whole = block_bytes(self.tables.sync_sums, row, self.tables.kinds[self.tables.rows[row].kind].tp_degree)
+        whole = block_bytes(self.tables, row)
         update = self.tables.sync_s(replace(shape, pipelines=1))
         return sync_end_s(members, shape.pipelines, whole, ring) - max(ends.values()) + update
 
@@ -183,7 +183,7 @@ class Estimator:
         for shape in {shape for shape, _ in draft.pipelines}:
             for row, start, end in zip(shape.rows, shape.starts, shape.ends):
                 kind = tables.kinds[tables.rows[row].kind]
-                size = float(tables.sync_sums[row, end] - tables.sync_sums[row, start])
+                size = float(tables.held_sync_bytes(row, start, end))
                 worker, stage = max(worker, size), max(stage, size * kind.tp_degree)
                 least = min(least, kind.tp_degree)
                 resources.add(kind.resource)

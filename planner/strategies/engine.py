@@ -22,6 +22,7 @@ from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
+from planner.strategies.least_sync import least_sync_s
 from planner.strategies.packing import Packer, close_in, shortest
 from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.regroup import regrouped
@@ -87,7 +88,9 @@ class Engine:
     def _bound(self) -> float:
         """Over listed columns where most can be listed, else over paths."""
         if int(self.supply.sum()) > COLUMNS_GPUS:
-            return lower_bound_s(self.tables, self.batch, self.supply, self.max_stages, self.hurry)
+            return lower_bound_s(
+                self.tables, self.batch, self.supply, self.max_stages, self.least_pipelines, self.hurry
+            )
         columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         return self._lower_bound(columns)[0] if len(columns) else 0.0
 
@@ -136,39 +139,12 @@ class Engine:
         """The least step time that the relaxation allows, and the prices there. Zero if no step time meets the batch."""
         packer = Packer(columns.usage, self.supply)
         best, prices = np.inf, np.zeros(len(self.supply))
-        for low, high in _ranges(int(self.supply.sum())):
-            sync = self._least_sync(columns, low)
+        for low, high in _ranges(self.least_pipelines, int(self.supply.sum())):
+            sync = least_sync_s(self.tables, columns, low)
             found = self._least_time(packer, columns, sync, high, best)
             if found is not None:
                 best, prices = found
         return (float(best), prices) if np.isfinite(best) else (0.0, prices)
-
-    def _least_sync(self, columns: Columns, pipelines: int) -> Floats:
-        """(n,) what each column adds to its pipeline at least, when at least so many pipelines share the model.
-
-        The first stage ends last and holds the embedding and a block at least. The fullest worker holds an equal share at least,
-        but its stage ends earlier than the first by the backwards before it, which are at most the fill less its forwards.
-        """
-        fullest = self._sync_of(columns, columns.sync_bytes, pipelines)
-        if not self.tables.overlaps_warmup:
-            return fullest
-        rows = self.tables.rows
-        held = np.array([row.sync_bytes[0] + row.sync_bytes[1:-1].min() for row in rows])
-        first = np.where(columns.rows >= 0, held[columns.rows], np.inf).min(axis=1)
-        share = min(float((row.forward_s / np.maximum(row.forward_s + row.backward_s, 1e-30)).min()) for row in rows)
-        early = (1.0 - share) * columns.fill_s
-        return np.maximum(self._sync_of(columns, np.minimum(first, columns.sync_bytes), pipelines), fullest - early)
-
-    def _sync_of(self, columns: Columns, num_bytes: Floats, pipelines: int) -> Floats:
-        """(n,) least seconds of sync and update of a worker with so many gradient bytes, rounded down to a grid of 33 sizes."""
-        steps = np.linspace(0.0, float(num_bytes.max()), 33)
-        at = np.clip(np.searchsorted(steps, num_bytes, side="right") - 1, 0, 32)
-        out = np.zeros(len(columns))
-        for tp in np.unique(columns.least_tp):
-            shapes = [SyncShape(float(b), float(b) * int(tp), int(tp), pipelines, ()) for b in steps]
-            seconds = np.array([self.tables.sync_s(shape) for shape in shapes])
-            out = np.where(columns.least_tp == tp, seconds[at], out)
-        return out
 
     def _least_time(
         self, packer: Packer, columns: Columns, sync: Floats, most: int, best: float
@@ -193,7 +169,7 @@ class Engine:
 
     def _promising(self, columns: Columns, bound: float, prices: Floats) -> Pipelines:
         """Exact pipelines of the columns that lose least at the bound's prices, at the bound and somewhat above it."""
-        sync = self._least_sync(columns, 1)
+        sync = least_sync_s(self.tables, columns, 1)
         picked: list[Ints] = []
         for factor in (1.0, 1.08, 1.3):
             room = np.maximum((bound * factor - sync - columns.fill_s) / columns.bottleneck_s + 1, 0.0)
@@ -295,8 +271,8 @@ class Engine:
         return shortest(choose, start, best * 1.25, 3e-3)
 
 
-def _ranges(gpus: int) -> Iterator[tuple[int, int]]:
+def _ranges(least: int, most: int) -> Iterator[tuple[int, int]]:
     """Ranges of the number of pipelines, many first."""
-    for low, high in ((16, gpus), (8, 15), (4, 7), (2, 3), (1, 1)):
-        if gpus >= low:
-            yield low, min(high, gpus)
+    for low, high in ((16, most), (8, 15), (4, 7), (2, 3), (1, 1)):
+        if most >= low and high >= least:
+            yield max(low, least), min(high, most)

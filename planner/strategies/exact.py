@@ -160,7 +160,7 @@ def sync_sizes(
     valid = np.arange(rows.shape[1])[None, :] < stages[:, None]
     starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
     first, last = np.where(valid, starts, 0), np.where(valid, ends, 0)
-    held = tables.sync_sums[rows, last] - tables.sync_sums[rows, first]
+    held = tables.held_sync_bytes(rows, first, last)
     back = tables.time_sums - tables.forward_sums
     back_s = back[rows, last] - back[rows, first]
     tp = np.where(valid, degree[rows], 0)

@@ -134,10 +134,8 @@ class Shortlist:
         sync = 0.0
         if staged.width > 1:
             crossing = _crossing(nodes, staged)
-            sums, starts = self._stager.tables.sync_sums, (0, *ends[:-1])
-            once = self._tied_bytes(staged) if len(nodes) == 1 else 0.0
-            for stage, rows, start, end in zip(nodes, staged.rows, starts, ends, strict=True):
-                num_bytes = float(sums[rows[0], end] - sums[rows[0], start]) - once
+            for stage, rows, start, end in zip(nodes, staged.rows, (0, *ends[:-1]), ends, strict=True):
+                num_bytes = float(self._stager.tables.held_sync_bytes(rows[0], start, end))
                 sync = max(sync, self._ring_s(stage, crossing, num_bytes))
         return sync + self._tied_s(staged, nodes)
 
@@ -155,16 +153,11 @@ class Shortlist:
         leaving = Counter[str]()
         for a, b, tp in pairs:
             leaving[a.name] += tp if a is not b else 0
-        slowest, num_bytes = 0.0, self._tied_bytes(staged)
+        slowest, num_bytes = 0.0, self._request.cost.tied_sync_bytes(len(staged.stages[0][0]))
         for a, b, _ in dict.fromkeys(pairs):
             members = [(a.name, a.node_type), (b.name, b.node_type)]
             slowest = max(slowest, self._request.cost.sync_s(members, num_bytes, flows=max(1.0, leaving[a.name])))
         return slowest
-
-    def _tied_bytes(self, staged: Staged) -> float:
-        """Gradient bytes of the tied embedding on one worker; a single stage counts them in embedding and head."""
-        tied = self._request.spec.tied_parameters / len(staged.stages[0][0])
-        return tied * self._request.cost.parameters.sync_bytes_per_parameter
 
 
 def _crossing(nodes: Sequence[Sequence[Node]], staged: Staged) -> Counter[str]:

@@ -38,7 +38,6 @@ class SideBySide:
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
         _, first, kind = np.unique([row.kind for row in tables.rows], return_index=True, return_inverse=True)
         self._like: list[int] = first[kind].tolist()
-        self._sums: list[list[float]] = tables.sync_sums.tolist()
         update = [tables.update_s(np.array([0.0, 1e9]), (tables.kinds[row.kind].resource,)) for row in tables.rows]
         self._update = [float(more - none) / 1e9 for none, more in update]
 
@@ -63,7 +62,7 @@ class SideBySide:
         summed = updated = early = 0.0
         for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
             fixed, rate = self._rate(number, self._like[row])
-            num_bytes = self._sums[row][end] - self._sums[row][start]
+            num_bytes = float(self._tables.held_sync_bytes(row, start, end))
             summed = max(summed, fixed + rate * num_bytes - early)
             updated = max(updated, self._update[row] * num_bytes)
             early += back

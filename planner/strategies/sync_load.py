@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.strategies.tables import Floats, Ints
+from planner.strategies.tables import Tables
 
 Ring = Callable[[frozenset[int], float, int], float]
 
@@ -48,12 +48,12 @@ def sync_end_s(
     return max(end, *(float((np.array(m.ready_s) + total).max()) for m, total in zip(members, load, strict=True)))
 
 
-def block_bytes(sync_sums: Floats, row: int, degree: int) -> Callable[[int, int], float]:
+def block_bytes(tables: Tables, row: int) -> Callable[[int, int], float]:
     """Gradient bytes of blocks [first, end), with the embedding before block 0 and the head after the last."""
-    sums: Ints | Floats = sync_sums[row] * degree
-    last = len(sums) - 3
+    degree, last = tables.kinds[tables.rows[row].kind].tp_degree, tables.num_blocks
 
     def between(first: int, end: int) -> float:
-        return float(sums[end + 2 if end == last else end + 1] - sums[0 if first == 0 else first + 1])
+        start, stop = 0 if first == 0 else first + 1, end + 2 if end == last else end + 1
+        return degree * float(tables.held_sync_bytes(row, start, stop))
 
     return between

@@ -51,8 +51,8 @@ class Row:
     microbatch in
     flight keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a
     GPU has.
-    sync_bytes: gradient bytes a worker sends for the layer. tied_bytes: what a stage that holds embedding and head
-    saves.
+    sync_bytes: gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head
+    saves of both.
     """
 
     kind: int
@@ -65,6 +65,7 @@ class Row:
     fixed_bytes: float
     limit_bytes: float
     tied_bytes: float = 0.0
+    tied_sync_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,7 @@ class SyncShape:
 
     worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together.
     least_tp: smallest TP
-    degree in the plan. pipelines: number of holders of each layer. resources: node types in use; empty asks for a
-    lower bound.
+    degree in the plan. pipelines: number of holders of each layer. resources: node types in use.
     """
 
     worker_bytes: float
@@ -99,7 +99,8 @@ class Tables:
     row on two nodes; None where boundary_s says it all. ring_s(resources, bytes, pipelines): one all-reduce over
     pipelines on these node types while all GPUs of their nodes send; None: `sync_s` estimates drafts of any size.
     least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a worker of a group of
-    that degree, with so many gradient bytes, where at least so many pipelines share the model. side_by_side: pipelines whose
+    that degree, with so many gradient bytes, where at least so many pipelines share the model. least_nics_s(bytes, pipelines): at
+    least what some node's NIC needs then for so many gradient bytes, summed over all tensor-parallel slices. side_by_side: pipelines whose
     same stages share nodes.
     """
 
@@ -115,6 +116,7 @@ class Tables:
     crossing_s: Callable[[int], float] | None = None
     ring_s: Callable[[frozenset[int], float, int], float] | None = None
     least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
+    least_nics_s: Callable[[float, int], float] = lambda num_bytes, pipelines: 0.0
     side_by_side: int = 1
 
     @cached_property
@@ -143,6 +145,15 @@ class Tables:
     @cached_property
     def sync_sums(self) -> Floats:
         return _sums([row.sync_bytes for row in self.rows])
+
+    def held_sync_bytes(self, rows: Ints | int, starts: Ints | int, ends: Ints | int) -> Floats:
+        """Gradient bytes of a worker of each stage of layers [start, end), of shapes that fit each other."""
+        twice = np.where(np.equal(starts, 0) & np.equal(ends, self.num_layers), self._tied_sync[rows], 0.0)
+        return np.asarray(self.sync_sums[rows, ends] - self.sync_sums[rows, starts] - twice)
+
+    @cached_property
+    def _tied_sync(self) -> Floats:
+        return np.array([row.tied_sync_bytes for row in self.rows])
 
     @cached_property
     def boundaries(self) -> Floats:

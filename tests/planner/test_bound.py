@@ -1,12 +1,41 @@
-"""The path bound of large fleets, on fleets small enough for every plan to be tried."""
+"""Both bounds, over paths and over listed columns, on fleets small enough for every plan to be tried."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from planner.strategies import plan_with
+from planner.cluster import Fleet
+from planner.errors import InfeasibleError
+from planner.model_spec import ModelSpec
+from planner.strategies import Request, plan_with
+from planner.strategies.autohet import effort_for
 from planner.strategies.bound import BoundAlone, lower_bound_s
 from planner.strategies.cost_tables import tables_of
+from planner.strategies.engine import Engine
 from tests.planner.cases import fleet, model, request
+
+
+def bounds(asked: Request) -> tuple[float, float]:
+    """Over paths and over columns, as they are proved: an answer cuts them off at its step time."""
+    tables, holders, batch = tables_of(asked), asked.min_node_disjoint_holders, asked.global_batch_sequences
+    supply, deepest = [r.num_gpus for r in tables.resources], asked.deepest(tables.num_blocks)
+    engine = Engine(tables, batch, deepest, effort_for(sum(supply)), least_pipelines=holders)
+    return lower_bound_s(tables, batch, supply, deepest, holders), engine.run().lower_bound_s
+
+
+def tied(spec: ModelSpec) -> ModelSpec:
+    head = replace(spec.head, parameters=spec.head.replicated_parameters)
+    return replace(spec, tied_embeddings=True, head=head)
+
+
+def with_nics(of: Fleet, bytes_per_s: dict[str, float]) -> Fleet:
+    kinds = {
+        n.node_type: replace(n.node_type, inter_node_bytes_per_s=bytes_per_s[n.node_type.gpu_type]) for n in of.nodes
+    }
+    return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
 @pytest.mark.parametrize(
@@ -55,3 +84,56 @@ def test_no_bound_is_below_the_work_that_there_is() -> None:
     row = min((row for row in tables.rows), key=lambda row: tables.kinds[row.kind].tp_degree)
     work = 12 * float((row.forward_s + row.backward_s).sum())
     assert lower_bound_s(tables, 96, [8], 2) >= work * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "layers", "width", "vocab", "rate", "batch"),
+    [("T4", 4, 1, 256, 100_000, 1e9, 16), ("A100", 4, 1, 256, 100_000, 1e10, 8), ("A100", 2, 3, 64, 32_000, 1e10, 8)],
+)
+def test_a_stage_with_embedding_and_head_sums_a_tied_embedding_once(
+    gpu: str, count: int, layers: int, width: int, vocab: int, rate: float, batch: int
+) -> None:
+    of = with_nics(fleet((gpu, count, 1)), {gpu: rate})
+    asked = request(
+        of, batch, tied(model(layers, width, vocab)), max_microbatch_sequences=4, min_node_disjoint_holders=2
+    )
+    best = plan_with("exhaustive", asked)
+    assert {len(pipeline.stages) for pipeline in best.plan.pipelines} == {1}
+    assert max(bounds(asked)) <= best.prediction.step_time_s * (1 + 1e-9)
+
+
+def test_with_two_holders_asked_for_the_bound_knows_that_gradients_leave_their_node() -> None:
+    of = with_nics(fleet(("A100", 1, 2), ("T4", 1, 2)), {"A100": 1e10, "T4": 1e8})
+    asked = request(of, 4, model(4), max_microbatch_sequences=4, min_node_disjoint_holders=2)
+    best = plan_with("exhaustive", asked).prediction
+    assert best.breakdown_s["grad_sync"] > 0.8 * best.step_time_s
+    assert 0.9 * best.step_time_s < bounds(asked)[1] <= best.step_time_s
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    types=st.sampled_from(
+        [
+            (("A100", 2, 1), ("T4", 1, 1)),
+            (("A10G", 1, 2), ("T4", 1, 1)),
+            (("A100", 1, 1), ("A10G", 2, 1)),
+            (("T4", 3, 1),),
+        ]
+    ),
+    batch=st.integers(1, 6),
+    layers=st.integers(1, 3),
+    is_tied=st.booleans(),
+    holders=st.integers(1, 2),
+    rates=st.tuples(*[st.sampled_from([1e8, 1.25e9, 1e10])] * 3),
+)
+def test_a_bound_is_a_bound(
+    types: tuple, batch: int, layers: int, is_tied: bool, holders: int, rates: tuple[float, float, float]
+) -> None:
+    of = with_nics(fleet(*types), dict(zip(("A100", "A10G", "T4"), rates, strict=True)))
+    spec = tied(model(layers)) if is_tied else model(layers)
+    asked = request(of, batch, spec, max_microbatch_sequences=2, min_node_disjoint_holders=holders)
+    try:
+        best = plan_with("exhaustive", asked).prediction.step_time_s
+    except InfeasibleError:
+        return
+    assert max(bounds(asked)) <= best * (1 + 1e-9)

@@ -1,0 +1,56 @@
+"""At least what gradient sync adds to the pipelines of listed columns, for the bound over them."""
+
+import numpy as np
+
+from planner.strategies.columns import Columns
+from planner.strategies.tables import Floats, Tables
+
+_GRID = 33
+_PARTS = 8
+
+
+def least_sync_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
+    """(n,) what each column adds to its pipeline at least, when at least so many pipelines share the model.
+
+    The first stage ends last and holds the embedding and a block at least. The fullest worker holds an equal share at least, but its
+    stage ends earlier than the first by the backwards before it: at most the fill less its forwards and less that stage's backward.
+    NICs cannot begin with the first layers of the model, up to one of them, before the stage of that one has ended.
+    """
+    fullest = _fullest_s(tables, columns, pipelines)
+    if not tables.overlaps_warmup:
+        return np.maximum(fullest, tables.least_nics_s(_model_bytes(tables, tables.num_layers), pipelines))
+    rows, back = tables.rows, tables.time_sums - tables.forward_sums
+    first = np.array([row.sync_bytes[0] + row.sync_bytes[1:-1].min() for row in rows])
+    share = min(float((row.forward_s / np.maximum(row.forward_s + row.backward_s, 1e-30)).min()) for row in rows)
+    block = columns.least(np.array([row.backward_s[1:-1].min() for row in rows]))
+    head = columns.least(back[:, -1] - back[:, -2])
+    early = np.where(columns.num_stages > 1, (1.0 - share) * columns.fill_s, 0.0)
+    least = np.maximum(columns.least(_rings_s(tables, first, pipelines)), fullest - np.maximum(early - block, 0.0))
+    for blocks in np.unique(np.linspace(1, tables.num_blocks, _PARTS).astype(int)):
+        behind = (tables.num_blocks - blocks + 1) * block + head
+        nics = tables.least_nics_s(_model_bytes(tables, 1 + int(blocks)), pipelines)
+        least = np.maximum(least, nics - np.maximum(early - behind, 0.0))
+    nics = tables.least_nics_s(_model_bytes(tables, tables.num_layers), pipelines)
+    return np.maximum(least, nics - np.maximum(early - head, 0.0))
+
+
+def _fullest_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
+    """(n,) least seconds of sync and update of a worker with `columns.sync_bytes`, rounded down to a grid."""
+    steps = np.linspace(0.0, float(columns.sync_bytes.max()), _GRID)
+    at = np.clip(np.searchsorted(steps, columns.sync_bytes, side="right") - 1, 0, _GRID - 1)
+    rings = np.stack([_rings_s(tables, np.full(len(tables.rows), size), pipelines) for size in steps], axis=1)
+    found = np.where(columns.rows >= 0, rings[columns.rows, at[:, None]], np.inf)
+    return np.asarray(found.min(axis=1))
+
+
+def _rings_s(tables: Tables, num_bytes: Floats, pipelines: int) -> Floats:
+    """(rows,) least seconds of sync and update of a worker of each row with so many gradient bytes."""
+    kinds = [tables.kinds[row.kind] for row in tables.rows]
+    keys = [(kind.resource, float(size), kind.tp_degree) for kind, size in zip(kinds, num_bytes, strict=True)]
+    known = {key: tables.least_ring_s(*key, pipelines) for key in set(keys)}
+    return np.array([known[key] for key in keys])
+
+
+def _model_bytes(tables: Tables, layers: int) -> float:
+    """Gradient bytes of the first layers, whole."""
+    return tables.kinds[tables.rows[0].kind].tp_degree * float(tables.held_sync_bytes(0, 0, layers))
