@@ -38,16 +38,17 @@ _REGROUPED = 4
 
 
 def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> list[Plan]:
-    """The fastest few by the tables, with the sync that lying side by side leaves, divided into as many parts as each layer has to lie on
-    nodes; and some in other numbers of parts. known_s: a step time known before, of layers on any nodes; on more than a few GPUs
+    """The fastest few by the tables, with the sync that lying side by side leaves, undivided and in as many parts as each layer has to
+    lie on nodes; and some in other numbers of parts. known_s: a step time known before, of layers on any nodes; on more than a few GPUs
     nothing far behind is looked at closely."""
     wanted, gpus = request.min_node_disjoint_holders, len(request.fleet.workers)
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
     search = _Search(request, tables, keep, known_s if gpus > FEW_GPUS and wanted == 1 else np.inf)
     most = max(2, *(len(resource.node_names) for resource in tables.resources)) if gpus <= _PARTED_GPUS else 1
-    others = [parts for parts in _PARTS if parts <= most and parts != wanted]
+    others = [parts for parts in _PARTS if 1 < parts <= most and parts != wanted]
     share = 4 if gpus <= MOST_GPUS else 8
-    return [*search.plans(wanted), *itertools.chain.from_iterable(search.plans(parts, share) for parts in others)]
+    plans = [search.plans(parts) for parts in dict.fromkeys((wanted, 1))] + [search.plans(p, share) for p in others]
+    return list(itertools.chain.from_iterable(plans))
 
 
 class _Search:
