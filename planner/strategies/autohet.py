@@ -17,7 +17,7 @@ from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
-from planner.strategies.engine import COLUMNS_GPUS, Engine, Found
+from planner.strategies.engine import Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.placement import place
 from planner.strategies.rebalance import rebalanced
@@ -44,11 +44,11 @@ class Costed:
 def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort | None = None) -> Answer:
     """The best plan of unequal pipelines. InfeasibleError names the tightest limit."""
     check_request(request)
-    begin, gpus = request.clock(), len(request.fleet.workers)
+    begin = request.clock()
     tables = tables_of(request)
-    effort = effort or effort_for(gpus)
+    effort = effort or effort_for(len(request.fleet.workers))
     companion = begin_companion(request) if effort.bounded else None
-    effort = replace(effort, bounded=effort.bounded and (companion is None or gpus <= COLUMNS_GPUS))
+    effort = replace(effort, bounded=effort.bounded and companion is None)
 
     def hurry() -> bool:
         return request.clock() - begin > request.time_limit_s
@@ -72,12 +72,12 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
-    if gpus <= FEW_GPUS:
+    if len(request.fleet.workers) <= FEW_GPUS:
         best = _anneal(request, tables, plans, best, effort.tries, hurry)
-    elif gpus <= MOST_GPUS:
+    elif len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, early_shifts, _SHARE_ROUNDS)
     best = _share_anew(request, best)
-    bound = max(found.lower_bound_s, beside.lower_bound_s if beside else 0.0) or None
+    bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
     step = best.prediction.step_time_s
     gap = None if bound is None else max(0.0, step / bound - 1)
     report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound and min(bound, step), gap)

@@ -1,5 +1,5 @@
-"""What goes on beside the search of more than a few GPUs, on a second processor where the request has one: proving the bound over
-paths, and the other searches that would take too long in turn."""
+"""What goes on beside the search of a large fleet, on a second processor where the request has one: proving the bound, and the other
+searches that would take too long in turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ from planner.plan import Plan
 from planner.strategies.bound import lower_bound_s
 from planner.strategies.cost_tables import tables_of
 from planner.strategies.engine import COLUMNS_GPUS
-from planner.strategies.few import FEW_GPUS
 from planner.strategies.request import Request
 from planner.strategies.rivals import late_rivals
 
@@ -17,14 +16,14 @@ _TO_START_S = 0.5  # until the other process has begun
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """lower_bound_s: zero where none is proved. plans: of other searches."""
+    """lower_bound_s: zero where no pipeline holds the model. plans: of other searches."""
 
     lower_bound_s: float
     plans: tuple[Plan, ...]
 
 
 def accompany(request: Request) -> Companion:
-    """From nothing but the request."""
+    """For a fleet of more than `COLUMNS_GPUS`, from nothing but the request."""
     tables, begin = tables_of(request), request.clock()
     supply = [resource.num_gpus for resource in tables.resources]
     depth = min(request.deepest(tables.num_blocks), sum(supply))
@@ -38,10 +37,8 @@ def accompany(request: Request) -> Companion:
 
 
 def begin_companion(request: Request) -> Callable[[], Companion] | None:
-    """Begins it and returns what waits for it; None where the fleet is small. Without a second processor it is done when asked for, but
-    not where the search has a bound of its own."""
-    gpus = len(request.fleet.workers)
-    if gpus <= FEW_GPUS or (gpus <= COLUMNS_GPUS and request.beside is None):
+    """Begins it and returns what waits for it; None where the fleet is small. Without a second processor it is done when asked for."""
+    if len(request.fleet.workers) <= COLUMNS_GPUS:
         return None
     begin = request.clock()
 
@@ -54,4 +51,4 @@ def begin_companion(request: Request) -> Callable[[], Companion] | None:
     if request.beside is None:
         return alone
     begun = request.beside(accompany, after(_TO_START_S))
-    return lambda: begun() or (Companion(0.0, ()) if gpus <= COLUMNS_GPUS else alone())
+    return lambda: begun() or alone()
