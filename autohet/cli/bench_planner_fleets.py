@@ -2,11 +2,19 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from autohet.cli.bench_planner_synthetic import GPT_26, LLAMA_70B, TYPES, cpu_seconds, fleet_of, model_spec, request_of
+from autohet.cli.bench_planner_synthetic import (
+    GPT_26,
+    LLAMA_70B,
+    TYPES,
+    cpu_seconds,
+    fleet_of,
+    model_spec,
+    request_of,
+    tied,
+)
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.model_spec import ModelSpec
@@ -56,7 +64,7 @@ def random_case(rng: random.Random) -> Request:
     counts = {kind: per_node * count for kind, count in zip(kinds, nodes, strict=True)}
     spec = rng.choice([GPT_26, _llama("llama-7b", 32, 4096, 11008), _llama("llama-13b", 40, 5120, 13824), LLAMA_70B])
     if rng.random() < 0.3:
-        spec = replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
+        spec = tied(spec)
     batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))
     return request_of(spec, fleet_of(counts, per_node), batch, rng.choice([1024, 2048, 4096]))
 

@@ -17,7 +17,7 @@ from typing import Any
 from autohet.cli.bench_planner_accuracy import measurements_folder
 from autohet.cli.bench_planner_fleets import fleet_rows
 from autohet.cli.bench_planner_sailor import MODELS, SAILOR, load_judge, sailor_tables, verdict
-from autohet.cli.bench_planner_synthetic import GPT_26, LLAMA_70B, cpu_seconds, fleet_of, model_spec, request_of
+from autohet.cli.bench_planner_synthetic import GPT_26, LLAMA_70B, cpu_seconds, fleet_of, model_spec, request_of, tied
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.replan import replan
@@ -126,12 +126,17 @@ def _facts(answer: Answer) -> Row:
 
 def exhaustive_rows(cases: int = 200) -> Iterator[Row]:
     """Random small cases against every plan there is; seeds are the case numbers."""
+    yield _against_every_plan("random small cases", small_case, cases)
+    yield _against_every_plan("small cases with a tied embedding, each layer on two nodes", tied_case, cases)
+
+
+def _against_every_plan(what: str, case: Callable[[random.Random], Request], cases: int) -> Row:
     optimal = within = valid = 0
     worst = 0.0
     _, cost = timed(lambda: None)
     begin, ran = time.process_time(), 0
     for seed in range(cases):
-        request = small_case(random.Random(seed))
+        request = case(random.Random(seed))
         try:
             judge, ours = plan_with("exhaustive", request), plan_with("autohet", request)
         except InfeasibleError:
@@ -143,19 +148,25 @@ def exhaustive_rows(cases: int = 200) -> Iterator[Row]:
         within += ratio <= 1 + (ours.search.gap or 0.0) + 1e-9
         valid += bound <= judge.prediction.step_time_s * (1 + 1e-9)
         worst = max(worst, ratio)
-    yield {
-        "on": f"{ran} random small cases against exhaustive", "optimal": optimal, "within_gap": within, "bound_holds": valid,
+    return {
+        "on": f"{ran} {what} against exhaustive", "optimal": optimal, "within_gap": within, "bound_holds": valid,
         "worst_ratio": worst, "peak_mib": cost["peak_mib"], "cpu_s": round(time.process_time() - begin, 1),
     }  # fmt: skip
 
 
-def small_case(rng: random.Random) -> Request:
+def small_case(rng: random.Random, is_tied: bool = False) -> Request:
+    """Two to four GPUs of one or two types, two to four blocks, two to six sequences."""
     gpus = rng.sample(["A100-40", "L40S", "T4"], rng.choice([1, 2]))
     per_node = rng.choice([1, 2])
     counts = {gpu: per_node * rng.choice([1, 2] if per_node == 1 else [1]) for gpu in gpus}
     spec = model_spec("small", rng.randint(2, 4), 512, 2048, 8000, 512)
-    request = request_of(spec, fleet_of(counts, per_node), rng.randint(2, 6), 512)
+    request = request_of(tied(spec) if is_tied else spec, fleet_of(counts, per_node), rng.randint(2, 6), 512)
     return replace(request, max_microbatch_sequences=2)
+
+
+def tied_case(rng: random.Random) -> Request:
+    """As `small_case`, infeasible on one node."""
+    return replace(small_case(rng, is_tied=True), min_node_disjoint_holders=2)
 
 
 def scale_rows(sizes: tuple[int, ...] = (256, 1024, 4096)) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from autohet.runtime.beside import beside
@@ -29,6 +30,11 @@ def model_spec(name: str, layers: int, width: int, mlp: int, vocab: int, kv_widt
     head = LayerSpec(vocab * width + width, width, vocab * width, 0, 0, 2 * width)
     embedding = LayerSpec(vocab * width, 0, 0, 0, 0, width)
     return ModelSpec(name, "llama", width, vocab, width // 128, 8, mlp, False, 8, embedding, (block,) * layers, head)
+
+
+def tied(spec: ModelSpec) -> ModelSpec:
+    """The same with the embedding's matrix as its head's."""
+    return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
 
 
 def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:

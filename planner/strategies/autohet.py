@@ -80,7 +80,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
     step = best.prediction.step_time_s
     gap = None if bound is None else max(0.0, step / bound - 1)
-    report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound and min(bound, step), gap)
+    report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound, gap)
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
     )

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autohet.cli.bench_planner_synthetic import tied
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
-from planner.model_spec import ModelSpec
 from planner.strategies import Request, plan_with
 from planner.strategies.autohet import effort_for
 from planner.strategies.bound import BoundAlone, lower_bound_s
@@ -24,11 +24,6 @@ def bounds(asked: Request) -> tuple[float, float]:
     supply, deepest = [r.num_gpus for r in tables.resources], asked.deepest(tables.num_blocks)
     engine = Engine(tables, batch, deepest, effort_for(sum(supply)), least_pipelines=holders)
     return lower_bound_s(tables, batch, supply, deepest, holders), engine.run().lower_bound_s
-
-
-def tied(spec: ModelSpec) -> ModelSpec:
-    head = replace(spec.head, parameters=spec.head.replicated_parameters)
-    return replace(spec, tied_embeddings=True, head=head)
 
 
 def with_nics(of: Fleet, bytes_per_s: dict[str, float]) -> Fleet:
