@@ -44,15 +44,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker; arrays have shape
-    (num_layers,).
+    """One kind at one microbatch size. Times are seconds a microbatch, memory is bytes a worker; arrays have shape (num_layers,).
 
-    state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one
-    microbatch in
-    flight keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a
-    GPU has.
-    sync_bytes: gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head
-    saves of both.
+    state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one microbatch in flight
+    keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes:
+    gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head saves of both.
     """
 
     kind: int
@@ -72,9 +68,8 @@ class Row:
 class SyncShape:
     """What the gradient sync of a plan depends on.
 
-    worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together.
-    least_tp: smallest TP
-    degree in the plan. pipelines: number of holders of each layer. resources: node types in use.
+    worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together. least_tp: smallest
+    TP degree in the plan. pipelines: number of holders of each layer. resources: node types in use.
     """
 
     worker_bytes: float
@@ -88,20 +83,18 @@ class SyncShape:
 class Tables:
     """All that a search needs of a request.
 
-    boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and
-    gradient
-    together; `transfers` says whom they occupy. sync_s estimates what follows the pipelines
-    (gradient sync, optimizer) from `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a
-    pipeline is timed
-    as the 1F1B simulation does, where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill.
-    boundary_ends(stages): weight
-    of the boundary's half that the first and the last stage bear. crossing_s(row): a boundary between two groups of one
-    row on two nodes; None where boundary_s says it all. ring_s(resources, bytes, pipelines): one all-reduce over
-    pipelines on these node types while all GPUs of their nodes send; None: `sync_s` estimates drafts of any size.
-    least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a worker of a group of
-    that degree, with so many gradient bytes, where at least so many pipelines share the model. least_nics_s(bytes, pipelines): at
-    least what some node's NIC needs then for so many gradient bytes, summed over all tensor-parallel slices. side_by_side: pipelines whose
-    same stages share nodes.
+    boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and gradient
+    together; `transfers` says whom they occupy. sync_s estimates what follows the pipelines (gradient sync, optimizer) from
+    `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a pipeline is timed as the 1F1B simulation does,
+    where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill. boundary_ends(stages): weight of the boundary's
+    half that the first and the last stage bear. crossing_s(row): a boundary between two groups of one row on two nodes; None where
+    boundary_s says it all. side_by_side: pipelines whose same stages share nodes.
+
+    ring_s(resources, bytes, pipelines): one all-reduce over pipelines on these node types while all GPUs of their nodes send; None:
+    `sync_s` estimates drafts of any size. least_ring_s(resource, bytes, TP degree, pipelines): at
+    least what sync and update take a worker of a group of that degree, with so many gradient bytes, where at least so many pipelines
+    share the model. least_nics_s(bytes, pipelines): at least what some node's NIC needs then for so many gradient bytes, summed over
+    all tensor-parallel slices.
     """
 
     resources: tuple[Resource, ...]
