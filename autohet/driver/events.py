@@ -17,6 +17,9 @@ KINDS = (
 )  # fmt: skip
 
 
+FREQUENT = ("step", "snapshot")  # written to the file, but not kept in memory
+
+
 class EventLog:
     """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the driver alone."""
 
@@ -35,7 +38,7 @@ class EventLog:
         if sentence is not None:
             logger.info(sentence)
             record.setdefault("reason", sentence)
-        if kind != "step":
+        if kind not in FREQUENT:
             self.records.append(record)
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")

@@ -1,17 +1,18 @@
-"""What has happened so far: losses by step, step times, reconfigurations, checkpoints; and the summary made of it."""
+"""What has happened so far: losses by step, step times, reconfigurations, snapshots, checkpoints; and the summary made of it."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autohet.driver.change import Change
 from autohet.driver.events import EventLog
 from autohet.driver.observation import Observation
+from autohet.driver.upkeep import Age, settled_age
 from autohet.runtime.job import Job
-from autohet.runtime.messages import StepRecord, WorkerReport
+from autohet.runtime.messages import GenerationOrder, StepRecord, WorkerReport
 from planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
 
 
 class Ledger:
-    """The driver's memory of a run. `take` reads it out of each observation; nothing else writes it."""
+    """The driver's memory of a run. `take` reads it out of each observation; but for the orders nothing else writes it."""
 
     def __init__(self, job: Job, events: EventLog) -> None:
         self.job = job
@@ -33,6 +34,9 @@ class Ledger:
         self.checkpoint_uri: str | None = None
         self.checkpoint_step: int | None = None
         self._checkpoints_taken = 0
+        self.orders: Mapping[str, GenerationOrder] = {}
+        """Of the present generation."""
+        self._snapshot: Age = (0, 0)
         self.checkpoint_errors: dict[tuple[int, int], str] = {}
         """By generation and step, why a worker's part is not written."""
         self._vote: tuple[int, tuple[int, Any]] | None = None
@@ -115,6 +119,17 @@ class Ledger:
                 self._take_step(record, controller, seen.now)
             for receipt in report.receipts:
                 self._take_receipt(report.worker, receipt, controller)
+        self._take_snapshots(seen)
+        self._take_checkpoints(seen, controller)
+
+    def _take_snapshots(self, seen: Observation) -> None:
+        """The newest step that all keep in host memory, with copies on other nodes where they are asked for."""
+        age = settled_age(self.orders, seen.reports)
+        if age is not None and age > self._snapshot:
+            self._snapshot = age
+            self.events.emit("snapshot", age[0], step=age[1])
+
+    def _take_checkpoints(self, seen: Observation, controller: Controller) -> None:
         committed = seen.checkpoint.committed
         for step, uri in committed[self._checkpoints_taken :]:
             self.checkpoint_step, self.checkpoint_uri = step, uri

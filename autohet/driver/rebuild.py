@@ -44,6 +44,7 @@ class Rebuild(Desk):
         self.generation = generation
         self._emit_plan(state, book.start_step)
         self.workforce.begin(book.orders)
+        self.ledger.orders = book.orders
         participants = tuple(book.orders)
         deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
         return Building(state.change, state.proposal, generation, participants, deadline)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 from autohet.driver.change import Change
@@ -9,6 +11,7 @@ from autohet.driver.events import EventLog
 from autohet.driver.ledger import Ledger
 from autohet.driver.observation import Observation
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from tests.driver.test_upkeep import orders, reports
 from tests.harness.fake_job import fake_job
 
 
@@ -43,3 +46,15 @@ def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -
     assert ledger.committed_steps == 3
     summary = ledger.summary(2, [])
     assert (summary["steps"], summary["losses"], summary["final_loss"]) == (3, [3.0, 2.0, None], 2.0)
+
+
+def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    ledger, controller = Ledger(fake_job(), events), SimpleNamespace(generation=2, members=("a/0", "b/0"))
+    ledger.orders = orders()
+    for a, b in (((12, None), (12, 11)), ((12, 11), (13, 12)), ((13, 11), (13, 12)), ((14, 13), (14, 13))):
+        ledger.take(Observation(10.0, {}, reports=reports(a, b)), controller)  # type: ignore[arg-type]
+    ledger.orders = orders(3, start=12)  # gone back
+    ledger.take(Observation(11.0, {}, reports=reports((12, 12), (12, 12), generation=3)), controller)  # type: ignore[arg-type]
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(e["generation"], e["step"]) for e in told if e["kind"] == "snapshot"] == [(2, 11), (2, 13), (3, 12)]

@@ -1,4 +1,4 @@
-"""A checkpoint that takes long to store holds up no step; the next one is of one step at all workers, and of the newest."""
+"""A checkpoint that takes long to store holds up no step, nor a snapshot; the next one is of one step at all workers, and of the newest."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ def test_one_workers_slow_storage_delays_the_next_checkpoint_and_no_step(
     owed = min(step for step in steps if step > HELD)
     assert {EVERY, HELD, STEPS} <= set(steps)
     assert GOES_ON_UNTIL <= owed <= GOES_ON_UNTIL + 2 * EVERY, steps
+    kept = [event["step"] for event in result.events if event["kind"] == "snapshot"]
+    assert kept == sorted(set(kept))
+    assert kept[0] < HELD < GOES_ON_UNTIL < kept[-1]
     storage = open_storage(job.checkpoint_storage)
     try:
         assert all(verify(storage, step).ok for step in steps)
