@@ -30,6 +30,7 @@ from planner.strategies.tables import Tables
 CANDIDATES = 6
 _FEWEST = 8
 _WALKS = 4  # of up to `_FEWEST` GPUs, of more one
+_WALKS_APART = 8  # where each layer has to lie on several nodes: fewer changes keep that
 _SHARE_ROUNDS = 3
 
 
@@ -79,7 +80,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     best = _share_anew(request, best)
     bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
     step = best.prediction.step_time_s
-    gap = None if bound is None else max(0.0, step / bound - 1)
+    bound = bound and min(bound, step)  # which may lie outside the bound's family: two TP degrees on one node type
+    gap = None if bound is None else step / bound - 1
     report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound, gap)
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
@@ -100,8 +102,8 @@ def _anneal(
     for plan in sorted(dict.fromkeys([best.plan, *plans]), key=seconds):
         if seconds(plan) <= FAR_BEHIND * best.prediction.step_time_s:
             starts.setdefault(tuple(sorted(len(pipeline.stages) for pipeline in plan.pipelines)), plan)
-    gpus = len(request.fleet.workers)
-    several = list(starts.values())[: _WALKS if gpus <= _FEWEST else 1]
+    gpus, apart = len(request.fleet.workers), request.min_node_disjoint_holders > 1
+    several = list(starts.values())[: _WALKS_APART if apart else _WALKS if gpus <= _FEWEST else 1]
     walked = [annealer.walk(plan, tries // gpus, hurry) for plan in several]
     return choose(request, [best.plan, *walked])[0] or best
 

@@ -195,7 +195,8 @@ class Engine:
         pool = exact
         if not self.mixed_tp:
             pool = exact.take(np.flatnonzero(exact.least_tp == exact.most_tp))
-        for chosen in best_sets(self.tables, pool, self.supply, self.batch, self.effort.sets):
+        sets = best_sets(self.tables, pool, self.supply, self.batch, self.effort.sets, self.least_pipelines)
+        for chosen in sets:
             uneven = len(set(pool.microbatch[list(chosen)].tolist())) > 1 and not self.mixed_microbatch
             if (
                 len(chosen) < self.least_pipelines

@@ -8,7 +8,7 @@ T = (B - sum b + sum b fill / bottleneck) / sum (b / bottleneck).
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -19,14 +19,19 @@ FEW_GPUS = 16
 _WIDTH = {1: 400, 2: 140, 3: 40, 4: 20, 5: 14}
 
 
-def best_sets(tables: Tables, pool: Pipelines, supply: Ints, batch: int, keep: int) -> list[tuple[int, ...]]:
-    """The `keep` sets (indices into `pool`, repeated for equal pipelines) with the least estimated step time."""
+def best_sets(
+    tables: Tables, pool: Pipelines, supply: Ints, batch: int, keep: int, holders: int = 1
+) -> list[tuple[int, ...]]:
+    """The `keep` sets (indices into `pool`, repeated for equal pipelines) with the least estimated step time, of those whose layers may
+    each lie on so many nodes."""
     found: list[tuple[float, tuple[int, ...]]] = []
     for number in _WIDTH:
         sets = _sets(pool, supply, batch, number)
         if len(sets) == 0:
             continue
         seconds = _step_times(tables, pool, sets, batch)
+        if holders > 1:
+            seconds[_nodes_of_a_layer(tables, pool)(sets) < holders] = np.inf
         order = np.argsort(seconds, kind="stable")[:keep]
         found += [(float(seconds[i]), tuple(int(x) for x in sets[i])) for i in order if np.isfinite(seconds[i])]
     return [chosen for _, chosen in sorted(found)[:keep]]
@@ -48,6 +53,20 @@ def _sets(pool: Pipelines, supply: Ints, batch: int, number: int) -> Ints:
     fits = (pool.usage[sets].sum(axis=1) <= supply).all(axis=1)
     enough = pool.microbatch[sets].sum(axis=1) <= batch
     return np.asarray(sets[fits & enough], dtype=np.int64)
+
+
+def _nodes_of_a_layer(tables: Tables, pool: Pipelines) -> Callable[[Ints], Ints]:
+    """Of sets the most nodes that the layer with fewest can lie on."""
+    resource = np.array([tables.kinds[row.kind].resource for row in tables.rows])
+    before = (pool.rows >= 0)[:, None] & (pool.ends[:, None] <= np.arange(tables.num_layers)[:, None])
+    held = np.take_along_axis(resource[pool.rows], before.sum(axis=2), axis=1)  # (pipelines, layers)
+
+    def nodes(sets: Ints) -> Ints:
+        groups = ((held[sets] == r).sum(axis=1) for r in range(len(tables.resources)))
+        most = (np.minimum(n, len(r.node_names)) for n, r in zip(groups, tables.resources, strict=True))
+        return np.asarray(np.sum(list(most), axis=0).min(axis=1), dtype=np.int64)
+
+    return nodes
 
 
 def _step_times(tables: Tables, pool: Pipelines, sets: Ints, batch: int) -> Floats:

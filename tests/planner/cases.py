@@ -1,6 +1,7 @@
 """Small planning problems built by hand: fleets, a model and a profile whose numbers are easy to reason about."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
@@ -50,6 +51,14 @@ def fleet(*types: tuple[str, int, int], memory_gib: Mapping[str, float] = MEMORY
         )
         nodes += [Node(f"{gpu.lower()}-{i}", node_type) for i in range(count)]
     return Fleet(0, tuple(nodes))
+
+
+def with_nics(of: Fleet, bytes_per_s: Mapping[str, float]) -> Fleet:
+    """The fleet with other networks between its nodes, by GPU type."""
+    kinds = {
+        n.node_type: replace(n.node_type, inter_node_bytes_per_s=bytes_per_s[n.node_type.gpu_type]) for n in of.nodes
+    }
+    return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
 def request(of: Fleet, batch: int, spec: ModelSpec | None = None, **wishes: object) -> Request:

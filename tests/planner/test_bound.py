@@ -1,21 +1,18 @@
 """Both bounds, over paths and over listed columns, on fleets small enough for every plan to be tried."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohet.cli.bench_planner_synthetic import tied
-from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.strategies import Request, plan_with
 from planner.strategies.autohet import effort_for
 from planner.strategies.bound import BoundAlone, lower_bound_s
 from planner.strategies.cost_tables import tables_of
 from planner.strategies.engine import Engine
-from tests.planner.cases import fleet, model, request
+from tests.planner.cases import fleet, model, request, with_nics
 
 
 def bounds(asked: Request) -> tuple[float, float]:
@@ -24,13 +21,6 @@ def bounds(asked: Request) -> tuple[float, float]:
     supply, deepest = [r.num_gpus for r in tables.resources], asked.deepest(tables.num_blocks)
     engine = Engine(tables, batch, deepest, effort_for(sum(supply)), least_pipelines=holders)
     return lower_bound_s(tables, batch, supply, deepest, holders), engine.run().lower_bound_s
-
-
-def with_nics(of: Fleet, bytes_per_s: dict[str, float]) -> Fleet:
-    kinds = {
-        n.node_type: replace(n.node_type, inter_node_bytes_per_s=bytes_per_s[n.node_type.gpu_type]) for n in of.nodes
-    }
-    return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
 @pytest.mark.parametrize(
