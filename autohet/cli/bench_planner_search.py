@@ -147,7 +147,7 @@ def _against_every_plan(what: str, case: Callable[[random.Random], Request], cas
         ratio = ours.prediction.step_time_s / judge.prediction.step_time_s
         optimal += ratio <= 1 + 1e-6
         within += ratio <= 1 + (ours.search.gap or 0.0) + 1e-9
-        valid += _proved_s(request) <= judge.prediction.step_time_s * (1 + 1e-9)
+        valid += proved_s(request) <= judge.prediction.step_time_s * (1 + 1e-9)
         worst = max(worst, ratio)
     return {
         "on": f"{ran} {what} against exhaustive", "optimal": optimal, "within_gap": within, "bound_holds": valid,
@@ -155,7 +155,7 @@ def _against_every_plan(what: str, case: Callable[[random.Random], Request], cas
     }  # fmt: skip
 
 
-def _proved_s(request: Request) -> float:
+def proved_s(request: Request) -> float:
     """The bound as it is proved: an answer cuts it off at its step time."""
     tables, holders = tables_of(request), request.min_node_disjoint_holders
     deepest, effort = request.deepest(tables.num_blocks), effort_for(len(request.fleet.workers))

@@ -15,8 +15,6 @@ KINDS = (
     "started", "plan", "step", "snapshot", "checkpoint", "notice", "death", "arrival", "slow",
     "decision", "reconfigure", "restore", "finished", "failed",
 )  # fmt: skip
-
-
 FREQUENT = ("step", "snapshot")  # written to the file, but not kept in memory
 
 

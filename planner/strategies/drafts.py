@@ -183,7 +183,7 @@ class Estimator:
         for shape in {shape for shape, _ in draft.pipelines}:
             for row, start, end in zip(shape.rows, shape.starts, shape.ends):
                 kind = tables.kinds[tables.rows[row].kind]
-                size = float(tables.held_sync_bytes(row, start, end))
+                size = tables.stage_sync_bytes(row, start, end)
                 worker, stage = max(worker, size), max(stage, size * kind.tp_degree)
                 least = min(least, kind.tp_degree)
                 resources.add(kind.resource)

@@ -25,13 +25,14 @@ def best_sets(
     """The `keep` sets (indices into `pool`, repeated for equal pipelines) with the least estimated step time, of those whose layers may
     each lie on so many nodes."""
     found: list[tuple[float, tuple[int, ...]]] = []
+    nodes = _nodes_of_a_layer(tables, pool)
     for number in _WIDTH:
         sets = _sets(pool, supply, batch, number)
         if len(sets) == 0:
             continue
         seconds = _step_times(tables, pool, sets, batch)
         if holders > 1:
-            seconds[_nodes_of_a_layer(tables, pool)(sets) < holders] = np.inf
+            seconds[nodes(sets) < holders] = np.inf
         order = np.argsort(seconds, kind="stable")[:keep]
         found += [(float(seconds[i]), tuple(int(x) for x in sets[i])) for i in order if np.isfinite(seconds[i])]
     return [chosen for _, chosen in sorted(found)[:keep]]

@@ -26,12 +26,11 @@ def least_sync_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
     head = columns.least(back[:, -1] - back[:, -2])
     early = np.where(columns.num_stages > 1, (1.0 - share) * columns.fill_s, 0.0)
     least = np.maximum(columns.least(_rings_s(tables, first, pipelines)), fullest - np.maximum(early - block, 0.0))
-    for blocks in np.unique(np.linspace(1, tables.num_blocks, _PARTS).astype(int)):
-        behind = (tables.num_blocks - blocks + 1) * block + head
-        nics = tables.least_nics_s(_model_bytes(tables, 1 + int(blocks)), pipelines)
+    for layers in np.unique([*np.linspace(2, tables.num_layers - 1, _PARTS).astype(int), tables.num_layers]).tolist():
+        nics = tables.least_nics_s(_model_bytes(tables, layers), pipelines)
+        behind = (tables.num_layers - layers) * block + head  # backwards from the last of these layers on
         least = np.maximum(least, nics - np.maximum(early - behind, 0.0))
-    nics = tables.least_nics_s(_model_bytes(tables, tables.num_layers), pipelines)
-    return np.maximum(least, nics - np.maximum(early - head, 0.0))
+    return least
 
 
 def _fullest_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
@@ -53,4 +52,4 @@ def _rings_s(tables: Tables, num_bytes: Floats, pipelines: int) -> Floats:
 
 def _model_bytes(tables: Tables, layers: int) -> float:
     """Gradient bytes of the first layers, whole."""
-    return tables.kinds[tables.rows[0].kind].tp_degree * float(tables.held_sync_bytes(0, 0, layers))
+    return tables.kinds[tables.rows[0].kind].tp_degree * tables.stage_sync_bytes(0, 0, layers)

@@ -111,6 +111,6 @@ def sync_s(space: Space, program: Program) -> float:
         members += [(resource.node_names[i], resource.node_type) for i in nodes]
         costs = space.cost.layer_costs(resource.node_type, kind.tp_degree, tables.rows[part.row].microbatch)
         update = max(update, float(costs.update_s.sum()))
-    whole = float(tables.held_sync_bytes(program[0].row, 0, tables.num_layers)) * degree_of(tables, program[0].row)
+    whole = tables.stage_sync_bytes(program[0].row, 0, tables.num_layers) * degree_of(tables, program[0].row)
     ring = space.cost.sync_s(sorted(members, key=lambda m: m[0]), whole / most, flows=float(most))
     return ring * most / least + update + space.cost.parameters.step_overhead_s

@@ -135,7 +135,7 @@ class Shortlist:
         if staged.width > 1:
             crossing = _crossing(nodes, staged)
             for stage, rows, start, end in zip(nodes, staged.rows, (0, *ends[:-1]), ends, strict=True):
-                num_bytes = float(self._stager.tables.held_sync_bytes(rows[0], start, end))
+                num_bytes = self._stager.tables.stage_sync_bytes(rows[0], start, end)
                 sync = max(sync, self._ring_s(stage, crossing, num_bytes))
         return sync + self._tied_s(staged, nodes)
 

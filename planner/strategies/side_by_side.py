@@ -62,7 +62,7 @@ class SideBySide:
         summed = updated = early = 0.0
         for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
             fixed, rate = self._rate(number, self._like[row])
-            num_bytes = float(self._tables.held_sync_bytes(row, start, end))
+            num_bytes = self._tables.stage_sync_bytes(row, start, end)
             summed = max(summed, fixed + rate * num_bytes - early)
             updated = max(updated, self._update[row] * num_bytes)
             early += back

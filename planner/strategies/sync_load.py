@@ -54,6 +54,6 @@ def block_bytes(tables: Tables, row: int) -> Callable[[int, int], float]:
 
     def between(first: int, end: int) -> float:
         start, stop = 0 if first == 0 else first + 1, end + 2 if end == last else end + 1
-        return degree * float(tables.held_sync_bytes(row, start, stop))
+        return degree * tables.stage_sync_bytes(row, start, stop)
 
     return between

@@ -91,10 +91,9 @@ class Tables:
     boundary_s says it all. side_by_side: pipelines whose same stages share nodes.
 
     ring_s(resources, bytes, pipelines): one all-reduce over pipelines on these node types while all GPUs of their nodes send; None:
-    `sync_s` estimates drafts of any size. least_ring_s(resource, bytes, TP degree, pipelines): at
-    least what sync and update take a worker of a group of that degree, with so many gradient bytes, where at least so many pipelines
-    share the model. least_nics_s(bytes, pipelines): at least what some node's NIC needs then for so many gradient bytes, summed over
-    all tensor-parallel slices.
+    `sync_s` estimates drafts of any size. least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a
+    worker of a group of that degree, with so many gradient bytes, where at least so many pipelines share the model.
+    least_nics_s(bytes, pipelines): at least what some node's NIC needs then for so many gradient bytes, of all tensor-parallel slices.
     """
 
     resources: tuple[Resource, ...]
@@ -139,14 +138,22 @@ class Tables:
     def sync_sums(self) -> Floats:
         return _sums([row.sync_bytes for row in self.rows])
 
-    def held_sync_bytes(self, rows: Ints | int, starts: Ints | int, ends: Ints | int) -> Floats:
+    def held_sync_bytes(self, rows: Ints, starts: Ints | int, ends: Ints | int) -> Floats:
         """Gradient bytes of a worker of each stage of layers [start, end), of shapes that fit each other."""
-        twice = np.where(np.equal(starts, 0) & np.equal(ends, self.num_layers), self._tied_sync[rows], 0.0)
+        tied = np.array([row.tied_sync_bytes for row in self.rows])
+        twice = np.where(np.equal(starts, 0) & np.equal(ends, self.num_layers), tied[rows], 0.0)
         return np.asarray(self.sync_sums[rows, ends] - self.sync_sums[rows, starts] - twice)
 
+    def stage_sync_bytes(self, row: int, start: int, end: int) -> float:
+        """As `held_sync_bytes`, of one stage: in plain floats, since searches ask thousands of times."""
+        sums = self._sync_lists[row]
+        twice = self.rows[row].tied_sync_bytes if start == 0 and end == self.num_layers else 0.0
+        return sums[end] - sums[start] - twice
+
     @cached_property
-    def _tied_sync(self) -> Floats:
-        return np.array([row.tied_sync_bytes for row in self.rows])
+    def _sync_lists(self) -> list[list[float]]:
+        lists: list[list[float]] = self.sync_sums.tolist()
+        return lists
 
     @cached_property
     def boundaries(self) -> Floats:

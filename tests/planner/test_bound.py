@@ -5,13 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autohet.cli.bench_planner_search import proved_s
 from autohet.cli.bench_planner_synthetic import tied
 from planner.errors import InfeasibleError
 from planner.strategies import Request, plan_with
-from planner.strategies.autohet import effort_for
 from planner.strategies.bound import BoundAlone, lower_bound_s
 from planner.strategies.cost_tables import tables_of
-from planner.strategies.engine import Engine
 from tests.planner.cases import fleet, model, request, with_nics
 
 
@@ -19,8 +18,7 @@ def bounds(asked: Request) -> tuple[float, float]:
     """Over paths and over columns, as they are proved: an answer cuts them off at its step time."""
     tables, holders, batch = tables_of(asked), asked.min_node_disjoint_holders, asked.global_batch_sequences
     supply, deepest = [r.num_gpus for r in tables.resources], asked.deepest(tables.num_blocks)
-    engine = Engine(tables, batch, deepest, effort_for(sum(supply)), least_pipelines=holders)
-    return lower_bound_s(tables, batch, supply, deepest, holders), engine.run().lower_bound_s
+    return lower_bound_s(tables, batch, supply, deepest, holders), proved_s(asked)
 
 
 @pytest.mark.parametrize(
