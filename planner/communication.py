@@ -114,3 +114,11 @@ class Links:
             reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
             slowest = max(slowest, *(volume / (reached * self.bandwidth(a, b, False, chunk, flows)) for a, b in pairs))
         return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
+
+    def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
+        """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has its part."""
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        part = num_bytes / count
+        rate = self.bandwidth(node_type, node_type, True, part, 1.0)
+        return (count - 1) * part / rate + math.log2(count) * self.latency(True)

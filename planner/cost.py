@@ -5,17 +5,19 @@ A search reads `layer_costs` (arrays over the layers of one way to use a node ty
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.boundary_costs import BoundaryCosts
 from planner.cluster import Fleet, NodeType
 from planner.communication import Links, LinkTable
 from planner.gradient_groups import sync_jobs
+from planner.in_flight import MOST_AHEAD, one_each, working_ahead
 from planner.layer_times import LayerTimeModel, LayerTimes, require_dtype
-from planner.memory import VALUE_BYTES, MemoryTerms, in_flight, memory_terms
+from planner.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.model_spec import ModelSpec
 from planner.parameters import CostParameters
 from planner.pipeline_simulation import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
@@ -105,6 +107,9 @@ class CostModel:
         self._stages = StageCosts(
             fleet, spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.activation_message_bytes
         )  # fmt: skip
+        self._boundaries = BoundaryCosts(
+            fleet, self.links, self.activation_message_bytes, self.parameters.sliced_boundaries
+        )
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
         self._memories: dict[tuple[int, int], MemoryTerms] = {}
         self._timelines: dict[tuple[object, int], Timeline] = {}
@@ -156,16 +161,18 @@ class CostModel:
         return self.parameters.stage_overhead_s
 
     def activation_message_bytes(self, microbatch: int) -> float:
-        """Bytes of one microbatch's hidden states, and of their gradient: what a TP rank sends over a stage
-        boundary."""
+        """Bytes of one microbatch's hidden states, and of their gradient: what goes over a stage boundary."""
         return float(microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision])
 
     def boundary_s(
-        self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, flows: float = 1.0
-    ) -> float:
-        """Seconds of one microbatch's transfer over a stage boundary, one direction; `flows` transfers share the
-        NICs."""
-        return self.links.message_s(sender, receiver, same_node, self.activation_message_bytes(microbatch), flows)
+        self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, tp_degree: int = 1,
+        groups: float = 1.0,
+    ) -> float:  # fmt: skip
+        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of `tp_degree` GPUs of one node;
+        so many such groups share the NICs."""
+        slices = tp_degree if self.parameters.sliced_boundaries and not same_node else 1
+        flows = 1.0 if same_node else groups * tp_degree
+        return self._boundaries.hop_s(sender, receiver, microbatch, same_node, slices, flows)
 
     def sync_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float = 1.0) -> float:
         """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); `flows` rings share
@@ -286,14 +293,35 @@ class CostModel:
     def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
         """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other pipelines."""
         seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
-        sends = [self._boundary_seconds(plan, pipeline, i) for i in range(len(pipeline.stages) - 1)]
+        send_forward, send_backward = self._boundaries.of(plan, pipeline)
         return PipelineTimes(
             forward_s=tuple(f for f, _ in seconds),
             backward_s=tuple(b for _, b in seconds),
-            send_forward_s=tuple(sends),
-            send_backward_s=tuple(sends),
+            send_forward_s=tuple(send_forward),
+            send_backward_s=tuple(send_backward),
             transfers=self.parameters.transfers,
+            most_in_flight=pipeline.most_in_flight,
         )
+
+    def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
+        """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next, where
+        transfers run beside the work; else as it is."""
+        if self.parameters.transfers != "none":
+            return plan
+        pipelines = (replace(p, most_in_flight=self._most_in_flight(plan, p, most)) for p in plan.pipelines)
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
+        depth = len(pipeline.stages)
+        both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
+        numbers = working_ahead(both, [self._room(pipeline, i) for i in range(depth)], most)
+        return () if numbers == one_each(depth) else numbers
+
+    def _room(self, pipeline: Pipeline, index: int) -> int:
+        """Microbatches whose activations a stage's workers have memory for."""
+        terms = self._stages.terms(pipeline, index)
+        limit = min(self.limit_bytes(self.fleet.node_of(worker).node_type) for worker in pipeline.stages[index].workers)
+        return int((limit - terms.held_bytes) / max(1.0, terms.activation_bytes))
 
     def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
@@ -302,38 +330,6 @@ class CostModel:
             return self._stages.seconds(pipeline, index, rated=True)
         terms = self._stages.terms(pipeline, index)
         return terms.forward_s, terms.backward_s
-
-    def _boundary_seconds(self, plan: Plan, pipeline: Pipeline, index: int) -> float:
-        """The slowest of the boundary's transfers: rank j of the receiver takes from rank j * t1 // t2 of the
-        sender."""
-        sender, receiver = pipeline.stages[index], pipeline.stages[index + 1]
-        slowest = 0.0
-        for j, target in enumerate(receiver.workers):
-            source = sender.workers[j * sender.tp_degree // receiver.tp_degree]
-            a, b = self.fleet.node_of(source), self.fleet.node_of(target)
-            flows = 1.0 if a is b else self._flows_out_of(plan, a.name, index)
-            size = pipeline.microbatch_sequences
-            slowest = max(slowest, self.boundary_s(a.node_type, b.node_type, size, same_node=a is b, flows=flows))
-        return slowest
-
-    def _flows_out_of(self, plan: Plan, node: str, boundary: int) -> float:
-        """Transfers that leave a node over the same boundary of all pipelines: they run in step and share its NIC."""
-        return float(max(1, self._flow_counts(plan).get((node, boundary), 1)))
-
-    def _flow_counts(self, plan: Plan) -> dict[tuple[str, int], int]:
-        cached = getattr(self, "_flows", None)
-        if cached is not None and cached[0] is plan:
-            found: dict[tuple[str, int], int] = cached[1]
-            return found
-        counts: dict[tuple[str, int], int] = {}
-        for pipeline in plan.pipelines:
-            for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
-                for j, target in enumerate(b.workers):
-                    source = self.fleet.node_of(a.workers[j * a.tp_degree // b.tp_degree]).name
-                    if source != self.fleet.node_of(target).name:
-                        counts[source, i] = counts.get((source, i), 0) + 1
-        self._flows = (plan, counts)
-        return counts
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
@@ -347,8 +343,7 @@ class CostModel:
     def stage_memory_bytes(self, pipeline: Pipeline, index: int) -> float:
         """Peak bytes of each worker of one stage."""
         terms = self._stages.terms(pipeline, index)
-        depth = in_flight(index, len(pipeline.stages), pipeline.num_microbatches)
-        return terms.held_bytes + depth * terms.activation_bytes
+        return terms.held_bytes + pipeline.in_flight(index) * terms.activation_bytes
 
     def _usd_per_hour(self, plan: Plan) -> float | None:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}

@@ -20,8 +20,9 @@ class Framework:
 
 FRAMEWORKS: Mapping[str, Framework] = {
     OURS: Framework(
-        "this project's runtime: sends beside its work, fp32 gradients, one sum over all holders of a tied embedding",
-        {"transfers": "receiver", "sync_bytes_per_parameter": 4.0, "tied_sync": "union"},
+        "this project's runtime: transfers beside its work, in slices between nodes, fp32 gradients, one sum over all holders"
+        " of a tied embedding",
+        {"transfers": "none", "sliced_boundaries": True, "sync_bytes_per_parameter": 4.0, "tied_sync": "union"},
     ),
     "deepspeed": Framework(
         "DeepSpeed's pipeline engine: sender and receiver both wait for a transfer, fp32 gradients",

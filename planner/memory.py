@@ -81,8 +81,3 @@ def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str) -> fl
     """Logits, the loss's fp32 log-probabilities and their gradient, and the logits' gradient: alive together after
     the forward."""
     return float(tokens * spec.vocab_size / tp_degree * 2 * (VALUE_BYTES[dtype] + 4))
-
-
-def in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Microbatches whose activations stage `stage` holds at once under 1F1B (Narayanan et al. 2021)."""
-    return min(num_stages - stage, num_microbatches)

@@ -24,7 +24,11 @@ class CostParameters:
     all_reduce_efficiency: share of that which rings of more than two members over several nodes reach.
     latency_intra_s, latency_inter_s: of one message.
     transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in DeepSpeed),
-    the "receiver" alone (fused or asynchronous sends, as in Megatron-LM and this project's runtime), or "none".
+    the "receiver" alone (fused or asynchronous sends, as in Megatron-LM), or "none" (receives are posted ahead as well, as in this
+    project's runtime).
+    sliced_boundaries: whether hidden states cross from node to node in slices, one for each rank of the tensor-parallel group
+    that takes them, which then gathers them inside its node (scatter and gather, Narayanan et al. 2021, section 4.1); else
+    each rank takes the whole.
     sync_bytes_per_parameter: width of a gradient on the wire.
     tied_sync: "union" sums a tied embedding over its holders in first and last stages at once, "two_step" first within
     each stage and then between the two (Megatron-LM).
@@ -51,6 +55,7 @@ class CostParameters:
     latency_intra_s: float = 10e-6
     latency_inter_s: float = 30e-6
     transfers: Transfers = "both"
+    sliced_boundaries: bool = False
     sync_bytes_per_parameter: float = 4.0
     tied_sync: Literal["union", "two_step"] = "union"
     optimizer_bytes_per_parameter: float = 48.0

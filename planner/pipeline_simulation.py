@@ -5,13 +5,15 @@ section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one forw
 the backwards that remain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from planner.in_flight import one_each
 
 FloatArray = NDArray[np.float64]
 Transfers = Literal["both", "receiver", "none"]
@@ -24,7 +26,8 @@ class PipelineTimes:
 
     A transfer follows its producer and delays its consumer. `transfers` says whom it occupies besides: "both" the
     receiver before its action and the sender after it (blocking calls that meet), the "receiver" alone, or "none"
-    (it runs beside all work).
+    (it runs beside all work; transfers of one sender follow each other). `most_in_flight`: microbatches that each stage keeps; empty:
+    1F1B's.
     """
 
     forward_s: Sequence[float]
@@ -32,6 +35,7 @@ class PipelineTimes:
     send_forward_s: Sequence[float]
     send_backward_s: Sequence[float]
     transfers: Transfers = "none"
+    most_in_flight: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,56 +59,95 @@ class Timeline:
 
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
     """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K)."""
-    forward_end, backward_end = (
-        np.array(ends)
-        for ends in run_1f1b(
-            times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s, num_microbatches,
-            times.transfers,
-        )
+    ends = run_1f1b(
+        times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s, num_microbatches, times.transfers,
+        times.most_in_flight,
     )  # fmt: skip
+    forward_end, backward_end = (np.array(each) for each in ends)
     forward, backward = (np.asarray(seconds)[:, None] for seconds in (times.forward_s, times.backward_s))
     return Timeline(forward_end - forward, forward_end, backward_end - backward, backward_end)
 
 
+_Ends = tuple[list[list[float]], list[list[float]]]
+
+
 def run_1f1b(
     forward: Sequence[float], backward: Sequence[float], send_forward: Sequence[float], send_backward: Sequence[float],
-    num_microbatches: int, transfers: Transfers,
-) -> tuple[list[list[float]], list[list[float]]]:  # fmt: skip
+    num_microbatches: int, transfers: Transfers, most_in_flight: tuple[int, ...] = (),
+) -> _Ends:  # fmt: skip
     """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands of times."""
-    depth, k = len(forward), num_microbatches
     before_f, before_b = [0.0, *send_forward, 0.0], [0.0, *send_backward, 0.0]  # boundary s lies before stage s
-    wait = 1.0 if transfers != "none" else 0.0
-    travel, hold = 1.0 - wait, 1.0 if transfers == "both" else 0.0
-    travel_f, travel_b = [travel * seconds for seconds in before_f], [travel * seconds for seconds in before_b]
-    wait_f, wait_b = [wait * seconds for seconds in before_f], [wait * seconds for seconds in before_b]
-    hold_f, hold_b = [hold * seconds for seconds in before_f], [hold * seconds for seconds in before_b]
+    numbers = most_in_flight or one_each(len(forward))
+    actions = zip(*_actions(numbers, num_microbatches), strict=True)
+    if transfers == "none":
+        return _run_beside(forward, backward, before_f, before_b, num_microbatches, actions)
+    return _run_occupying(forward, backward, before_f, before_b, num_microbatches, actions, transfers == "both")
+
+
+def _run_beside(
+    forward: Sequence[float], backward: Sequence[float], before_f: list[float], before_b: list[float], k: int,
+    actions: Iterable[tuple[int, int]],
+) -> _Ends:  # fmt: skip
+    """Transfers run beside all work, those of one sender one after the other."""
+    depth, last = len(forward), len(forward) - 1
     done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
-    free, last = [0.0] * depth, depth - 1
-    for s, i in zip(*_actions(depth, k), strict=True):
+    # when each microbatch is there; the first stage's forwards, and the last one's backwards, wait for nobody
+    there_f, there_b = [[0.0] * k for _ in range(depth + 1)], [[0.0] * k for _ in range(depth + 1)]
+    free, sent = [0.0] * depth, [0.0] * depth
+    for s, i in actions:
         start = free[s]
         if i >= 0:
-            if s and (ready := done_f[s - 1][i] + travel_f[s]) > start:
+            if (ready := there_f[s][i]) > start:
                 start = ready
-            done_f[s][i] = end = start + wait_f[s] + forward[s]
+            done_f[s][i] = free[s] = end = start + forward[s]
+            if s < last:
+                there_f[s + 1][i] = sent[s] = (end if end > sent[s] else sent[s]) + before_f[s + 1]
+        else:
+            if (ready := there_b[s][~i]) > start:
+                start = ready
+            done_b[s][~i] = free[s] = end = start + backward[s]
+            if s:
+                there_b[s - 1][~i] = sent[s] = (end if end > sent[s] else sent[s]) + before_b[s]
+    return done_f, done_b
+
+
+def _run_occupying(
+    forward: Sequence[float], backward: Sequence[float], before_f: list[float], before_b: list[float], k: int,
+    actions: Iterable[tuple[int, int]], sender: bool,
+) -> _Ends:  # fmt: skip
+    """A transfer occupies its receiver before its action, and the `sender` after its own."""
+    depth, last = len(forward), len(forward) - 1
+    hold = 1.0 if sender else 0.0
+    hold_f, hold_b = [hold * seconds for seconds in before_f], [hold * seconds for seconds in before_b]
+    done_f, done_b = [[0.0] * k for _ in range(depth)], [[0.0] * k for _ in range(depth)]
+    free = [0.0] * depth
+    for s, i in actions:
+        start = free[s]
+        if i >= 0:
+            if s and (ready := done_f[s - 1][i]) > start:
+                start = ready
+            done_f[s][i] = end = start + before_f[s] + forward[s]
             free[s] = end + hold_f[s + 1]
         else:
-            if s < last and (ready := done_b[s + 1][~i] + travel_b[s + 1]) > start:
+            if s < last and (ready := done_b[s + 1][~i]) > start:
                 start = ready
-            done_b[s][~i] = end = start + wait_b[s + 1] + backward[s]
+            done_b[s][~i] = end = start + before_b[s + 1] + backward[s]
             free[s] = end + hold_b[s]
     return done_f, done_b
 
 
 @lru_cache(maxsize=64)
-def _actions(depth: int, k: int) -> tuple[list[int], list[int]]:
+def _actions(in_flight: tuple[int, ...], k: int) -> tuple[list[int], list[int]]:
     """(stage, microbatch) of every action in an order in which each comes after those that it waits for; ~microbatch: backward.
 
-    The order of a lockstep in which every action takes one slot. Stage s of P goes forward in slots s, s + 1, ... until P - s
-    microbatches are in flight, then backward in slots 2P - 1 - s, 2P + 1 - s, ... and forward in those between.
+    The order of a lockstep in which every action takes one slot. Stage s goes forward in slots s, s + 1, ... until n_s microbatches are
+    in flight; all stages have done so by slot W, and go backward in slots W + P - 1 - s, W + P + 1 - s, ... and forward between.
     """
+    depth, most = len(in_flight), np.array(in_flight)[:, None]
     stage, microbatch = np.arange(depth)[:, None], np.arange(k)[None, :]
-    forward = np.where(microbatch < depth - stage, stage + microbatch, stage + 2 * microbatch)
-    backward = 2 * depth - 1 - stage + 2 * microbatch
+    back = int((stage + most).max()) + depth - 1 - stage
+    forward = np.where(microbatch < most, stage + microbatch, back + 1 + 2 * (microbatch - most))
+    backward = back + 2 * microbatch
     order = np.argsort(np.concatenate([forward.ravel(), backward.ravel()]), kind="stable")
     stages = np.tile(np.repeat(np.arange(depth), k), 2)[order]
     number = np.tile(np.arange(k), depth)

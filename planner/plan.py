@@ -8,12 +8,13 @@ from typing import Any
 
 from planner.documents import check_keys, read_int, read_list, read_mapping, read_str
 from planner.errors import ConfigError
+from planner.in_flight import MOST_AHEAD
 
 VERSION = 1
 _PLAN_KEYS = frozenset(
     {"version", "model", "global_batch_sequences", "microbatch_sequences", "sequence_length", "pipelines"}
 )
-_PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "stages"})
+_PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
 
 
@@ -37,11 +38,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One whole copy of the model; a step is `num_microbatches` microbatches of `microbatch_sequences` sequences."""
+    """One whole copy of the model; a step is `num_microbatches` microbatches of `microbatch_sequences` sequences.
+
+    most_in_flight: of how many microbatches each stage may keep activations at one time; empty: 1F1B's, one for the stage and one for
+    each later one. More let early stages work ahead (`planner.in_flight`).
+    """
 
     stages: tuple[Stage, ...]
     num_microbatches: int
     microbatch_sequences: int
+    most_in_flight: tuple[int, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -50,6 +56,11 @@ class Pipeline:
     @property
     def workers(self) -> tuple[str, ...]:
         return tuple(worker for stage in self.stages for worker in stage.workers)
+
+    def in_flight(self, stage: int) -> int:
+        """Most microbatches of which a stage keeps activations at one time."""
+        most = self.most_in_flight[stage] if self.most_in_flight else len(self.stages) - stage
+        return min(most, self.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +93,8 @@ class Plan:
         document: dict[str, Any] = {"num_microbatches": pipeline.num_microbatches}
         if pipeline.microbatch_sequences != self.microbatch_sequences:
             document["microbatch_sequences"] = pipeline.microbatch_sequences
+        if pipeline.most_in_flight:
+            document["in_flight"] = list(pipeline.most_in_flight)
         document["stages"] = [
             {"first_layer": stage.first_layer, "num_layers": stage.num_layers, "workers": list(stage.workers)}
             for stage in pipeline.stages
@@ -131,7 +144,15 @@ def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pi
         stages=tuple(_read_stage(item, f"stage {i} of {what}") for i, item in enumerate(stages)),
         num_microbatches=read_int(pipeline, "num_microbatches", what, 1),
         microbatch_sequences=own,
+        most_in_flight=_read_in_flight(pipeline, what) if "in_flight" in pipeline else (),
     )
+
+
+def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
+    numbers = read_list(pipeline, "in_flight", what)
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise ConfigError(f"'in_flight' of {what} must be whole numbers, one for each stage")
+    return tuple(numbers)
 
 
 def _read_stage(document: object, what: str) -> Stage:
@@ -155,6 +176,7 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None
     """
     for index, pipeline in enumerate(plan.pipelines):
         _check_layers(pipeline, index, num_layers)
+        _check_in_flight(pipeline, index)
     worker, count = Counter(plan.workers).most_common(1)[0]
     if count > 1:
         raise ConfigError(f"the plan names worker '{worker}' {count} times; a worker can serve one stage only")
@@ -164,6 +186,20 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None
             f"the pipelines process {total} sequences a step, but global_batch_sequences is "
             f"{plan.global_batch_sequences}"
         )
+
+
+def _check_in_flight(pipeline: Pipeline, index: int) -> None:
+    most, depth = pipeline.most_in_flight, len(pipeline.stages)
+    if most and len(most) != depth:
+        raise ConfigError(
+            f"in_flight of pipeline {index} has {len(most)} numbers; expected one for each of {depth} stages"
+        )
+    for stage, (number, later) in enumerate(zip(most, (*most[1:], 0), strict=False)):
+        if not later < number <= later + MOST_AHEAD:
+            raise ConfigError(
+                f"in_flight of stage {stage} of pipeline {index} is {number}; it must be one to {MOST_AHEAD} more than that of the"
+                f" stage after it, {later}"
+            )
 
 
 def _check_layers(pipeline: Pipeline, index: int, num_layers: int) -> None:

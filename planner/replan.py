@@ -12,6 +12,7 @@ from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
+from planner.strategies.ahead import least_ahead
 from planner.strategies.autohet import effort_for, search_autohet, unacceptable
 from planner.strategies.effort import Effort
 from planner.strategies.extension import extend
@@ -107,6 +108,9 @@ def replan(
     best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
+    elif best is not kept:
+        best = replace(best, plan=least_ahead(request.cost, best.plan))
+        best = replace(best, prediction=request.cost.predict(best.plan))
     return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
 
 
@@ -228,6 +232,8 @@ def _share(pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]]
 def _score(
     plan: Plan, previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
 ) -> _Scored | None:
+    if plan != previous:
+        plan = request.cost.working_ahead(plan)
     prediction = request.cost.predict(plan)
     if unacceptable(request, plan, prediction) is not None:
         return None

@@ -8,7 +8,9 @@ from typing import Any
 from autohet.runtime.beside import beside
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
+from planner.frameworks import OURS, framework_parameters
 from planner.model_spec import LayerSpec, ModelSpec
+from planner.parameters import CostParameters
 from planner.profile import Measurement, ProfileTable
 from planner.strategies import Request
 
@@ -66,8 +68,9 @@ def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
 def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
     gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
     cost = CostModel(
-        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True
-    )
+        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True,
+        parameters=framework_parameters(OURS, CostParameters()),
+    )  # fmt: skip
     return Request(
         fleet, spec, cost, batch, length, clock=time.perf_counter, beside=beside, max_microbatch_sequences=4, **wishes
     )

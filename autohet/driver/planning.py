@@ -13,6 +13,7 @@ from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
 from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
+from planner.frameworks import OURS, framework_parameters
 from planner.plan import Plan, check_plan
 from planner.replan import MigrationCost, replan
 from planner.strategies import Answer, Request, plan_with
@@ -63,9 +64,8 @@ class Planning:
         self.clock = clock
 
     def make_cost(self, fleet: Fleet) -> CostModel:
-        """The cost model of a fleet; an emulated fleet has the emulated memory. Our executor sends beside its work:
-        a transfer occupies its receiver alone."""
-        parameters = replace(self.inputs.parameters, transfers="receiver")
+        """The cost model of a fleet, as this project's runtime does its steps; an emulated fleet has the emulated memory."""
+        parameters = framework_parameters(OURS, self.inputs.parameters)
         return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
 
     def propose(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Proposal:

@@ -1,7 +1,13 @@
-"""Runs a stage's schedule: forwards, backwards and the exchange of hidden states with the neighbouring stages."""
+"""Runs a stage's schedule: forwards, backwards and the exchange of hidden states with the neighbouring stages.
+
+Hidden states and their gradients, [b, S, H], are whole and equal on all ranks of a stage. Between nodes each rank of the receiving stage
+takes one of t equal slices of the flattened tensor, and the stage's own group gathers the whole: t ranks that each took the whole would
+bring the same bytes t times through one NIC (`planner.transfers`).
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -15,6 +21,7 @@ from autohet.runtime.groups import Group
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.place import Place
 from autohet.runtime.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
+from planner.transfers import Transfer
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
 
@@ -27,21 +34,23 @@ class Stage(Protocol):
 
 
 class Executor:
-    """One worker's part of a pipeline's forward and backward passes. Called by every worker of the pipeline once a step; blocks."""
+    """One worker's part of a pipeline's forward and backward passes. Called by every worker of the pipeline once a step; blocks.
+
+    tensor_group: the ranks of this worker's stage, in their order; None where it has one. hidden_shape: (b, S, H) of a microbatch.
+    """
 
     def __init__(
-        self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, hidden_shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device, pacer: Pacer | None = None, check: Callable[[], None] = lambda: None,
+        self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, tensor_group: Group | None,
+        hidden_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
+        pacer: Pacer | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.place, self.stage, self.pacer = place, stage, pacer
-        self._forward_group, self._backward_group = forward_group, backward_group
+        self._forward_group, self._backward_group, self._tensor_group = forward_group, backward_group, tensor_group
         self._shape, self._dtype, self._device = hidden_shape, dtype, device
         self._check = (
             check  # raises Interrupted once the generation is over: between actions, for stages that wait for nobody
         )
-        pipeline = place.pipeline
-        self._actions = one_forward_one_backward(place.stage_index, len(pipeline.stages), pipeline.num_microbatches)
+        self._actions = one_forward_one_backward(place.pipeline, place.stage_index)
         self.wait_s = 0.0
 
     def run(
@@ -85,26 +94,44 @@ class Executor:
         del self._batch, self._phase, self._before_last_backward
 
     def _recv_activation(self, m: int) -> None:
-        assert self.place.upstream is not None
-        self._inputs[m] = self._take(
-            Kind.RECV_ACTIVATION, m, self._forward_group, self.place.upstream, 2 * m
-        ).requires_grad_()
+        transfer = self.place.takes_forward
+        assert transfer is not None
+        self._inputs[m] = self._take(Kind.RECV_ACTIVATION, m, self._forward_group, transfer, 2 * m).requires_grad_()
 
     def _recv_gradient(self, m: int) -> None:
-        assert self.place.downstream is not None
-        self._gradients[m] = self._take(Kind.RECV_GRADIENT, m, self._backward_group, self.place.downstream, 2 * m + 1)
+        transfer = self.place.takes_backward
+        assert transfer is not None
+        self._gradients[m] = self._take(Kind.RECV_GRADIENT, m, self._backward_group, transfer, 2 * m + 1)
 
-    def _take(self, kind: Kind, m: int, group: Group, source: str, tag: int) -> Tensor:
-        """Wait for what microbatch m brings, after posting the receive of the next one: it may come while this one computes."""
-        tensor, work = self._arrived.pop((kind, m)) if (kind, m) in self._arrived else self._post(group, source, tag)
+    def _take(self, kind: Kind, m: int, group: Group, transfer: Transfer, tag: int) -> Tensor:
+        """Wait for what microbatch m brings, after posting the receive of the next one: it may come while this one computes.
+
+        Returns the whole, [b, S, H]. Where this rank takes a slice of it, all ranks of the stage are in this call, for the same m.
+        """
+        arrived = self._arrived.pop((kind, m), None)
+        tensor, work = self._post(group, transfer, tag) if arrived is None else arrived
         if m + 1 < self.place.pipeline.num_microbatches:
-            self._arrived[(kind, m + 1)] = self._post(group, source, tag + 2)
+            self._arrived[(kind, m + 1)] = self._post(group, transfer, tag + 2)
         self._wait(group, work)
-        return tensor
+        return tensor.view(self._shape) if transfer.slices == 1 else self._gathered(tensor)
 
-    def _post(self, group: Group, source: str, tag: int) -> tuple[Tensor, Work | None]:
-        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        return tensor, group.recv(tensor, source, tag)
+    def _post(self, group: Group, transfer: Transfer, tag: int) -> tuple[Tensor, Work | None]:
+        tensor = torch.empty(self._slice_size(transfer), dtype=self._dtype, device=self._device)
+        return tensor, group.recv(tensor, transfer.source, tag)
+
+    def _slice_size(self, transfer: Transfer) -> int:
+        """Elements of one slice. They are equal: a TP degree divides H."""
+        assert self._shape[2] % transfer.slices == 0, f"{transfer.slices} slices of hidden size {self._shape[2]}"
+        return math.prod(self._shape) // transfer.slices
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """The whole, [b, S, H], of the slices that the ranks of this stage have taken."""
+        assert self._tensor_group is not None
+        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        started = time.perf_counter()
+        self._tensor_group.all_gather(whole, part)
+        self.wait_s += time.perf_counter() - started
+        return whole
 
     def _forward(self, m: int) -> None:
         self._phase("forward")
@@ -139,20 +166,22 @@ class Executor:
 
     def _send_activation(self, m: int) -> None:
         tensor = self._kept[m][1].detach().contiguous()
-        self._send(Kind.SEND_ACTIVATION, self._forward_group, tensor, self.place.send_forward_to, 2 * m)
+        self._send(Kind.SEND_ACTIVATION, self._forward_group, tensor, self.place.gives_forward, 2 * m)
 
     def _send_gradient(self, m: int) -> None:
-        self._send(
-            Kind.SEND_GRADIENT,
-            self._backward_group,
-            self._gradients.pop(m).contiguous(),
-            self.place.send_backward_to,
-            2 * m + 1,
-        )
+        tensor = self._gradients.pop(m).contiguous()
+        self._send(Kind.SEND_GRADIENT, self._backward_group, tensor, self.place.gives_backward, 2 * m + 1)
 
-    def _send(self, kind: Kind, group: Group, tensor: Tensor, to: tuple[str, ...], tag: int) -> None:
-        """Start a send; it may take until CHANNEL_DEPTH more have started, so that no more tensors than that are kept for it."""
-        self._sending[kind].extend((group, group.send(tensor, worker, tag), tensor) for worker in to)
+    def _send(self, kind: Kind, group: Group, tensor: Tensor, to: tuple[Transfer, ...], tag: int) -> None:
+        """Start to send the slice that each target takes; `tensor` is whole, [b, S, H].
+
+        A send may take until CHANNEL_DEPTH more have started: no more tensors than that are kept for it (a slice is a view, and keeps
+        its whole tensor).
+        """
+        for transfer in to:
+            size = self._slice_size(transfer)
+            part = tensor.view(-1)[transfer.index * size : (transfer.index + 1) * size]
+            self._sending[kind].append((group, group.send(part, transfer.target, tag), part))
         self._end_sends(kind, CHANNEL_DEPTH * len(to))
 
     def _end_sends(self, kind: Kind, most: int) -> None:

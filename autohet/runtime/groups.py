@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, ReduceOp, Work
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 POISON_TAG = 1 << 30
 STORE_POLL_S = 0.01
@@ -82,6 +82,14 @@ class Group:
         options.reduceOp = op
         work: Work | None = self._call(lambda: self._group.allreduce([tensor], options))
         return work
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """Every member's `part`, one after the other in order of ranks, into `out`: as large as all parts together; both contiguous."""
+        assert out.numel() == self.size * part.numel(), f"{self.size} parts of {part.numel()} into {out.numel()}"
+        if self._group is None:
+            out.view(-1).copy_(part.view(-1))
+            return
+        self.wait(self._call(lambda: self._group._allgather_base(out.view(-1), part.view(-1), AllgatherOptions())))
 
     def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
         """Start sending a contiguous tensor; it must not change before `wait`."""

@@ -1,10 +1,11 @@
-"""Where one worker stands in a plan: its stage, its neighbours, and whom it exchanges hidden states with."""
+"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders (`planner.transfers` decides that)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from planner.plan import Pipeline, Plan, Stage
+from planner.transfers import Transfer, transfers_between
 
 
 @dataclass(frozen=True)
@@ -40,33 +41,30 @@ class Place:
         return range(self.first_sequence + microbatch * size, self.first_sequence + (microbatch + 1) * size)
 
     @property
-    def upstream(self) -> str | None:
-        """The worker of the stage before that this one takes hidden states from."""
-        return None if self.is_first else _partner(self.tp_rank, self.stage, self.pipeline.stages[self.stage_index - 1])
+    def takes_forward(self) -> Transfer | None:
+        """What this worker takes of the hidden states of the stage before, and from whom; None at the first stage."""
+        return None if self.is_first else transfers_between(self._stage(-1), self.stage)[self.tp_rank]
 
     @property
-    def downstream(self) -> str | None:
-        """The worker of the stage after that this one takes gradients from."""
-        return None if self.is_last else _partner(self.tp_rank, self.stage, self.pipeline.stages[self.stage_index + 1])
+    def takes_backward(self) -> Transfer | None:
+        """What this worker takes of the gradients of the stage after, and from whom; None at the last stage."""
+        return None if self.is_last else transfers_between(self._stage(+1), self.stage)[self.tp_rank]
 
     @property
-    def send_forward_to(self) -> tuple[str, ...]:
-        """Workers of the stage after whose `upstream` this one is."""
-        return () if self.is_last else _served(self.tp_rank, self.stage, self.pipeline.stages[self.stage_index + 1])
+    def gives_forward(self) -> tuple[Transfer, ...]:
+        """What this worker sends of its hidden states, in order of the ranks of the stage after: whatever names it as source."""
+        return () if self.is_last else self._given(transfers_between(self.stage, self._stage(+1)))
 
     @property
-    def send_backward_to(self) -> tuple[str, ...]:
-        """Workers of the stage before whose `downstream` this one is."""
-        return () if self.is_first else _served(self.tp_rank, self.stage, self.pipeline.stages[self.stage_index - 1])
+    def gives_backward(self) -> tuple[Transfer, ...]:
+        """What this worker sends of its input's gradients, in order of the ranks of the stage before."""
+        return () if self.is_first else self._given(transfers_between(self.stage, self._stage(-1)))
 
+    def _stage(self, offset: int) -> Stage:
+        return self.pipeline.stages[self.stage_index + offset]
 
-def _partner(rank: int, mine: Stage, other: Stage) -> str:
-    """Hidden states are whole on every rank of a stage: rank j takes from rank j * t1 // t2."""
-    return other.workers[rank * other.tp_degree // mine.tp_degree]
-
-
-def _served(rank: int, mine: Stage, other: Stage) -> tuple[str, ...]:
-    return tuple(w for j, w in enumerate(other.workers) if j * mine.tp_degree // other.tp_degree == rank)
+    def _given(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(transfer for transfer in transfers if transfer.source == self.worker)
 
 
 def place_of(plan: Plan, worker: str) -> Place | None:

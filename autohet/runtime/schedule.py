@@ -1,14 +1,18 @@
 """One-forward-one-backward (1F1B; PipeDream-Flush, Narayanan et al. 2021, section 2.2) as data: what one stage does, in order.
 
-A stage s of P keeps min(P - s - 1, K) forwards in flight before its first backward, then alternates, then drains. A
-receive blocks until its
-message is there. A send may block while CHANNEL_DEPTH earlier ones in its direction have not been taken; even with 1 there is no deadlock.
+Stage s may keep n = `Pipeline.in_flight(s)` of the K microbatches: 1F1B's min(P - s, K) where the plan says nothing else. It runs n - 1
+forwards, then one forward and one backward in turn, then drains. A receive blocks until its message is there. A send may block while
+CHANNEL_DEPTH earlier ones in its direction have not been taken. With depth d there is no deadlock as long as a stage keeps at most 2 d
+more than the stage after it: before it takes its first gradient that one takes its own number and d more (it can send d gradients), and
+d wait in the channel. `planner.plan.check_plan` admits at most MOST_AHEAD more, which is less.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import NamedTuple
+
+from planner.plan import Pipeline
 
 CHANNEL_DEPTH = 2
 
@@ -29,14 +33,10 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def num_in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Most microbatches whose activations stage `stage` keeps at one time."""
-    return min(num_stages - stage, num_microbatches)
-
-
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """The actions of one stage for one optimizer step, in the order in which it takes them."""
-    warm_up = num_in_flight(stage, num_stages, num_microbatches) - 1
+def one_forward_one_backward(pipeline: Pipeline, stage: int) -> list[Action]:
+    """The actions of one stage for one optimizer step, in the order in which it takes them; the same on every rank of the stage."""
+    num_stages, num_microbatches = len(pipeline.stages), pipeline.num_microbatches
+    warm_up = pipeline.in_flight(stage) - 1
     actions: list[Action] = []
     for microbatch in range(warm_up):
         actions += _forward(stage, num_stages, microbatch)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.executor import Batch, Executor
 from autohet.runtime.gradient_sync import GradientSync
-from autohet.runtime.groups import GenerationGroups, PeerLost
+from autohet.runtime.groups import GenerationGroups, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
 from autohet.runtime.models import TensorParallel, build_stage, family_of
@@ -115,7 +115,8 @@ class StageTrainer:
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         dtype = COMPUTE_DTYPE[training.precision]
         self._world = groups.group(plan.workers, "world")
-        self._tp = self._tensor_parallel(groups)
+        tensor = self._tensor_group(groups)
+        self._tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
         forward, backward = groups.group(plan.workers, "forward"), groups.group(plan.workers, "backward")
         build = getattr(
             family_of(config), "build_stage", build_stage
@@ -139,14 +140,14 @@ class StageTrainer:
         )
         shape = (place.pipeline.microbatch_sequences, training.sequence_length, int(config.hidden_size))
         pacer = None if pace is None else Pacer(pace, lambda: groups.interrupted)
-        self._executor = Executor(place, self.stage, forward, backward, shape, dtype, device, pacer, groups.check)
+        self._executor = Executor(
+            place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check
+        )
 
-    def _tensor_parallel(self, groups: GenerationGroups) -> TensorParallel | None:
-        """Every worker builds the tensor-parallel groups that it is in, in plan order."""
+    def _tensor_group(self, groups: GenerationGroups) -> Group | None:
+        """The ranks of this worker's stage, where it has several. Every worker builds the one that it is in, in plan order."""
         stage = self.place.stage
-        if stage.tp_degree == 1:
-            return None
-        return TensorParallel(groups.group(stage.workers, "tensor"), self.place.tp_rank, stage.tp_degree)
+        return groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
 
     def request_stop(self, *, checkpoint: bool = False) -> None:
         """Any thread: all workers stop after the same step, the one whose vote next carries this worker's flag."""

@@ -25,7 +25,7 @@ from planner.strategies.side_by_side import SideBySide, beside
 from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
-_MIXES = 120
+_MIXES = (60, 240)  # of large and of small fleets
 _KEPT = (4, 32)
 _PREDICTED_GPUS = 1000
 _SIMULATED = 4
@@ -34,7 +34,7 @@ _ALL = 16
 _PARTS = (1, 2, 3, 4, 6, 8)
 _ROUGHLY = 1.1
 _PARTED_GPUS = 512  # beyond, other parts find nothing
-_REGROUPED = 4
+_REGROUPED = (3, 8)
 
 
 def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> list[Plan]:
@@ -57,6 +57,8 @@ class _Search:
     def __init__(self, request: Request, tables: Tables, keep: int, known_s: float):
         self.request, self.tables, self.keep = request, tables, keep
         self._most_s = FAR_BEHIND * known_s
+        small = len(request.fleet.workers) <= MOST_GPUS
+        self.most_mixes, self.most_regrouped = _MIXES[small], _REGROUPED[small]
         self.batch, self.depth = request.global_batch_sequences, request.deepest(tables.num_blocks)
         self.groups = int(tables.groups_a_node.max())
         self.mixes = _mixes(request, tables)
@@ -78,7 +80,7 @@ class _Search:
             number = len(draft.pipelines)
             after_s = partial(sync.after_one_s, timing, number)
             better = _draft(timing, refine_shape(timing, shape, count, after_s), number, self.batch) or draft
-            more = request.mixed_tp and i < _REGROUPED
+            more = request.mixed_tp and i < self.most_regrouped
             others = regrouped(timing, better, self.batch, self.depth, after_s) if more else None
             for each in (better, *([] if others is None else [others])):
                 plan = place_by_stage(self.tables, each, parts, request.spec.name, self.batch, request.sequence_length)
@@ -94,7 +96,7 @@ class _Search:
         for n, timing in timings.items():
             mine = np.flatnonzero(shared == n)
             seconds[mine] = _roughly_s(timing.tables, request, mixes.take(mine), sync)
-        quickest = np.argsort(seconds, kind="stable")[: _MIXES // share]
+        quickest = np.argsort(seconds, kind="stable")[: self.most_mixes // share]
         quickest = quickest[np.isfinite(seconds[quickest]) & (seconds[quickest] <= _ROUGHLY * self._most_s)]
         timed = [
             (*shape, timing)
@@ -196,9 +198,10 @@ def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: SideBySide
         counts.sum(axis=1, keepdims=True) // 4
     )  # microbatches that a stage not far from the end keeps beside its own
     most = np.where(used, tables.fitting(request.deepest(tables.num_blocks))[rows, ahead, 1] - 1, 0)
-    alive = (counts * most).sum(axis=1) >= blocks
-    low = 1.0 / np.where(used, counts / block, 0.0).sum(axis=1)
-    high = low * blocks + toll.max(axis=1)
+    alive = ((counts * most).sum(axis=1) >= blocks) & ((most > 0) | ~used).all(axis=1)
+    one = np.where(used, block + toll, 0.0).max(axis=1)  # each stage holds a block
+    low = np.maximum(1.0 / np.where(used, counts / block, 0.0).sum(axis=1), one)
+    high = np.maximum(low * blocks + toll.max(axis=1), one)
     for _ in range(_BISECTIONS):
         middle = np.sqrt(low * high)
         good = (counts * _blocks(middle, toll, block, most)).sum(axis=1) >= blocks
@@ -207,8 +210,18 @@ def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: SideBySide
     fill = (counts * (np.where(used, held * block, 0.0) + hop)).sum(axis=1)
     size = np.array([row.microbatch for row in tables.rows])[rows.max(axis=1)]
     each = request.global_batch_sequences / mixes.number / size
-    alone = fill + (np.maximum(each, 1.0) - 1) * high
+    further = np.maximum(each, 1.0) - 1
+    alone = fill + further * high - _worked_ahead_s(tables, mixes, further) * high
     return np.where(alive, alone + _least_sync(tables, mixes, held, sync), np.inf)
+
+
+def _worked_ahead_s(tables: Tables, mixes: _Mixes, further: Floats) -> Floats:
+    """(n,) periods that stages in the middle work ahead where they would wait for their first backward; 1F1B's do not."""
+    share = np.where(mixes.rows >= 0, (tables.forward_sums[:, -1] / tables.time_sums[:, -1])[mixes.rows], 1.0).min(
+        axis=1
+    )
+    ahead = (tables.begun_ahead - 1) * (mixes.counts.sum(axis=1) - 1) / 2
+    return np.asarray(share * np.minimum(ahead, further))
 
 
 def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
@@ -240,23 +253,25 @@ def _timed(
     if not entries:
         return
     tables, batch = timing.tables, request.global_batch_sequences
-    cuts = Balancer(tables, request.deepest(tables.num_blocks)).cut_each([rows for _, rows in entries])
-    held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
-    rows = padded([entries[i][1] for i in held], cuts.ends.shape[1])
-    owner = np.array([entries[i][0] for i in held], dtype=np.int64)
-    ends, number = cuts.ends[held], mixes.number[owner]
-    _, _, num_bytes, early, _, _ = sync_sizes(tables, rows, ends, (rows >= 0).sum(axis=1))
-    after = sync.after_s(number, rows, num_bytes, early)
-    size = np.array([row.microbatch for row in tables.rows])[rows[:, 0]]
-    further = np.maximum(batch / number / size, 1.0) - 1
-    order = np.argsort(cuts.fill_s[held] + further * cuts.bottleneck_s[held] + after, kind="stable")
-    last = rows[np.arange(len(rows)), (rows >= 0).sum(axis=1) - 1]
-    around = rows[:, 0] == last  # a tied embedding is then summed inside nodes, which the tables do not know
-    _, first = np.unique(2 * owner[order] + around[order], return_index=True)
-    for j in order[first].tolist():
-        shape = Shape(tuple(entries[held[j]][1]), tuple(ends[j, rows[j] >= 0].tolist()))
-        microbatches = max(1, batch // int(number[j]) // int(size[j]))
-        yield timing.quick_s(shape, microbatches) + float(after[j]), int(number[j]), shape, float(after[j])
+    balancer, pipelines = Balancer(tables, request.deepest(tables.num_blocks)), [rows for _, rows in entries]
+    sizes = np.array([tables.rows[rows[0]].microbatch for rows in pipelines])
+    each = np.maximum(batch / mixes.number[[m for m, _ in entries]] / sizes, 1.0)
+    ways = (each, None) if tables.begun_ahead > 1 else (None,)
+    for cuts in (balancer.cut_each(pipelines, way) for way in ways):
+        held = np.flatnonzero(np.isfinite(cuts.bottleneck_s))
+        rows = padded([entries[i][1] for i in held], cuts.ends.shape[1])
+        owner = np.array([entries[i][0] for i in held], dtype=np.int64)
+        ends, number = cuts.ends[held], mixes.number[owner]
+        _, _, num_bytes, early, _, _ = sync_sizes(tables, rows, ends, (rows >= 0).sum(axis=1))
+        after = sync.after_s(number, rows, num_bytes, early)
+        order = np.argsort(cuts.fill_s[held] + (each[held] - 1) * cuts.bottleneck_s[held] + after, kind="stable")
+        last = rows[np.arange(len(rows)), (rows >= 0).sum(axis=1) - 1]
+        around = rows[:, 0] == last  # a tied embedding is then summed inside nodes, which the tables do not know
+        _, first = np.unique(2 * owner[order] + around[order], return_index=True)
+        for j in order[first].tolist():
+            shape = Shape(tuple(entries[held[j]][1]), tuple(ends[j, rows[j] >= 0].tolist()))
+            quick = timing.quick_s(shape, max(1, int(each[held[j]])))
+            yield quick + float(after[j]), int(number[j]), shape, float(after[j])
 
 
 def _draft(estimator: Estimator, shape: Shape, number: int, batch: int) -> Draft | None:

@@ -38,9 +38,10 @@ class Annealer:
             if hurry():
                 break
             heat = now_s * (_HOT * (1 - number / tries) ** 2 + _COLD)
-            drawn = self.changes.draw(now)
-            if drawn is None:
+            changed = self.changes.draw(now)
+            if changed is None:
                 continue
+            drawn = self.cost.working_ahead(changed)
             known = self._known.get(drawn)
             if known is None:
                 hopeless = self.cost.pipelines_at_least_s(drawn) > now_s + _HOPELESS * heat

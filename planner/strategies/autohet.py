@@ -10,6 +10,7 @@ from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
+from planner.strategies.ahead import least_ahead
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
 from planner.strategies.companion import begin_companion
@@ -147,12 +148,13 @@ def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:
 
 def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
     """The plan with the least predicted step time among those that fit memory, price and redundancy; the first of
-    equals.
+    equals. Where transfers run beside the work, stages work ahead as far as helps.
     """
     best: Costed | None = None
     rejected: list[Rejected] = []
     seen: set[Plan] = set()
-    for plan in plans:
+    for each in plans:
+        plan = request.cost.working_ahead(each)
         if plan in seen:
             continue
         seen.add(plan)
@@ -173,6 +175,9 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
             rejected.append(
                 Rejected(describe(plan), f"{prediction.step_time_s:.4g} s a step, slower than the chosen plan")
             )
+    if best is not None:
+        settled = least_ahead(request.cost, best.plan)
+        best = Costed(settled, request.cost.predict(settled))
     return best, rejected
 
 

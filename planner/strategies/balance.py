@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.strategies.slopes import memory_holds, slopes_of
 from planner.strategies.tables import Floats, Ints, Tables
 
 _AT_ONCE = 700
@@ -50,25 +51,40 @@ class Balancer:
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
         self._width = sums.shape[1]
 
-    def cut_each(self, pipelines: Sequence[tuple[int, ...]]) -> Cuts:
+    def cut_each(self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None = None) -> Cuts:
         """As `cut`, of pipelines given by the table row of each of their stages."""
         depth = np.array([len(rows) for rows in pipelines])
-        return self.cut(padded(pipelines, int(depth.max())), depth)
+        return self.cut(padded(pipelines, int(depth.max())), depth, microbatches=microbatches)
 
-    def cut(self, rows: Ints, num_stages: Ints, weights: Floats | None = None) -> Cuts:
+    def cut(
+        self, rows: Ints, num_stages: Ints, weights: Floats | None = None, microbatches: Floats | None = None
+    ) -> Cuts:
         """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than
-        the bottleneck a stage may be.
+        the bottleneck a stage may be. microbatches: (n,) of each pipeline; with these early stages may also be as much longer as they
+        work ahead, if they do and memory allows, and the bottleneck is without that.
         """
+        plain = np.ones(rows.shape) if weights is None else weights
+        if microbatches is None or self.tables.begun_ahead == 1:
+            return self._cut(rows, num_stages, plain, np.ones(rows.shape))
+        slopes = slopes_of(self.tables, rows, num_stages, microbatches)
+        sloped = self._cut(rows, num_stages, plain * slopes, slopes)
+        held = np.isfinite(sloped.bottleneck_s)
+        held &= memory_holds(self.tables, rows, np.maximum(sloped.ends, 0), num_stages, microbatches)
+        if (left := np.flatnonzero(~held)).size:
+            flat = self._cut(rows[left], num_stages[left], plain[left], np.ones(rows[left].shape))
+            for name in ("ends", "stage_s", "bottleneck_s", "fill_s"):
+                getattr(sloped, name)[left] = getattr(flat, name)
+        return sloped
+
+    def _cut(self, rows: Ints, num_stages: Ints, scale: Floats, slopes: Floats) -> Cuts:
         extra = self._boundary(rows, num_stages)
         own = extra * (2 * self.tables.boundary_share)
         own, extra = own + self.tables.stage_overhead_s, extra + self.tables.stage_overhead_s
-        scale = np.ones_like(extra) if weights is None else weights
         order = np.argsort(-num_stages, kind="stable")
-        rows, num_stages, own, scale = rows[order], num_stages[order], own[order], scale[order]
-        ends = self._search(rows, num_stages, own, scale)
+        ends = self._search(rows[order], num_stages[order], own[order], scale[order])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
-        return self._measure(rows[back], num_stages[back], ends[back], extra, own[back], scale[back])
+        return self._measure(rows, num_stages, ends[back], extra, own, slopes)
 
     def _boundary(self, rows: Ints, num_stages: Ints) -> Floats:
         """(n, P) seconds of boundaries charged to each stage: half of each of its neighbours'."""
@@ -152,7 +168,7 @@ class Balancer:
         ends[failed] = -1
         return ends
 
-    def _measure(self, rows: Ints, num_stages: Ints, ends: Ints, extra: Floats, own: Floats, scale: Floats) -> Cuts:
+    def _measure(self, rows: Ints, num_stages: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats) -> Cuts:
         sums = self.tables.time_sums
         valid = np.arange(rows.shape[1])[None, :] < num_stages[:, None]
         starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
@@ -160,7 +176,7 @@ class Balancer:
         safe_ends, safe_starts = np.maximum(ends, 0), np.maximum(starts, 0)
         work = np.where(valid, sums[rows, safe_ends] - sums[rows, safe_starts], 0.0)
         busy = np.where(valid, work + own, 0.0)
-        bottleneck = np.where(dead, np.inf, busy.max(axis=1))
+        bottleneck = np.where(dead, np.inf, (busy / slopes).max(axis=1))
         fill = np.where(dead, np.inf, (work + np.where(valid, extra, 0.0)).sum(axis=1))
         return Cuts(ends, busy, bottleneck, fill)
 

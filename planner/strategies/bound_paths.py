@@ -28,6 +28,11 @@ class PricedStages:
         self.rows, self.resource, self.degree = table.rows[held], table.resource[held], table.degree[held]
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
         toll = np.minimum(tables.boundaries.min(axis=0), tables.boundaries.min(axis=1))[self.rows, None, None]
+        if (
+            tables.transfers == "none"
+        ):  # F without transfers is at most the sum of the stages' seconds, as with those that occupy
+            toll = 0.0 * toll
+        self.begun_ahead = tables.begun_ahead
         first, last = table.first[:, : table.wide], table.last[:, : table.wide]
         occupied = toll * tables.boundary_share * table.inner
         seconds = table.seconds[held]
@@ -44,8 +49,8 @@ class PricedStages:
         self.room = [_by_place(np.where(part, 0.0, np.inf), part, np.inf) == 0.0 for part in room]
         self.held_busy = [np.where(part, self.busy, np.inf) for part in self.room]
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
-        # every transfer of the fill occupies a stage beside each microbatch, so F <= sum of the stages' seconds
-        self.bounded = tables.transfers != "none" and tables.overlaps_warmup
+        # every transfer that the fill counts occupies a stage beside each microbatch, so F <= sum of the stages' seconds
+        self.bounded = tables.overlaps_warmup
         self._limits()
 
     def _limits(self) -> None:
@@ -100,7 +105,7 @@ class PricedStages:
         for depth in [d for d in _DEPTHS if d < self.stages] + [self.stages]:
             after = np.full(len(high), fewest)
             for _ in range(4 if self.bounded else 0):
-                hidden = np.minimum(1.0, (depth - 1) / after)
+                hidden = np.minimum(1.0, self.begun_ahead * (depth - 1) / after)
                 after = np.maximum(after, steady - depth / (1 - self.share * hidden))
             found.append((depth, after))
         return found
@@ -160,7 +165,9 @@ class _Paths:
         last = min(BANDS[band + 1] - 1 if band + 1 < len(BANDS) else self.most - 1, self.most - 1)
         few = int(min(BANDS[band], max(float(self.after.min()), 0.0)))
         places = slice(0, 3 if band == 0 else 2)
-        hidden = np.minimum(1.0, last / after)[:, None, None, None] * stages.forward[:, places, :wide]
+        hidden = (
+            np.minimum(1.0, stages.begun_ahead * last / after)[:, None, None, None] * stages.forward[:, places, :wide]
+        )
         busy = np.subtract(stages.held_busy[_band(few)][:, places, :wide], hidden, out=hidden)
         value = self.weight[which][:, None, None, None] * stages.finite_fill[:, places, :wide]
         value += self.cost[:, None, None]

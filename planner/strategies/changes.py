@@ -19,6 +19,7 @@ _AT_ONCE = (1, 1, 2, 4)
 _FAR = 4
 _SORTED = 0.25
 _REVERSED = 0.15
+_SLOPED = 0.5
 Pipelines = list[Pipeline]
 
 
@@ -36,7 +37,8 @@ class Changes:
         self.stager = Stager(tables, request.fleet)
         self.sizes = sorted({row.microbatch for row in tables.rows})
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
-        self._cuts: dict[tuple[int, ...], Shape | None] = {}
+        self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
+        self._share = 0.0  # sequences of a pipeline, on average
         self._ways: list[tuple[float, Callable[[Pipelines, list[int]], Pipelines | None]]] = [
             (0.35, self._move_block),
             (0.12, self._reorder),
@@ -50,6 +52,7 @@ class Changes:
     def draw(self, plan: Plan) -> Plan | None:
         """A plan one change away; None where the change that was drawn cannot be made."""
         weights, ways = zip(*self._ways, strict=True)
+        self._share = plan.global_batch_sequences / len(plan.pipelines)
         alike = self._alike(plan)
         chosen = alike if self.rng.random() < 0.5 else [self.rng.choice(alike)]
         made = self.rng.choices(ways, weights)[0](list(plan.pipelines), chosen)
@@ -82,12 +85,17 @@ class Changes:
         rows = self.stager.rows(groups, size) if 0 < len(groups) <= self.deepest else None
         if rows is None:
             return None
-        if rows not in self._cuts:
-            cuts = self.balancer.cut_each([rows])
+        key = (rows, max(1, round(self._share / size)) if self._may_slope() else None)
+        if key not in self._cuts:
+            cuts = self.balancer.cut_each([rows], None if key[1] is None else np.array([float(key[1])]))
             held = bool(np.isfinite(cuts.bottleneck_s[0]))
-            self._cuts[rows] = Shape(rows, tuple(cuts.ends[0, : len(rows)].tolist())) if held else None
-        shape = self._cuts[rows]
+            self._cuts[key] = Shape(rows, tuple(cuts.ends[0, : len(rows)].tolist())) if held else None
+        shape = self._cuts[key]
         return None if shape is None else Pipeline(stages_on(self.tables, shape, groups), 1, size)
+
+    def _may_slope(self) -> bool:
+        """Whether early stages are to be cut for working ahead: now and then, where they can."""
+        return self.tables.begun_ahead > 1 and self.rng.random() < _SLOPED
 
     def _regrouped(
         self, pipelines: Pipelines, chosen: Sequence[int], change: Callable[[list[Group]], list[Group] | None]

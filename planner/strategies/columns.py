@@ -25,7 +25,7 @@ class Columns:
     """One entry a column. rows: (n, R) table row of each slot, -1 where unused; counts: (n, R) stages of it.
 
     usage: (n, resources) GPUs. bottleneck_s, fill_s: (n,) bounds; sync_bytes: (n,) least gradient bytes of a stage's
-    worker.
+    worker. ahead: (n,) microbatches that the first stage may begin before the first backward reaches it, beside that one.
     """
 
     rows: Ints
@@ -38,6 +38,7 @@ class Columns:
     sync_bytes: Floats
     forward_share: Floats
     least_tp: Ints
+    ahead: Ints
 
     def __len__(self) -> int:
         return len(self.microbatch)
@@ -52,12 +53,12 @@ class Columns:
     def microbatches_in(self, seconds: Floats) -> Ints:
         """(n,) upper bound of the microbatches that a column completes in so many seconds.
 
-        A stage s of P keeps at most P - s microbatches in flight, so it cannot have done more than that many forwards
-        when the
-        first backward reaches it: seconds >= fill + (K - 1) t_s - min(K - 1, P - 1 - s) f_s for every stage s.
+        A stage s of P keeps at most n = P - s microbatches in flight (1F1B; more where stages work ahead, `Tables.begun_ahead`),
+        so it cannot have done more than that many forwards when the first backward reaches it:
+        seconds >= fill + (K - 1) t_s - min(K - 1, n - 1) f_s for every stage s.
         """
         room = np.maximum(seconds - self.fill_s, -1.0)
-        ahead = (self.num_stages - 1) * self.forward_share
+        ahead = self.ahead * self.forward_share
         by_stage = np.where(room >= 0, room / self.bottleneck_s + 1 + ahead, 0.0)
         # with K - 1 < P - 1 all of a stage's forwards may come first
         few = np.where(room >= 0, room / (self.bottleneck_s * (1 - self.forward_share)) + 1, 0.0)
@@ -207,6 +208,7 @@ class ColumnMaker:
             sync,
             share,
             least,
+            tables.begun_ahead * (stages - 1),
         )
         return columns.take(np.flatnonzero(np.isfinite(bottleneck)))
 

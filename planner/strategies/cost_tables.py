@@ -130,8 +130,9 @@ def _boundary(
         a, b = kinds[rows[one].kind], kinds[rows[other].kind]
         sender, receiver = resources[a.resource].node_type, resources[b.resource].node_type
         same = a.resource == b.resource and a.tp_degree + b.tp_degree <= sender.num_gpus
-        flows = 1.0 if same else float(b.tp_degree)
-        return 2 * cost.boundary_s(sender, receiver, rows[one].microbatch, same_node=same, flows=flows)
+        size = rows[one].microbatch
+        there = cost.boundary_s(sender, receiver, size, same_node=same, tp_degree=b.tp_degree)
+        return there + cost.boundary_s(receiver, sender, size, same_node=same, tp_degree=a.tp_degree)
 
     return seconds
 
@@ -145,8 +146,7 @@ def _crossing(
         kind = kinds[rows[row].kind]
         resource = resources[kind.resource]
         node, same = resource.node_type, len(resource.node_names) == 1
-        flows = 1.0 if same else float(kind.tp_degree)
-        return 2 * cost.boundary_s(node, node, rows[row].microbatch, same_node=same, flows=flows)
+        return 2 * cost.boundary_s(node, node, rows[row].microbatch, same_node=same, tp_degree=kind.tp_degree)
 
     return seconds
 

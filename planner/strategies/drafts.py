@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.pipeline_simulation import Transfers, run_1f1b
+from planner.in_flight import one_each, period_s, working_ahead
+from planner.pipeline_simulation import run_1f1b
 from planner.strategies.sync_load import Member, block_bytes, sync_end_s
 from planner.strategies.tables import SyncShape, Tables
 
@@ -37,12 +38,15 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One microbatch's seconds through a pipeline, the bottleneck's, and each stage's: all, and what the warm-up hides."""
+    """One microbatch's seconds through a pipeline, the bottleneck's, and each stage's: all, and what the warm-up hides; the slowest
+    circle's seconds a microbatch, and microbatches in flight at each stage."""
 
     fill_s: float
     period_s: float
     busy_s: list[float]
     hidden_s: list[float]
+    circle_s: float
+    most_in_flight: tuple[int, ...]
 
 
 class Estimator:
@@ -90,12 +94,11 @@ class Estimator:
         return self._times[key]
 
     def _time(self, shape: Shape, microbatches: int) -> float:
-        forward, backward, send = self.stages(shape)
         if not self.tables.overlaps_warmup:
             return self.quick_s(shape, microbatches)
         near = self._near(shape)
         if microbatches <= near:
-            return max(_simulate(forward, backward, send, microbatches, self.tables.transfers))
+            return max(self._simulated(shape, microbatches))
         return self.quick_s(shape, microbatches) + max(self._far(shape)) - self.quick_s(shape, near)
 
     def _near(self, shape: Shape) -> int:
@@ -105,23 +108,35 @@ class Estimator:
     def _far(self, shape: Shape) -> list[float]:
         """When each stage ends with so many microbatches."""
         if shape not in self._ends:
-            self._ends[shape] = _simulate(*self.stages(shape), self._near(shape), self.tables.transfers)
+            self._ends[shape] = self._simulated(shape, self._near(shape))
         return self._ends[shape]
+
+    def _simulated(self, shape: Shape, k: int) -> list[float]:
+        """End of each stage's last backward."""
+        forward, backward, send = self.stages(shape)
+        half, numbers = [seconds / 2 for seconds in send], self._way(shape).most_in_flight
+        return [done[-1] for done in run_1f1b(forward, backward, half, half, k, self.tables.transfers, numbers)[1]]
+
+    def _numbers(self, shape: Shape) -> tuple[int, ...]:
+        """Microbatches in flight at each stage: as many as fit memory, where these run beside the work."""
+        if self.tables.transfers != "none" or not self.tables.overlaps_warmup or len(shape.rows) == 1:
+            return one_each(len(shape.rows))
+        room = [self.tables.room(*stage) for stage in zip(shape.rows, shape.starts, shape.ends)]
+        return working_ahead(self.stages(shape)[2], room)
 
     def quick_s(self, shape: Shape, microbatches: int) -> float:
         """A lower bound of `pipeline_s`, by the inequality of `Columns.microbatches_in` for every stage."""
         way, k = self._way(shape), microbatches - 1
         if not self.tables.overlaps_warmup:
             return way.fill_s + k * way.period_s
-        last = len(way.busy_s) - 1
-        return way.fill_s + max(
-            [k * busy - (k if k < last - s else last - s) * way.hidden_s[s] for s, busy in enumerate(way.busy_s)]
-        )
+        stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
+        slowest = max([k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages])
+        return way.fill_s + max(slowest, k * way.circle_s - way.fill_s)
 
     def shifted_s(self, shape: Shape, microbatches: int) -> Callable[[int, int], float]:
         """`quick_s` with the end of a stage moved by so many layers: only its and its neighbour's seconds are computed anew."""
-        way, k, last = self._way(shape), microbatches - 1, len(shape.rows) - 1
-        hides = [min(k, last - s) if self.tables.overlaps_warmup else 0 for s in range(last + 1)]
+        way, k = self._way(shape), microbatches - 1
+        hides = [min(k, most - 1) if self.tables.overlaps_warmup else 0 for most in way.most_in_flight]
         loads = [k * busy - h * hidden for busy, h, hidden in zip(way.busy_s, hides, way.hidden_s)]
         before = list(itertools.accumulate(loads, max, initial=0.0))
         beyond = list(itertools.accumulate(reversed(loads), max, initial=0.0))[::-1]
@@ -149,7 +164,10 @@ class Estimator:
             tolls[-1] *= last
             hidden = [f + share * t for f, t in zip(forward, tolls)]
             busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
-            known = _Way(sum(forward) + sum(backward) + sum(tolls), max(busy), busy, hidden)
+            circle, numbers = max(busy), self._numbers(shape)
+            if self.tables.transfers == "none":
+                circle = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
+            known = _Way(sum(forward) + sum(backward) + sum(tolls), circle, busy, hidden, circle, numbers)
             self._ways[shape] = known
         return known
 
@@ -216,14 +234,6 @@ class Estimator:
         if self.tables.overlaps_warmup and seconds > (known := self.pipeline_s(shape, near)):
             return near + int((seconds - known) / way.period_s)
         return max(0, int((seconds - way.fill_s) / way.period_s) + 1) if seconds >= way.fill_s else 0
-
-
-def _simulate(
-    forward: list[float], backward: list[float], send: list[float], k: int, transfers: Transfers
-) -> list[float]:
-    """End of each stage's last backward under 1F1B; `send`: of each boundary, both ways together."""
-    half = [seconds / 2 for seconds in send]
-    return [done[-1] for done in run_1f1b(forward, backward, half, half, k, transfers)[1]]
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:

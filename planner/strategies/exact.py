@@ -78,6 +78,10 @@ def make_exact(
     rows, owner = _arrangements(chosen, orders)
     stages = chosen.num_stages[owner]
     parts = [balancer.cut(rows, stages, _weights(tables, rows, leaning)) for leaning in leanings]
+    if tables.begun_ahead > 1:
+        most = np.maximum(chosen.microbatches_in(np.full(len(chosen), seconds)), 1).astype(float)
+        sloped = balancer.cut(rows, stages, None, most[owner])
+        parts = [*parts, sloped] if len(parts) > 1 else [sloped]
     many = len(parts)
     ends, bottleneck, fill = (
         np.concatenate([getattr(cut, name) for cut in parts]) for name in ("ends", "bottleneck_s", "fill_s")

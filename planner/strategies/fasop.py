@@ -33,8 +33,8 @@ _SLACK = 1.2  # cuts are few here, and their closed form is rough
 _FEW = 32
 _POLISH_ROUNDS = 6
 _OTHER_KIND = 0.2
-# Sender's and receiver's node type, whether they are one node, transfers that leave it together.
-Transfer = tuple[NodeType, NodeType, bool, int]
+# Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
+Transfer = tuple[NodeType, NodeType, bool, int, int]
 
 
 def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
@@ -138,15 +138,13 @@ class Transfers:
     def _between(self, senders: Sequence[Group], receivers: Sequence[Group]) -> set[Transfer]:
         node_of = self._request.fleet.node_of
         pairs = [(node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)]
-        leaving = Counter[str]()
-        for a, b, flows in pairs:
-            leaving[a.name] += flows if a is not b else 0
-        return {(a.node_type, b.node_type, a is b, 1 if a is b else leaving[a.name]) for a, b, _ in pairs}
+        leaving = Counter(a.name for a, b, _ in pairs if a is not b)
+        return {(a.node_type, b.node_type, a is b, tp, leaving[a.name]) for a, b, tp in pairs}
 
     def _time(self, transfer: Transfer, microbatch: int) -> float:
         if (transfer, microbatch) not in self._seconds:
-            a, b, same, flows = transfer
-            found = self._request.cost.boundary_s(a, b, microbatch, same_node=same, flows=flows)
+            a, b, same, tp, groups = transfer
+            found = self._request.cost.boundary_s(a, b, microbatch, same_node=same, tp_degree=tp, groups=groups)
             self._seconds[transfer, microbatch] = found
         return self._seconds[transfer, microbatch]
 

@@ -17,8 +17,12 @@ def beside(request: Request, tables: Tables, number: int) -> Tables:
     nodes = [tables.resources[kind.resource].node_type for kind in kinds]
 
     def crossing(one: int, other: int) -> float:
-        flows = min(number, int(tables.groups_a_node[one])) * float(kinds[other].tp_degree)
-        return 2 * request.cost.boundary_s(nodes[one], nodes[other], tables.rows[one].microbatch, flows=flows)
+        return hop(one, other) + hop(other, one)
+
+    def hop(sender: int, receiver: int) -> float:
+        groups = float(min(number, int(tables.groups_a_node[sender])))
+        size, degree = tables.rows[sender].microbatch, kinds[receiver].tp_degree
+        return request.cost.boundary_s(nodes[sender], nodes[receiver], size, tp_degree=degree, groups=groups)
 
     def seconds(one: int, other: int) -> float:
         gpus = number * (kinds[one].tp_degree + kinds[other].tp_degree)

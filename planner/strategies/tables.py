@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import NodeType
+from planner.in_flight import MOST_AHEAD
 from planner.pipeline_simulation import Transfers
 
 Floats = NDArray[np.float64]
@@ -120,6 +121,11 @@ class Tables:
     def boundary_share(self) -> float:
         """What of a boundary's seconds each of its two stages is occupied for."""
         return {"both": 1.0, "receiver": 0.5, "none": 0.0}[self.transfers]
+
+    @property
+    def begun_ahead(self) -> int:
+        """Microbatches that a stage may begin, for each stage after it, before its first backward (`planner.in_flight`)."""
+        return MOST_AHEAD if self.transfers == "none" else 1
 
     @property
     def num_blocks(self) -> int:
@@ -244,11 +250,26 @@ class Tables:
         tied = r.tied_bytes if start == 0 and end == self.num_layers else 0.0
         return kept + r.fixed_bytes - tied
 
+    def room(self, row: int, start: int, end: int) -> int:
+        """Microbatches in flight that memory holds at a stage of layers [start, end)."""
+        none = self.memory_bytes(row, start, end, 0)
+        return int((self.rows[row].limit_bytes - none) / max(1.0, self.memory_bytes(row, start, end, 1) - none))
+
+    @cached_property
+    def state_sums(self) -> Floats:
+        """(rows, num_layers + 1) state bytes of the first i layers."""
+        return _sums([row.state_bytes for row in self.rows])
+
+    @cached_property
+    def activation_sums(self) -> Floats:
+        """(rows, num_layers + 1) activation bytes of a microbatch in the first i layers."""
+        return _sums([row.activation_bytes for row in self.rows])
+
     @cached_property
     def _memory_sums(self) -> list[tuple[list[float], list[float]]]:
-        """State and activation bytes of the first i layers of each row, as plain floats: searches ask thousands of times."""
-        sums = _sums([row.state_bytes for row in self.rows]), _sums([row.activation_bytes for row in self.rows])
-        return [(state.tolist(), kept.tolist()) for state, kept in zip(*sums, strict=True)]
+        """Both as plain floats: searches ask thousands of times."""
+        sums = zip(self.state_sums, self.activation_sums, strict=True)
+        return [(state.tolist(), kept.tolist()) for state, kept in sums]
 
 
 def _sums(per_row: list[Floats]) -> Floats:

@@ -69,23 +69,27 @@ def pool() -> Iterator[tuple[WorkerPool, int]]:
     made.close()
 
 
-def pipeline(*stages: tuple[int, int], microbatches: int, size: int = 1) -> dict[str, Any]:
-    """A pipeline of (layers, TP degree) stages; workers are named later."""
-    return {"stages": stages, "num_microbatches": microbatches, "size": size}
+def pipeline(
+    *stages: tuple[int, int], microbatches: int, size: int = 1, nodes: str = "", in_flight: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """A pipeline of (layers, TP degree) stages. `nodes` has a letter for each stage, its node; without, all are on node w."""
+    extra = {"in_flight": list(in_flight)} if in_flight else {}
+    return {
+        "shape": stages, "nodes": nodes or "w" * len(stages),
+        "rest": {"num_microbatches": microbatches, "microbatch_sequences": size, **extra},
+    }  # fmt: skip
 
 
 def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
-    numbers = itertools.count()
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     documents = []
     for each in pipelines:
         first, stages = 0, []
-        for layers, degree in each["stages"]:
-            workers = [f"w/{next(numbers)}" for _ in range(degree)]
+        for (layers, degree), node in zip(each["shape"], each["nodes"], strict=True):
+            workers = [f"{node}/{next(numbers[node])}" for _ in range(degree)]
             stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
             first += layers
-        documents.append(
-            {"num_microbatches": each["num_microbatches"], "microbatch_sequences": each["size"], "stages": stages}
-        )
+        documents.append({**each["rest"], "stages": stages})
     return {
         "version": 1, "model": "m", "global_batch_sequences": BATCH, "microbatch_sequences": 1, "sequence_length": LENGTH,
         "pipelines": documents,
@@ -125,6 +129,28 @@ ASYMMETRIC = {
     "three pipelines": (
         pipeline((8, 1), microbatches=1), pipeline((3, 1), (5, 2), microbatches=3), pipeline((2, 1), (2, 1), (4, 2),
         microbatches=2, size=2),
+    ),
+}  # fmt: skip
+
+ACROSS_NODES = {
+    "TP 2, 2": (pipeline((4, 2), (4, 2), microbatches=4, size=2, nodes="ab"),),
+    "TP 1, 2": (pipeline((3, 1), (5, 2), microbatches=8, nodes="ab"),),
+    "TP 4, 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2, nodes="ab"),),
+    "TP 2, 4": (pipeline((5, 2), (3, 4), microbatches=8, nodes="ab"),),
+    "TP 2, 1, 2": (pipeline((3, 2), (2, 1), (3, 2), microbatches=4, size=2, nodes="aba"),),
+    "TP 2, 2, 4, one boundary on a node": (pipeline((3, 2), (2, 2), (3, 4), microbatches=8, nodes="aab"),),
+    "TP 1, 2 beside TP 2, 1": (
+        pipeline((5, 1), (3, 2), microbatches=3, nodes="ab"), pipeline((2, 2), (6, 1), microbatches=5, nodes="ba"),
+    ),
+}  # fmt: skip
+MORE_IN_FLIGHT = {
+    "one more": (pipeline(*((2, 1),) * 4, microbatches=8, in_flight=(5, 4, 3, 1)),),
+    "one more, TP 2 across nodes": (pipeline(*((2, 2),) * 4, microbatches=8, nodes="aabb", in_flight=(5, 4, 2, 1)),),
+    "two for each stage": (pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(7, 5, 3, 1)),),
+    "three for each stage": (pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(10, 7, 4, 1)),),
+    "three more, TP 4 across nodes": (pipeline((3, 4), (5, 4), microbatches=8, nodes="ab", in_flight=(4, 1)),),
+    "more than microbatches": (
+        pipeline(*((2, 1),) * 4, microbatches=3, nodes="abcd", in_flight=(8, 6, 4, 2)), pipeline((8, 2), microbatches=5),
     ),
 }  # fmt: skip
 
@@ -188,6 +214,17 @@ def test_asymmetric_plans_equal_plain_transformers(pool: Any, name: str) -> None
     check(pool, Case(LLAMA, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS))
 
 
+@pytest.mark.parametrize("name", ACROSS_NODES)
+def test_slices_between_nodes_equal_plain_transformers(pool: Any, name: str) -> None:
+    """Each rank takes a slice of the hidden states over a boundary between nodes, and its stage gathers the whole."""
+    check(pool, Case(LLAMA, plan_document(*ACROSS_NODES[name]), TRAINING, STEPS))
+
+
+@pytest.mark.parametrize("name", MORE_IN_FLIGHT)
+def test_more_in_flight_equals_plain_transformers(pool: Any, name: str) -> None:
+    check(pool, Case(LLAMA, plan_document(*MORE_IN_FLIGHT[name]), TRAINING, STEPS))
+
+
 @pytest.mark.parametrize("name", ["unequal depth", "TP 2, 1, 4", "TP and cuts across", "three pipelines"])
 @pytest.mark.parametrize("model", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
 def test_tied_and_partial_gradients(pool: Any, model: dict[str, Any], name: str) -> None:
@@ -200,10 +237,15 @@ def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
     check(pool, Case(LLAMA, document, {**TRAINING, "recompute": "full"}, STEPS, overlap=False))
 
 
-def test_bf16_follows_fp32(pool: Any) -> None:
+@pytest.mark.parametrize(
+    "pipelines",
+    [ASYMMETRIC["TP and cuts across"], ACROSS_NODES["TP 1, 2 beside TP 2, 1"]],
+    ids=["one node", "across nodes"],
+)
+def test_bf16_follows_fp32(pool: Any, pipelines: tuple[dict[str, Any], ...]) -> None:
     """bf16 compute with fp32 masters: 3 significant digits of the losses, and every holder's bits are the same."""
     processes, port = pool
-    document = plan_document(*ASYMMETRIC["TP and cuts across"])
+    document = plan_document(*pipelines)
     case = Case(LLAMA, document, {**TRAINING, "precision": "bf16"}, STEPS)
     workers = Plan.from_document(document).workers
     generation = next(GENERATIONS)

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost import CostModel
+from planner.frameworks import OURS, framework_parameters
 from planner.model_spec import LayerSpec, ModelSpec
+from planner.parameters import CostParameters
 from planner.profile import Measurement, ProfileTable
 from planner.strategies import Request
 
@@ -61,9 +63,10 @@ def with_nics(of: Fleet, bytes_per_s: Mapping[str, float]) -> Fleet:
     return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
-def request(of: Fleet, batch: int, spec: ModelSpec | None = None, **wishes: object) -> Request:
+def request(of: Fleet, batch: int, spec: ModelSpec | None = None, framework: str = OURS, **wishes: object) -> Request:
     spec = spec or model()
-    cost = CostModel(of, spec, profile(), sequence_length=128, precision="fp32")
+    parameters = framework_parameters(framework, CostParameters())
+    cost = CostModel(of, spec, profile(), sequence_length=128, precision="fp32", parameters=parameters)
     return Request(of, spec, cost, batch, 128, **wishes)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import networkx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ def pipelines(draw):
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     seconds = st.floats(0.01, 5.0, allow_nan=False)
     lists = [tuple(draw(st.lists(seconds, min_size=n, max_size=n))) for n in (stages, stages, stages - 1, stages - 1)]
-    return PipelineTimes(*lists, transfers=draw(st.sampled_from(["both", "receiver", "none"]))), microbatches
+    more = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    in_flight = draw(st.sampled_from([(), tuple(np.cumsum(more)[::-1].tolist())]))
+    return PipelineTimes(*lists, draw(st.sampled_from(["both", "receiver", "none"])), in_flight), microbatches
 
 
 def longest_paths(times, microbatches):
@@ -25,7 +28,7 @@ def longest_paths(times, microbatches):
     """
     stages = len(times.forward_s)
     occupied_receiver, occupied_sender = times.transfers != "none", times.transfers == "both"
-    graph = networkx.DiGraph()
+    graph, orders = networkx.DiGraph(), []
 
     def length(node):
         kind, s, _ = node
@@ -45,7 +48,8 @@ def longest_paths(times, microbatches):
         return times.send_backward_s[s - 1] if s > 0 else 0.0
 
     for s in range(stages):
-        warmup = min(stages - 1 - s, microbatches)
+        most = times.most_in_flight[s] if times.most_in_flight else stages - s
+        warmup = min(most - 1, microbatches)
         forwards = [("F", s, m) for m in range(microbatches)]
         backwards = [("B", s, m) for m in range(microbatches)]
         order = forwards[:warmup]
@@ -63,11 +67,25 @@ def longest_paths(times, microbatches):
             _edge(graph, ("F", s, m), ("B", s, m), transfer(s, "B") if occupied_receiver and s < stages - 1 else 0.0)
             if s < stages - 1:
                 _edge(graph, ("B", s + 1, m), ("B", s, m), transfer(s, "B"))
+        orders.append(order)
+    if times.transfers == "none":
+        for order in orders:
+            _one_after_the_other(graph, [node for node in order if sent(node)], sent)
     ends = {}
     for node in networkx.topological_sort(graph):
         starts = [ends[u] + d["w"] for u, _, d in graph.in_edges(node, data=True)]
         ends[node] = max(starts, default=0.0) + length(node)
     return ends
+
+
+def _one_after_the_other(graph, senders, sent):
+    """What a stage sends leaves in the order of its work: a message of its own waits for all those before it that are still under way."""
+    for i, node in enumerate(senders):
+        waited = 0.0
+        for before in reversed(senders[:i]):
+            waited += sent(before)
+            for after in [v for v in graph.successors(node) if v[1] != node[1]]:
+                _edge(graph, before, after, waited + sent(node))
 
 
 def _edge(graph, u, v, w):

@@ -86,6 +86,32 @@ def test_sums_maxima_and_messages(store: TCPStore) -> None:
     assert message.tolist() == other.tolist() == [4.0, 9.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_gathered_in_order_of_ranks(store: TCPStore, dtype: torch.dtype) -> None:
+    a, b = two(store, "pair")
+    wholes = [torch.empty(2, 3, 2, dtype=dtype) for _ in range(2)]
+    parts = torch.arange(12, dtype=dtype).view(2, 6)
+    thread, raised = in_thread(lambda: b.all_gather(wholes[1], parts[1]))
+    a.all_gather(wholes[0], parts[0])
+    thread.join(20)
+    assert not raised
+    for whole in wholes:
+        assert whole.flatten().tolist() == list(range(12))
+    with pytest.raises(AssertionError, match="2 parts of 5 into 12"):
+        a.all_gather(wholes[0], torch.empty(5))
+
+
+def test_an_interrupt_wakes_a_gather_and_a_lost_peer_ends_it(store: TCPStore) -> None:
+    a, b = two(store, "pair")
+    thread, raised = in_thread(lambda: a.all_gather(torch.empty(6), torch.empty(3)))
+    time.sleep(0.1)  # it waits by then; only makes the test harder
+    a.interrupt()
+    thread.join(20)  # the group's own deadline is 60 s
+    assert isinstance(raised[0], Interrupted)
+    with pytest.raises(PeerLost):
+        b.all_gather(torch.empty(6), torch.empty(3))
+
+
 def test_the_rendezvous_names_its_deadline(store: TCPStore) -> None:
     groups = GenerationGroups(store, 1, "a", CPU, timeout_s=5.0, rendezvous_s=0.05)
     with pytest.raises(PeerLost, match="rendezvous"):
@@ -141,6 +167,9 @@ def test_a_group_of_one_needs_nobody() -> None:
     tensor, started = torch.ones(2), time.monotonic()
     group.all_reduce(tensor)
     assert tensor.tolist() == [1.0, 1.0]
+    whole = torch.zeros(1, 2)
+    group.all_gather(whole, tensor)
+    assert whole.tolist() == [[1.0, 1.0]]
     group.interrupt()
     assert time.monotonic() - started < 20
     assert group.size == 1

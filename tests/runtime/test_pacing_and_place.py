@@ -1,4 +1,4 @@
-"""The emulated speed, and a worker's neighbours where stages differ in tensor-parallel degree."""
+"""The emulated speed; what a worker exchanges with its neighbours, where stages differ in TP degree and where they lie on other nodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import itertools
 import time
 
 import pytest
+import torch
+from torch import Tensor
 
+from autohet.runtime.executor import Executor
 from autohet.runtime.pacing import Pace, Pacer
-from autohet.runtime.place import place_of
-from planner.plan import Plan
+from autohet.runtime.place import Place, place_of
+from planner.plan import Pipeline, Plan, Stage
 
 
 def test_an_action_lasts_as_long_as_its_pace() -> None:
@@ -30,24 +33,86 @@ def test_a_slow_action_is_not_made_slower() -> None:
     )
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.product((1, 2, 4), repeat=2))
-def test_each_receives_from_the_one_that_sends_to_it(before: int, after: int) -> None:
-    names = [f"w{i}" for i in range(before + after)]
-    stages = [
-        {"first_layer": 0, "num_layers": 1, "workers": names[:before]},
-        {"first_layer": 1, "num_layers": 1, "workers": names[before:]},
-    ]
-    document = {
-        "version": 1, "model": "m", "global_batch_sequences": 6, "microbatch_sequences": 3, "sequence_length": 4,
-        "pipelines": [{"num_microbatches": 2, "stages": stages}],
-    }  # fmt: skip
-    plan = Plan.from_document(document)
-    places = {name: place_of(plan, name) for name in names}
-    forward = {(giver, taker) for giver in names for taker in places[giver].send_forward_to}  # type: ignore[union-attr]
-    backward = {(giver, taker) for giver in names for taker in places[giver].send_backward_to}  # type: ignore[union-attr]
-    assert forward == {(places[name].upstream, name) for name in names[before:]}  # type: ignore[union-attr]
-    assert backward == {(places[name].downstream, name) for name in names[:before]}  # type: ignore[union-attr]
+def two_stages(before: int, after: int, nodes: str) -> dict[str, Place]:
+    """Every worker's place in a pipeline of two stages with these TP degrees, each on the node of its letter."""
+    names = [f"{nodes[0]}/{i}" for i in range(before)], [f"{nodes[1]}/{before + i}" for i in range(after)]
+    stages = tuple(Stage(number, 1, tuple(workers)) for number, workers in enumerate(names))
+    plan = Plan("m", 6, 3, 4, (Pipeline(stages, 2, 3),))
     assert place_of(plan, "stranger") is None
+    return {name: place for name in plan.workers if (place := place_of(plan, name)) is not None}
+
+
+@pytest.mark.parametrize("nodes", ["aa", "ab"])
+@pytest.mark.parametrize(("before", "after"), itertools.product((1, 2, 4), repeat=2))
+def test_each_takes_what_is_sent_to_it(before: int, after: int, nodes: str) -> None:
+    places = two_stages(before, after, nodes)
+    first, second = list(places)[:before], list(places)[before:]
+    forward = [transfer for place in places.values() for transfer in place.gives_forward]
+    backward = [transfer for place in places.values() for transfer in place.gives_backward]
+    assert set(forward) == {places[name].takes_forward for name in second}
+    assert set(backward) == {places[name].takes_backward for name in first}
+    assert [places[name].takes_forward for name in first] == [None] * before
+    assert [places[name].takes_backward for name in second] == [None] * after
+    for transfers, takers in ((forward, second), (backward, first)):
+        assert len(transfers) == len(takers)
+        for transfer in transfers:
+            wanted = (takers.index(transfer.target), len(takers)) if nodes == "ab" and len(takers) > 1 else (0, 1)
+            assert (transfer.index, transfer.slices) == wanted
+
+
+class Wire:
+    """A group that notes what is sent and received, and gathers `parts`."""
+
+    def __init__(self, parts: list[Tensor] | None = None) -> None:
+        self.sent: list[tuple[str, int, Tensor]] = []
+        self.received: list[tuple[str, int, int]] = []
+        self.parts = parts
+
+    def send(self, tensor: Tensor, to: str, tag: int) -> None:
+        self.sent.append((to, tag, tensor.clone()))
+
+    def recv(self, tensor: Tensor, source: str, tag: int) -> None:
+        tensor.fill_(7.0)
+        self.received.append((source, tag, tensor.numel()))
+
+    def wait(self, work: None) -> None: ...
+
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        assert self.parts is not None, "nothing was to be gathered"
+        assert part.tolist() == [7.0] * len(part)
+        time.sleep(0.01)
+        out.copy_(torch.cat(self.parts).view_as(out))
+
+
+def first_stage_of(before: int, nodes: str, gathered: list[Tensor] | None) -> tuple[Executor, torch.nn.Linear]:
+    """Rank 0 of `before` ranks of a first stage; four ranks follow. Its hidden states, [3, 4, 8], are its one layer's values."""
+    place = two_stages(before, 4, nodes)["a/0"]
+    layer = torch.nn.Linear(5, 8)
+    wires = Wire(), Wire(), Wire(gathered)
+    return Executor(place, layer, *wires, (3, 4, 8), torch.float32, torch.device("cpu")), layer  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("before", "nodes"), [(1, "aa"), (2, "aa"), (1, "ab"), (2, "ab")])
+def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(before: int, nodes: str) -> None:
+    apart = nodes == "ab"
+    gathered = [torch.randn(48) for _ in range(2)] if apart and before == 2 else None
+    executor, layer = first_stage_of(before, nodes, gathered)
+    tokens = torch.randn(2, 3, 4, 5)
+    executor.run(lambda m: (tokens[m], torch.zeros(3, 4, dtype=torch.int64)), lambda phase: None)
+    forward, backward = executor._forward_group, executor._backward_group
+    served = range(4 // before)
+    for number, (to, tag, sent) in enumerate(forward.sent):  # type: ignore[attr-defined]
+        m, j = divmod(number, len(served))
+        whole = layer(tokens[m]).detach().flatten()
+        assert (to, tag) == (f"{nodes[1]}/{before + j}", 2 * m)
+        assert torch.equal(sent.flatten(), whole[24 * j : 24 * (j + 1)] if apart else whole)
+    assert len(forward.sent) == 2 * len(served)  # type: ignore[attr-defined]
+    size = 48 if gathered else 96
+    assert backward.received == [(f"{nodes[1]}/{before}", tag, size) for tag in (1, 3)]  # type: ignore[attr-defined]
+    assert not gathered or executor.wait_s >= 0.02, "two gathers of 10 ms were waited for"
+    gradient = (torch.cat(gathered) if gathered else torch.full((96,), 7.0)).view(12, 8)
+    wanted = sum(gradient.T @ tokens[m].view(12, 5) for m in range(2))
+    assert torch.allclose(layer.weight.grad, wanted, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
 def test_pipelines_take_consecutive_parts_of_the_batch() -> None:

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Steps of the real executor over links of limited speed, against the cost model's simulation: results/pipeline_transfers.json.
+
+Each node is a network namespace (root is needed), its interface limited both ways by a token bucket (`tc tbf`); hidden states really cross.
+The stages' work is EMULATED: each forward and backward sleeps until the stated time is over. Cases are measured in turn, each by the same
+processes: 1F1B against up to two and three more microbatches in flight at each stage than at the next; and, of two stages with two
+tensor-parallel ranks each on two nodes, whole hidden states for each rank against slices.
+"""
+
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore
+
+from autohet.runtime.executor import Executor
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.pacing import Pace, Pacer
+from autohet.runtime.place import place_of
+from planner.pipeline_simulation import PipelineTimes, simulate_pipeline
+from planner.plan import Pipeline, Plan, Stage
+from planner.transfers import transfers_between
+from tests.harness.namespaces import (
+    INTERFACE,
+    NamespaceNetwork,
+    namespace_network,
+    served_in_namespace,
+    why_no_namespaces,
+)
+
+RESULTS = Path(__file__).parent / "results" / "pipeline_transfers.json"
+HIDDEN = (1, 64, 4096)
+"""Of a microbatch, [b, S, H] fp32: 1 MiB."""
+FORWARD_S, BACKWARD_S = 0.1, 0.2
+STEPS = 4
+DEADLINE_S = 120.0
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: `stages` on nodes of their own, `ranks` each. sliced False: the ranks are named as if all were on one node, so that
+    each takes the whole."""
+
+    what: str
+    stages: int
+    ranks: int
+    microbatches: int
+    megabits: int
+    more: int = 1
+    sliced: bool = True
+
+    def workers(self, stage: int) -> tuple[str, ...]:
+        return tuple(f"n{stage if self.sliced else 0}/{self.ranks * stage + rank}" for rank in range(self.ranks))
+
+    @property
+    def plan(self) -> Plan:
+        stages = tuple(Stage(s, 1, self.workers(s)) for s in range(self.stages))
+        most = tuple(self.more * (self.stages - 1 - s) + 1 for s in range(self.stages))
+        return Plan("m", self.microbatches, 1, HIDDEN[1], (Pipeline(stages, self.microbatches, 1, most),))
+
+    def predicted_s(self) -> float:
+        """By the simulation of one pipeline; what leaves a node shares its interface."""
+        plan = self.plan
+        pipeline = plan.pipelines[0]
+        sent = sum(1 / transfer.slices for transfer in transfers_between(*pipeline.stages[:2]))
+        cross = sent * 4 * torch.Size(HIDDEN).numel() * 8 / (self.megabits * 1e6)
+        between = (cross,) * (self.stages - 1)
+        work = (FORWARD_S,) * self.stages, (BACKWARD_S,) * self.stages
+        times = PipelineTimes(*work, between, between, "none", pipeline.most_in_flight)
+        return simulate_pipeline(times, self.microbatches).total_s
+
+
+CASES = [
+    *(Case(f"4 stages, 100 Mbit/s, {more} more", 4, 1, 12, 100, more) for more in (1, 2, 3)),
+    *(Case(f"3 stages, 200 Mbit/s, {more} more", 3, 1, 16, 200, more) for more in (1, 2, 3)),
+    Case("2 stages of 2 ranks, 200 Mbit/s, whole", 2, 2, 12, 200, 1, sliced=False),
+    Case("2 stages of 2 ranks, 200 Mbit/s, slices", 2, 2, 12, 200, 1),
+    Case("2 stages of 2 ranks, 200 Mbit/s, slices, 2 more", 2, 2, 12, 200, 2),
+]
+
+
+class _Identity(nn.Module):
+    """A stage that gives on what it takes: its time is the pacer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.ones(HIDDEN) if x.dtype == torch.int64 else x) * self.scale
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return logits.sum()
+
+
+def work(case: Case, worker: str, namespace: str, host: str, port: int, answers: Any) -> None:
+    """One worker's process: its steps' seconds, from when all begin to when all have ended."""
+    served_in_namespace(lambda _: None, namespace, _steps, case, worker, host, port, answers)
+
+
+def _steps(_: Callable[[Any], None], case: Case, worker: str, host: str, port: int, answers: Any) -> None:
+    torch.set_num_threads(1)
+    plan = case.plan
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+    groups = GenerationGroups(store, 0, worker, CPU, DEADLINE_S, DEADLINE_S)
+    groups.meet(plan.workers)
+    place, everyone = place_of(plan, worker), groups.group(plan.workers)
+    assert place is not None
+    ranks = groups.group(place.stage.workers) if case.ranks > 1 else None
+    pacer = Pacer(Pace(FORWARD_S, BACKWARD_S), lambda: False)
+    executor = Executor(place, _Identity(), everyone, everyone, ranks, HIDDEN, torch.float32, CPU, pacer)
+    tokens = torch.zeros(HIDDEN[:2], dtype=torch.int64)
+    seconds = []
+    for _step in range(STEPS):
+        everyone.all_reduce(torch.zeros(1))
+        begun = time.perf_counter()
+        executor.run(lambda m: (tokens, tokens), lambda phase: None)
+        everyone.all_reduce(torch.zeros(1))
+        seconds.append(time.perf_counter() - begun)
+    answers.put(seconds)
+
+
+def measured_s(case: Case, network: NamespaceNetwork) -> float:
+    """The median step, the first one left out: connections are made in it."""
+    store = TCPStore(network.head, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+    context = multiprocessing.get_context("spawn")
+    answers, processes = context.Queue(), []
+    for stage in range(case.stages):
+        for worker in case.workers(stage):
+            namespace = network.namespace(f"node-{stage}")
+            arguments = (case, worker, namespace, network.head, store.port, answers)
+            processes.append(context.Process(target=work, args=arguments, daemon=True))
+    for process in processes:
+        process.start()
+    try:
+        steps = [answers.get(timeout=DEADLINE_S) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return median(max(seconds) for seconds in list(zip(*steps, strict=True))[1:])
+
+
+def limit(network: NamespaceNetwork, node: str, megabits: int) -> None:
+    """Both ways: what the node sends, and what the bridge gives it."""
+    bucket = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", network._port(node), *bucket], check=True)
+    inside = ["ip", "netns", "exec", network.namespace(node)]
+    subprocess.run([*inside, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket], check=True)
+
+
+def main() -> None:
+    why = why_no_namespaces()
+    if why is not None:
+        raise SystemExit(why)
+    rows = []
+    with namespace_network() as network:
+        for stage in range(max(case.stages for case in CASES)):
+            network.add(f"node-{stage}")
+        for case in CASES:
+            for stage in range(case.stages):
+                limit(network, f"node-{stage}", case.megabits)
+            seconds, predicted = measured_s(case, network), case.predicted_s()
+            row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
+            rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
+            print(rows[-1], flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+    )
+    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
+    RESULTS.write_text(json.dumps({"commit": commit.stdout.strip(), "machine": machine, "rows": rows}, indent=1) + "\n")
+    first, second = rows[0]["measured_s"], rows[1]["measured_s"]
+    print(f"working ahead over 1F1B, 4 stages: {second / first:.3f} of the time")
+
+
+if __name__ == "__main__":
+    main()
