@@ -150,9 +150,7 @@ def _slow(scored: Sequence["_Scored"], previous: Plan, request: Request, alive: 
     best = min(scored, key=lambda s: s.prediction.step_time_s)
     speed = _speeds(request)
     rate = sum(p.num_sequences for p in whole) / sum(speed[worker] for p in whole for worker in p.workers)
-    seconds = max(
-        fill + (p.num_microbatches - 1) * step for p in whole for fill, step in [_seconds_of(request.cost, p)]
-    )
+    seconds = max(request.cost.pipelines_s(replace(previous, pipelines=tuple(whole))))
     expected = seconds * request.global_batch_sequences / (rate * sum(speed.values()))
     after = best.prediction.step_time_s - best.prediction.breakdown_s["pipeline"]
     return best.prediction.step_time_s > expected * (1 + by) + min(after, expected * _SYNC_SHARE)
@@ -190,7 +188,7 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
     whole = [p for p in previous.pipelines if set(p.workers) <= alive]
     if not whole:
         return None
-    seconds = [_seconds_of(request.cost, p) for p in whole]
+    seconds = _seconds_of(request.cost, replace(previous, pipelines=tuple(whole)))
     counts = _share(whole, seconds, request.global_batch_sequences)
     if counts is None:
         return None
@@ -204,10 +202,14 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
     )
 
 
-def _seconds_of(cost: CostModel, pipeline: Pipeline) -> tuple[float, float]:
-    """(seconds of the first microbatch, of each further one)."""
-    stages = [sum(cost.stage_seconds(pipeline, i)) for i in range(len(pipeline.stages))]
-    return sum(stages), max(stages)
+def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:
+    """(seconds of the first microbatch, of each further one) of each pipeline."""
+    found = []
+    for pipeline, total_s in zip(plan.pipelines, cost.pipelines_s(plan), strict=True):
+        stages = [sum(cost.stage_seconds(pipeline, i)) for i in range(len(pipeline.stages))]
+        further = pipeline.num_microbatches - 1
+        found.append((sum(stages), (total_s - sum(stages)) / further if further else max(stages)))
+    return found
 
 
 def _share(pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]], batch: int) -> list[int] | None:

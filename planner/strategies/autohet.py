@@ -132,7 +132,9 @@ def effort_for(gpus: int) -> Effort:
     """A large fleet gets fewer orders a column; a small one everything."""
     if gpus <= 64:
         return Effort(columns=40_000, exact=600, candidates=8 if gpus > FEW_GPUS else 2, packed=80)
-    return Effort(candidates=8 if gpus <= MOST_GPUS else 4)
+    if gpus <= MOST_GPUS:
+        return Effort(candidates=8)
+    return Effort(packed=20, integer_program_nodes=40)  # larger programs find the same plans in twice the time
 
 
 def _placed(request: Request, tables: Tables, found: Found) -> Iterator[Plan]:

@@ -99,7 +99,11 @@ class _Cutter:
 
     def _shapes(self, roster: Roster, walls: Walls) -> Iterator[tuple[Crew, Shape]]:
         anew = [crew.rows for crew in roster.crews if crew.ends is None and len(crew.rows) <= self.max_stages]
-        cuts = Balancer(self.tables, self.max_stages, walls).cut_each(anew) if anew else None
+        cuts = None
+        if anew:
+            each = self.batch / len(roster.crews)
+            sizes = np.array([self.tables.rows[rows[0]].microbatch for rows in anew])
+            cuts = Balancer(self.tables, self.max_stages, walls).cut_each(anew, np.maximum(each / sizes, 1.0))
         for crew in roster.crews:
             if crew.ends is not None:
                 yield crew, Shape(crew.rows, crew.ends)
