@@ -19,7 +19,7 @@ from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.model_spec import ModelSpec
 from planner.strategies import Request, plan_with
-from planner.strategies.fasop import narrowed
+from planner.strategies.narrow import narrowed
 
 Row = dict[str, Any]
 CASES = 20

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from planner.cluster import Fleet
 from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
@@ -20,6 +21,7 @@ from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
 from planner.strategies.engine import Engine, Found
 from planner.strategies.few import FEW_GPUS
+from planner.strategies.narrow import narrowed
 from planner.strategies.placement import place
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.refine import FAR_BEHIND
@@ -30,6 +32,7 @@ from planner.strategies.tables import Tables
 
 CANDIDATES = 6
 _FEWEST = 8
+_FEWER_GPUS = 192
 _WALKS = 4  # of up to `_FEWEST` GPUs, of more one
 _WALKS_APART = 8  # where each layer has to lie on several nodes: fewer changes keep that
 _SHARE_ROUNDS = 3
@@ -69,8 +72,17 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     known_s = found.drafts[0][0] if found.drafts else math.inf
     alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables, known_s)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
+    fewer = [] if hurry() or not effort.fewer else _without_slowest(request, tables, effort)
     beside = companion() if companion is not None else None
-    plans = [*known, *_placed(request, tables, found), *rivals, *alike, *apart, *(beside.plans if beside else ())]
+    plans = [
+        *known,
+        *_placed(request, tables, found),
+        *rivals,
+        *alike,
+        *apart,
+        *fewer,
+        *(beside.plans if beside else ()),
+    ]
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
@@ -87,6 +99,24 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
     )
+
+
+def _without_slowest(request: Request, tables: Tables, effort: Effort) -> list[Plan]:
+    """What a search without the node type of the slowest GPUs finds, of fleets of three types or more: tables rank what they use
+    among the first. Not of few GPUs, where everything is looked at, nor of many, where that takes long."""
+    if len(tables.resources) < 3 or not FEW_GPUS < len(request.fleet.workers) <= _FEWER_GPUS:
+        return []
+    speed = [0.0] * len(tables.resources)
+    for row, whole_s in zip(tables.rows, tables.time_sums[:, -1], strict=True):
+        kind = tables.kinds[row.kind]
+        speed[kind.resource] = max(speed[kind.resource], row.microbatch / float(whole_s) / kind.tp_degree)
+    slowest = tables.resources[speed.index(min(speed))].node_type
+    nodes = tuple(node for node in request.fleet.nodes if node.node_type != slowest)
+    smaller = narrowed(request, Fleet(request.fleet.generation, nodes))
+    try:
+        return [search_autohet(smaller, (), replace(effort, bounded=False, fewer=False)).plan]
+    except InfeasibleError:
+        return []
 
 
 def _anneal(

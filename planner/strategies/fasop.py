@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost import CostModel
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan
 from planner.strategies.autohet import Costed, choose, idle_workers, why_infeasible
@@ -266,12 +265,3 @@ def _product(steps: list[list[int]]) -> int:
     for step in steps:
         total *= len(step)
     return total
-
-
-def narrowed(request: Request, fleet: Fleet) -> Request:
-    """The same request on fewer nodes; layer times are shared."""
-    cost = request.cost
-    smaller = CostModel.__new__(CostModel)
-    smaller.__dict__.update({k: v for k, v in cost.__dict__.items() if k not in ("node_types", "_flows")})
-    smaller.fleet = fleet
-    return dataclasses.replace(request, fleet=fleet, cost=smaller)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
-from planner.strategies.fasop import fleets_up_to, narrowed
+from planner.strategies.fasop import fleets_up_to
+from planner.strategies.narrow import narrowed
 from planner.strategies.request import Answer, Request
 
 Search = Callable[[Request], Answer]

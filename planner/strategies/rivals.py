@@ -19,6 +19,7 @@ from planner.strategies.cost_tables import microbatch_sizes, tables_of
 from planner.strategies.drafts import Estimator
 from planner.strategies.engine import COLUMNS_GPUS
 from planner.strategies.few import FEW_GPUS
+from planner.strategies.narrow import narrowed
 from planner.strategies.refine import FAR_BEHIND
 from planner.strategies.request import Answer, Request
 from planner.strategies.symmetric import grids_of, ranked_grids
@@ -106,8 +107,6 @@ def best_grids(request: Request, tables: Tables, estimator: Estimator, keep: int
 
 
 def _narrowed(request: Request) -> list[Request]:
-    from planner.strategies.fasop import narrowed
-
     return [
         narrowed(request, fleet)
         for fleet in fastest_types(request)
