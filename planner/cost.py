@@ -314,7 +314,11 @@ class CostModel:
     def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
         depth = len(pipeline.stages)
         both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
-        numbers = working_ahead(both, [self._room(pipeline, i) for i in range(depth)], most)
+        room = [self._room(pipeline, i) for i in range(depth)]
+        whole = [
+            most * depth if have >= pipeline.num_microbatches else have for have in room
+        ]  # holds all that there are
+        numbers = working_ahead(both, whole, most)
         return () if numbers == one_each(depth) else numbers
 
     def _room(self, pipeline: Pipeline, index: int) -> int:

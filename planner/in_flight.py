@@ -26,11 +26,11 @@ def one_each(depth: int) -> tuple[int, ...]:
 
 
 def working_ahead(transfer_s: Sequence[float], room: Sequence[int], most: int = MOST_AHEAD) -> tuple[int, ...]:
-    """The most that memory allows, at most so many more at each stage than at the next. Where not all can be, first one more before each
+    """As many as memory allows, at most so many more at each stage than at the next. Where not all can be, first one more before each
     boundary, the longest transfers first.
 
-    transfer_s [P - 1]: of each boundary, both ways. room [P]: microbatches that each stage's memory holds. Where it holds less than
-    1F1B's, that all the same.
+    transfer_s [P - 1]: of each boundary, both ways. room [P]: microbatches that each stage's memory holds; where these are all there
+    are, any larger number. Where it holds less than 1F1B's, that all the same.
     """
     depth = len(room)
     if all(have > most * (depth - 1 - stage) for stage, have in enumerate(room)):

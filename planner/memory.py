@@ -1,4 +1,4 @@
-"""Bytes a worker needs: state, activations by 1F1B depth, logits, buffers and the context; formulas in README.md.
+"""Bytes a worker needs: state, activations of the microbatches in flight, logits, buffers and the context; formulas in README.md.
 
 Activations per layer: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022),
 section 4, as scalars per token in the model spec, split or not by tensor parallelism, with the S x S scores where

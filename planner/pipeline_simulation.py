@@ -2,7 +2,7 @@
 
 Source of the schedule: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021,
 section 2.2: stage i of P runs min(P - i - 1, K) warm-up forwards, then one forward and one backward in turn, then
-the backwards that remain.
+the backwards that remain. Where a plan lets stages work ahead there are more of the former (`planner.in_flight`).
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,6 @@
 """A plan: pipelines, stages, placement and microbatches, the whole decision; strict JSON in and out (version 1)."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -194,7 +195,9 @@ def _check_in_flight(pipeline: Pipeline, index: int) -> None:
         raise ConfigError(
             f"in_flight of pipeline {index} has {len(most)} numbers; expected one for each of {depth} stages"
         )
-    for stage, (number, later) in enumerate(zip(most, (*most[1:], 0), strict=False)):
+    if most and most[-1] != 1:
+        raise ConfigError(f"in_flight of the last stage of pipeline {index} is {most[-1]}; it must be 1")
+    for stage, (number, later) in enumerate(itertools.pairwise(most)):
         if not later < number <= later + MOST_AHEAD:
             raise ConfigError(
                 f"in_flight of stage {stage} of pipeline {index} is {number}; it must be one to {MOST_AHEAD} more than that of the"

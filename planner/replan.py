@@ -108,9 +108,6 @@ def replan(
     best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
-    elif best is not kept:
-        best = replace(best, plan=least_ahead(request.cost, best.plan))
-        best = replace(best, prediction=request.cost.predict(best.plan))
     return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
 
 
@@ -235,7 +232,7 @@ def _score(
     plan: Plan, previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
 ) -> _Scored | None:
     if plan != previous:
-        plan = request.cost.working_ahead(plan)
+        plan = least_ahead(request.cost, plan)
     prediction = request.cost.predict(plan)
     if unacceptable(request, plan, prediction) is not None:
         return None

@@ -11,7 +11,7 @@ from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
-from planner.strategies.ahead import least_ahead
+from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
 from planner.strategies.companion import begin_companion
@@ -136,7 +136,8 @@ def _anneal(
     gpus, apart = len(request.fleet.workers), request.min_node_disjoint_holders > 1
     several = list(starts.values())[: _WALKS_APART if apart else _WALKS if gpus <= _FEWEST else 1]
     walked = [annealer.walk(plan, tries // gpus, hurry) for plan in several]
-    return choose(request, [best.plan, *walked])[0] or best
+    found = choose(request, [best.plan, *walked])[0] or best
+    return min(best, found, key=lambda costed: costed.prediction.step_time_s)
 
 
 def _share_anew(request: Request, best: Costed) -> Costed:
@@ -152,7 +153,7 @@ def _climb(request: Request, best: Costed, changes: Callable[[Plan], Iterable[Pl
     """The best change of a plan, of that again, until none is better."""
     for _ in range(rounds):
         moved, _ = choose(request, [best.plan, *changes(best.plan)])
-        if moved is None or moved.plan == best.plan:
+        if moved is None or moved.prediction.step_time_s >= best.prediction.step_time_s * (1 - 1e-9):
             return best
         best = moved
     return best
@@ -186,7 +187,7 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
     rejected: list[Rejected] = []
     seen: set[Plan] = set()
     for each in plans:
-        plan = request.cost.working_ahead(each)
+        plan = settled(request.cost, each)
         if plan in seen:
             continue
         seen.add(plan)
@@ -208,8 +209,8 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
                 Rejected(describe(plan), f"{prediction.step_time_s:.4g} s a step, slower than the chosen plan")
             )
     if best is not None:
-        settled = least_ahead(request.cost, best.plan)
-        best = Costed(settled, request.cost.predict(settled))
+        plan = least_ahead(request.cost, best.plan)
+        best = Costed(plan, request.cost.predict(plan))
     return best, rejected
 
 

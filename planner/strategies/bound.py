@@ -1,8 +1,9 @@
 """A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without listing them.
 
-With K microbatches 1F1B takes F + (K - 1) t_s - min(K - 1, q) f_s at least, for every stage s with q stages after it, and
+With K microbatches a pipeline takes F + (K - 1) t_s - min(K - 1, a q) f_s at least, for every stage s with q stages after it,
+where each stage may keep a more microbatches in flight than the next (1F1B: a = 1; `Tables.begun_ahead`), and
 what follows the first stage's last backward is its gradients' sync. Let m = (T - F) / (K - 1). Then every stage has
-t_s - min(1, q / (K - 1)) f_s <= m, and the pipeline does K = 1 + (T - F) / m microbatches. At prices p of a GPU that sum to
+t_s - min(1, a q / (K - 1)) f_s <= m, and the pipeline does K = 1 + (T - F) / m microbatches. At prices p of a GPU that sum to
 the batch over the fleet, no plan meets the batch in time T if no pipeline does more sequences than its GPUs cost:
 
     b (1 + (T - F) / m) <= p . gpus    for all pipelines    <=    T <= min over m of  m (least cost / b - 1),

@@ -60,7 +60,7 @@ class Columns:
         room = np.maximum(seconds - self.fill_s, -1.0)
         ahead = self.ahead * self.forward_share
         by_stage = np.where(room >= 0, room / self.bottleneck_s + 1 + ahead, 0.0)
-        # with K - 1 < P - 1 all of a stage's forwards may come first
+        # with K - 1 < n - 1 all of a stage's forwards may come first
         few = np.where(room >= 0, room / (self.bottleneck_s * (1 - self.forward_share)) + 1, 0.0)
         return np.floor(np.minimum(by_stage, few) + 1e-9).astype(np.int64)
 

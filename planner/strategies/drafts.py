@@ -38,14 +38,13 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One microbatch's seconds through a pipeline, the bottleneck's, and each stage's: all, and what the warm-up hides; the slowest
-    circle's seconds a microbatch, and microbatches in flight at each stage."""
+    """One microbatch's seconds through a pipeline, the steady state's, and each stage's: all, and what the warm-up hides; microbatches in
+    flight at each stage."""
 
     fill_s: float
     period_s: float
     busy_s: list[float]
     hidden_s: list[float]
-    circle_s: float
     most_in_flight: tuple[int, ...]
 
 
@@ -102,7 +101,8 @@ class Estimator:
         return self.quick_s(shape, microbatches) + max(self._far(shape)) - self.quick_s(shape, near)
 
     def _near(self, shape: Shape) -> int:
-        """Microbatches after which a pipeline's time grows as its bound does: 0.03% off on average, 0.9% at worst."""
+        """Microbatches after which a pipeline's time grows as its bound does: 0.03% off on average, 0.9% at worst; where
+        stages work ahead 0.14% and 3%."""
         return 2 * len(shape.rows) + 4
 
     def _far(self, shape: Shape) -> list[float]:
@@ -131,10 +131,11 @@ class Estimator:
             return way.fill_s + k * way.period_s
         stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
         slowest = max([k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages])
-        return way.fill_s + max(slowest, k * way.circle_s - way.fill_s)
+        return way.fill_s + max(slowest, k * way.period_s - way.fill_s)
 
     def shifted_s(self, shape: Shape, microbatches: int) -> Callable[[int, int], float]:
-        """`quick_s` with the end of a stage moved by so many layers: only its and its neighbour's seconds are computed anew."""
+        """`quick_s` with the end of a stage moved by so many layers: only its and its neighbour's seconds are computed anew. It ranks
+        moves: without the circles that rule where memory keeps stages from working ahead."""
         way, k = self._way(shape), microbatches - 1
         hides = [min(k, most - 1) if self.tables.overlaps_warmup else 0 for most in way.most_in_flight]
         loads = [k * busy - h * hidden for busy, h, hidden in zip(way.busy_s, hides, way.hidden_s)]
@@ -164,10 +165,10 @@ class Estimator:
             tolls[-1] *= last
             hidden = [f + share * t for f, t in zip(forward, tolls)]
             busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
-            circle, numbers = max(busy), self._numbers(shape)
+            period, numbers = max(busy), self._numbers(shape)
             if self.tables.transfers == "none":
-                circle = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
-            known = _Way(sum(forward) + sum(backward) + sum(tolls), circle, busy, hidden, circle, numbers)
+                period = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
+            known = _Way(sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, numbers)
             self._ways[shape] = known
         return known
 

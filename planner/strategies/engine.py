@@ -22,7 +22,7 @@ from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, make_exact
 from planner.strategies.few import FEW_GPUS, best_sets
-from planner.strategies.least_sync import least_sync_s
+from planner.strategies.least_sync import LateSync, late_sync, least_sync_s
 from planner.strategies.packing import Packer, close_in, shortest
 from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.regroup import regrouped
@@ -141,24 +141,32 @@ class Engine:
         best, prices = np.inf, np.zeros(len(self.supply))
         for low, high in _ranges(self.least_pipelines, int(self.supply.sum())):
             sync = least_sync_s(self.tables, columns, low)
-            found = self._least_time(packer, columns, sync, high, best)
+            late = late_sync(self.tables, columns, low) if self.tables.begun_ahead > 1 else None
+            found = self._least_time(packer, columns, sync, late, high, best)
             if found is not None:
                 best, prices = found
         return (float(best), prices) if np.isfinite(best) else (0.0, prices)
 
     def _least_time(
-        self, packer: Packer, columns: Columns, sync: Floats, most: int, best: float
+        self, packer: Packer, columns: Columns, sync: Floats, late: LateSync | None, most: int, best: float
     ) -> tuple[float, Floats] | None:
+        every = np.arange(len(columns))
+
         def sequences(seconds: float, of: Ints | None = None) -> Floats:
             some, after = (columns, sync) if of is None else (columns.take(of), sync[of])
-            return (some.microbatches_in(seconds - after) * some.microbatch).astype(float)
+            microbatches = some.microbatches_in(seconds - after).astype(float)
+            if late is not None:
+                microbatches = np.minimum(microbatches, late.microbatches_in(seconds, every if of is None else of))
+            return microbatches * some.microbatch
 
         if np.isfinite(best):
             if packer.relax(sequences(best * 0.9999), float(self.batch), most).value < self.batch * (1 - 1e-9):
                 return None
             high = best
         else:
-            high = float((columns.fill_s + sync + columns.bottleneck_s * self.batch / columns.microbatch).min())
+            rate = columns.bottleneck_s if late is None else np.maximum(columns.bottleneck_s, late.last_s)
+            after = sync if late is None else np.maximum(sync, late.sync_s)
+            high = float((columns.fill_s + after + rate * self.batch / columns.microbatch).min())
         found = close_in(packer, sequences, self.batch, high, most, 1e-3)
         if found is None:
             return None

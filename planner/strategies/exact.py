@@ -69,7 +69,8 @@ def make_exact(
 
     leanings: each gives every order one more cut, in which a stage may take longer than the bottleneck in proportion
     to a power of
-    its speed: with few microbatches the way through counts, and fast stages should hold more. With several, all are
+    its speed: with few microbatches the way through counts, and fast stages should hold more. Where stages work ahead, a cut for that is
+    one more, or instead of the only one. With several, all are
     kept. ring: as in `Pipelines.sync_s`, where the best order is to count the sync that it leaves.
     """
     if len(index) == 0:
@@ -77,11 +78,12 @@ def make_exact(
     chosen = columns.take(index)
     rows, owner = _arrangements(chosen, orders)
     stages = chosen.num_stages[owner]
-    parts = [balancer.cut(rows, stages, _weights(tables, rows, leaning)) for leaning in leanings]
-    if tables.begun_ahead > 1:
+    ahead, parts = tables.begun_ahead > 1, []
+    if len(leanings) > 1 or not ahead:
+        parts = [balancer.cut(rows, stages, _weights(tables, rows, leaning)) for leaning in leanings]
+    if ahead:
         most = np.maximum(chosen.microbatches_in(np.full(len(chosen), seconds)), 1).astype(float)
-        sloped = balancer.cut(rows, stages, None, most[owner])
-        parts = [*parts, sloped] if len(parts) > 1 else [sloped]
+        parts.append(balancer.cut(rows, stages, None, most[owner]))
     many = len(parts)
     ends, bottleneck, fill = (
         np.concatenate([getattr(cut, name) for cut in parts]) for name in ("ends", "bottleneck_s", "fill_s")

@@ -220,7 +220,7 @@ def polish(request: Request, best: Costed) -> Costed:
     """Single blocks moved between neighbouring stages of all pipelines alike while the full prediction falls."""
     for _ in range(_POLISH_ROUNDS):
         moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
-        if moved is None or moved.plan == best.plan:
+        if moved is None or moved.prediction.step_time_s >= best.prediction.step_time_s * (1 - 1e-9):
             break
         best = moved
     return best

@@ -1,9 +1,11 @@
 """At least what gradient sync adds to the pipelines of listed columns, for the bound over them."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from planner.strategies.columns import Columns
-from planner.strategies.tables import Floats, Tables
+from planner.strategies.tables import Floats, Ints, Tables
 
 _GRID = 33
 _PARTS = 8
@@ -14,7 +16,8 @@ def least_sync_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
 
     The first stage ends last and holds the embedding and a block at least. The fullest worker holds an equal share at least, but its
     stage ends earlier than the first by the backwards before it: at most the fill less its forwards and less that stage's backward.
-    NICs cannot begin with the first layers of the model, up to one of them, before the stage of that one has ended.
+    NICs cannot begin with the first layers of the model, up to one of them, before the stage of that one has ended. Where stages work
+    ahead, early ones may have many backwards left when late ones end: there only the first stage counts, and `LateSync` the others.
     """
     fullest = _fullest_s(tables, columns, pipelines)
     if not tables.overlaps_warmup:
@@ -24,13 +27,38 @@ def least_sync_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
     share = min(float((row.forward_s / np.maximum(row.forward_s + row.backward_s, 1e-30)).min()) for row in rows)
     block = columns.least(np.array([row.backward_s[1:-1].min() for row in rows]))
     head = columns.least(back[:, -1] - back[:, -2])
-    early = np.where(columns.num_stages > 1, (1.0 - share) * columns.fill_s, 0.0)
+    backwards = (1.0 - share) * columns.fill_s if tables.begun_ahead == 1 else np.inf
+    early = np.where(columns.num_stages > 1, backwards, 0.0)
     least = np.maximum(columns.least(_rings_s(tables, first, pipelines)), fullest - np.maximum(early - block, 0.0))
     for layers in np.unique([*np.linspace(2, tables.num_layers - 1, _PARTS).astype(int), tables.num_layers]).tolist():
         nics = tables.least_nics_s(_model_bytes(tables, layers), pipelines)
         behind = (tables.num_layers - layers) * block + head  # backwards from the last of these layers on
         least = np.maximum(least, nics - np.maximum(early - behind, 0.0))
     return least
+
+
+@dataclass(frozen=True)
+class LateSync:
+    """What holds of columns however far their stages work ahead. No gradient is summed before the last stage has done its last backward,
+    since every other stage of its pipeline is done after that, and every sum has a member in each pipeline: T >= K last_s + sync_s, (n,) of
+    each column, where the last stage has a block and the head at least."""
+
+    last_s: Floats
+    sync_s: Floats
+
+    def microbatches_in(self, seconds: float, of: Ints) -> Floats:
+        """Of these columns, upper bounds."""
+        return np.asarray(np.maximum(np.floor((seconds - self.sync_s[of]) / self.last_s[of] + 1e-9), 0.0))
+
+
+def late_sync(tables: Tables, columns: Columns, pipelines: int) -> LateSync:
+    """At least so many pipelines share the model."""
+    whole, n = tables.time_sums, tables.num_layers
+    last = [
+        float((r.forward_s + r.backward_s)[1:-1].min()) + float(w[n] - w[n - 1]) for r, w in zip(tables.rows, whole)
+    ]
+    nics = tables.least_nics_s(_model_bytes(tables, n), pipelines)
+    return LateSync(columns.least(np.array(last)), np.maximum(_fullest_s(tables, columns, pipelines), nics))
 
 
 def _fullest_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:

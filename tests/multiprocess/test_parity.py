@@ -150,7 +150,7 @@ MORE_IN_FLIGHT = {
     "three for each stage": (pipeline(*((2, 1),) * 4, microbatches=8, nodes="abcd", in_flight=(10, 7, 4, 1)),),
     "three more, TP 4 across nodes": (pipeline((3, 4), (5, 4), microbatches=8, nodes="ab", in_flight=(4, 1)),),
     "more than microbatches": (
-        pipeline(*((2, 1),) * 4, microbatches=3, nodes="abcd", in_flight=(8, 6, 4, 2)), pipeline((8, 2), microbatches=5),
+        pipeline(*((2, 1),) * 4, microbatches=3, nodes="abcd", in_flight=(8, 5, 3, 1)), pipeline((8, 2), microbatches=5),
     ),
 }  # fmt: skip
 

@@ -16,8 +16,8 @@ def pipelines(draw):
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     seconds = st.floats(0.01, 5.0, allow_nan=False)
     lists = [tuple(draw(st.lists(seconds, min_size=n, max_size=n))) for n in (stages, stages, stages - 1, stages - 1)]
-    more = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
-    in_flight = draw(st.sampled_from([(), tuple(np.cumsum(more)[::-1].tolist())]))
+    more = draw(st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1))
+    in_flight = draw(st.sampled_from([(), tuple(np.cumsum([1, *more])[::-1].tolist())]))
     return PipelineTimes(*lists, draw(st.sampled_from(["both", "receiver", "none"])), in_flight), microbatches
 
 

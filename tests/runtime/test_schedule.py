@@ -20,8 +20,8 @@ def pipeline_of(num_stages: int, num_microbatches: int, most_in_flight: tuple[in
 
 @st.composite
 def pipelines(draw: st.DrawFn, most_ahead: int = MOST_AHEAD) -> Pipeline:
-    """Any that `check_plan` admits: each stage may keep 1 to `most_ahead` more than the one after it (none: 1F1B's numbers)."""
-    more = draw(st.lists(st.integers(1, most_ahead), min_size=1, max_size=9))
+    """Any that `check_plan` admits: each stage may keep 1 to `most_ahead` more than the next, the last 1 (none: 1F1B's numbers)."""
+    more = [*draw(st.lists(st.integers(1, most_ahead), max_size=8)), 1]
     most = tuple(sum(more[stage:]) for stage in range(len(more)))
     num_microbatches = draw(st.integers(1, 20))
     made = pipeline_of(len(more), num_microbatches, most)
