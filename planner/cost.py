@@ -311,14 +311,17 @@ class CostModel:
         pipelines = (replace(p, most_in_flight=self._most_in_flight(plan, p, most)) for p in plan.pipelines)
         return replace(plan, pipelines=tuple(pipelines))
 
+    def ways_ahead(self, plan: Plan) -> list[Plan]:
+        """The plan with each number by which stages may keep more than the next, fewest in flight first; each plan once."""
+        return list(dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)))
+
     def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
         depth = len(pipeline.stages)
         both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
         room = [self._room(pipeline, i) for i in range(depth)]
-        whole = [
-            most * depth if have >= pipeline.num_microbatches else have for have in room
-        ]  # holds all that there are
-        numbers = working_ahead(both, whole, most)
+        # a stage that holds all microbatches has room for any number
+        room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
+        numbers = working_ahead(both, room, most)
         return () if numbers == one_each(depth) else numbers
 
     def _room(self, pipeline: Pipeline, index: int) -> int:

@@ -22,7 +22,7 @@ class Transfer:
     slices: int
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=256)  # executors ask for every microbatch; the planner remembers what it makes of them
 def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
     """One transfer for each rank of the receiver, in order of ranks. The same for gradients, with the stages exchanged."""
     slices = receiver.tp_degree if _apart(sender, receiver) else 1

@@ -1,7 +1,6 @@
 """How far the stages of a chosen plan work ahead: no further than helps, since each microbatch in flight takes memory."""
 
 from planner.cost import CostModel
-from planner.in_flight import MOST_AHEAD
 from planner.plan import Plan
 
 _AS_FAST = 5e-4
@@ -10,7 +9,7 @@ _MANY = 4
 
 def least_ahead(cost: CostModel, plan: Plan) -> Plan:
     """The plan with the fewest microbatches in flight with which it is as fast as with any number, or very nearly."""
-    ways = list(dict.fromkeys(cost.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)))
+    ways = cost.ways_ahead(plan)
     seconds = [cost.predict(way).step_time_s for way in ways]
     return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * (1 + _AS_FAST))
 

@@ -217,9 +217,7 @@ def _roughly_s(tables: Tables, request: Request, mixes: _Mixes, sync: SideBySide
 
 def _worked_ahead_s(tables: Tables, mixes: _Mixes, further: Floats) -> Floats:
     """(n,) periods that stages in the middle work ahead where they would wait for their first backward; 1F1B's do not."""
-    share = np.where(mixes.rows >= 0, (tables.forward_sums[:, -1] / tables.time_sums[:, -1])[mixes.rows], 1.0).min(
-        axis=1
-    )
+    share = np.where(mixes.rows >= 0, tables.forward_share[mixes.rows], 1.0).min(axis=1)
     ahead = (tables.begun_ahead - 1) * (mixes.counts.sum(axis=1) - 1) / 2
     return np.asarray(share * np.minimum(ahead, further))
 

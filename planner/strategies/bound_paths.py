@@ -28,9 +28,7 @@ class PricedStages:
         self.rows, self.resource, self.degree = table.rows[held], table.resource[held], table.degree[held]
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
         toll = np.minimum(tables.boundaries.min(axis=0), tables.boundaries.min(axis=1))[self.rows, None, None]
-        if (
-            tables.transfers == "none"
-        ):  # F without transfers is at most the sum of the stages' seconds, as with those that occupy
+        if tables.transfers == "none":  # only with F without them is F at most the sum of the stages' seconds
             toll = 0.0 * toll
         self.begun_ahead = tables.begun_ahead
         first, last = table.first[:, : table.wide], table.last[:, : table.wide]
@@ -165,9 +163,8 @@ class _Paths:
         last = min(BANDS[band + 1] - 1 if band + 1 < len(BANDS) else self.most - 1, self.most - 1)
         few = int(min(BANDS[band], max(float(self.after.min()), 0.0)))
         places = slice(0, 3 if band == 0 else 2)
-        hidden = (
-            np.minimum(1.0, stages.begun_ahead * last / after)[:, None, None, None] * stages.forward[:, places, :wide]
-        )
+        share = np.minimum(1.0, stages.begun_ahead * last / after)[:, None, None, None]
+        hidden = share * stages.forward[:, places, :wide]
         busy = np.subtract(stages.held_busy[_band(few)][:, places, :wide], hidden, out=hidden)
         value = self.weight[which][:, None, None, None] * stages.finite_fill[:, places, :wide]
         value += self.cost[:, None, None]

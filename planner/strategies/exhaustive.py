@@ -3,11 +3,10 @@ strategies.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.in_flight import MOST_AHEAD
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.strategies.autohet import unacceptable
 from planner.strategies.cost_tables import check_request, microbatch_sizes, tables_of
@@ -34,7 +33,7 @@ def search_exhaustive(request: Request) -> Answer:
     best: tuple[float, Plan] | None = None
     count = 0
     for forms in _packings(request):
-        for plan in itertools.chain.from_iterable(map(_in_flight(request), _with_batches(request, forms))):
+        for plan in (way for each in _with_batches(request, forms) for way in request.cost.ways_ahead(each)):
             count += 1
             check_plan(plan, request.spec.num_layers)
             prediction = request.cost.predict(plan)
@@ -49,15 +48,6 @@ def search_exhaustive(request: Request) -> Answer:
         )
     report = SearchReport(request.clock() - begin, count, best[0], 0.0)
     return Answer("exhaustive", best[1], request.cost.predict(best[1]), report)
-
-
-def _in_flight(request: Request) -> Callable[[Plan], Iterator[Plan]]:
-    """A plan with 1F1B's microbatches in flight, and with what memory allows beyond; other numbers between are not tried."""
-
-    def ways(plan: Plan) -> Iterator[Plan]:
-        yield from dict.fromkeys(request.cost.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1))
-
-    return ways
 
 
 def _check_small(request: Request) -> None:

@@ -11,7 +11,7 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 def slopes_of(tables: Tables, rows: Ints, num_stages: Ints, microbatches: Floats) -> Floats:
     """Stage s may take so many times (T - F) / (K - 1): T >= F + (K - 1) t - min(K - 1, n - 1) f, if n microbatches are in flight."""
-    share = (tables.forward_sums[:, -1] / tables.time_sums[:, -1])[rows]
+    share = tables.forward_share[rows]
     hidden = np.minimum(1.0, _ahead(tables, rows, num_stages) / np.maximum(microbatches - 1, 1e-9)[:, None])
     return np.asarray(1.0 / (1.0 - share * hidden))
 

@@ -141,6 +141,11 @@ class Tables:
         return _sums([row.forward_s for row in self.rows])
 
     @cached_property
+    def forward_share(self) -> Floats:
+        """(rows,) what of the whole model's seconds is forward."""
+        return np.asarray(self.forward_sums[:, -1] / self.time_sums[:, -1])
+
+    @cached_property
     def sync_sums(self) -> Floats:
         return _sums([row.sync_bytes for row in self.rows])
 
