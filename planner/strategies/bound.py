@@ -18,21 +18,25 @@ Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within t
     T >= (K - 1) m + least sum over stages of [ stage's share of F + p . gpus ] - p . fleet.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.strategies.bound_paths import Chosen, PricedStages
+from planner.strategies.bound_paths import PricedStages
 from planner.strategies.stages import StageTable
 from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
-_FINE = 1.004
+_DEPTHS = (6, 9, 13, 18, 30, 50)
+_FINE = 0.004
+_DEEP = 0.5
 _ROUNDS = 60
-_CLOSE = 3e-3
+_CLOSE = 1e-3
 _ALONE = 10
-_OUTWARD = 0.6
+_OUTWARD = 0.8
 _NEAR = 1.003
 _SEVERAL = 64
 _IDLE = 2
@@ -42,18 +46,21 @@ _IDLE = 2
 class Cut:
     """T <= slope . prices + constant, from interval `owner`."""
 
-    owner: tuple[int, float]
+    owner: tuple[int, float, int]
     slope: Floats
     constant: float
 
 
 @dataclass
 class Interval:
-    """Bottlenecks from `low` to `high` of one microbatch size. path_s: least of a path's fill and the price of its GPUs."""
+    """Bottlenecks from `low` to `high` of one microbatch size, and pipelines of `least` to `most` stages. path_s: least of a path's
+    fill and the price of its GPUs."""
 
     size: int
     low: float
     high: float
+    least: int
+    most: int
     path_s: float = 0.0
     prices: Floats | None = None
 
@@ -67,8 +74,22 @@ class Interval:
         ratio = np.divide(prices, self.prices, out=np.full(len(prices), np.inf), where=self.prices > 0)
         return min(1.0, float(ratio.min())) * self.path_s
 
-    def halves(self) -> "tuple[Interval, Interval]":
+    @property
+    def key(self) -> tuple[int, float, int]:
+        return self.size, self.low, self.most
+
+    def wide(self, best: float) -> float:
+        """By how much bottlenecks and depths may differ, as a share of the step time, at least `best`."""
+        return max(self.high / self.low - 1, self._deep(best))
+
+    def _deep(self, best: float) -> float:
+        return _DEEP * (self.most - self.least) * self.high / best
+
+    def halves(self, best: float) -> "tuple[Interval, Interval]":
         """Fewer paths each, none of less value."""
+        if self._deep(best) > self.high / self.low - 1:
+            stages = (self.least + self.most) // 2
+            return replace(self, most=stages), replace(self, least=stages + 1)
         middle = (self.low * self.high) ** 0.5
         return replace(self, high=middle), replace(self, low=middle)
 
@@ -146,19 +167,26 @@ class Bound:
         """The least bound of some intervals of one size, with the cut that each gives."""
         low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
         scale = np.asarray(self._scale(size, low))
-        cost, paths = self._cheapest(self.relaxed[size], 1 / scale, high, prices)
+        depths = np.array([(i.least, i.most) for i in intervals])
+        cost, gpus, fill = self._cheapest(self.relaxed[size], 1 / scale, high, prices, depths)
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.learn(float(path_s), prices)
             if np.isfinite(path_s):
-                gpus, fill = paths.totals(at)
-                self.cuts.append(self._cut(interval, gpus, fill))
+                # what a lower bound of the step time allowed earlier it may not now
+                found = self._cut(interval, gpus[at], float(fill[at]))
+                value = float(found.slope @ prices) + found.constant
+                self.cuts = [c for c in self.cuts if c.owner != interval.key or float(c.slope @ prices)+c.constant >= value*(1-1e-9)]
+                self.cuts.append(self._cut(interval, gpus[at], float(fill[at])))
         return min(self._seconds(interval, prices) for interval in intervals)
 
-    def _cheapest(self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats) -> tuple[Floats, Chosen]:
-        return stages.cheapest(weight, high, prices, stages.after_by_depth(high, prices, self.best))
+    def _cheapest(
+        self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats, depths: Ints
+    ) -> tuple[Floats, Floats, Floats]:
+        after = stages.microbatches_after(high, prices, depths[:, 1], self.best)
+        return stages.cheapest(weight, high, prices, after, depths)
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
-        return Cut((interval.size, interval.low), gpus * self._scale(interval.size, interval.low), fill - interval.low)
+        return Cut(interval.key, gpus * self._scale(interval.size, interval.low), fill - interval.low)
 
     def _best_prices(self) -> Floats:
         """The prices that allow the largest T by the cuts of the present intervals."""
@@ -167,7 +195,7 @@ class Bound:
     def _program(self, equal: list[list[float]] | None, to: list[float] | None, most: float | None) -> Floats:
         from scipy.optimize import linprog
 
-        known = {(interval.size, interval.low) for interval in self.intervals}
+        known = {interval.key for interval in self.intervals}
         self.cuts = [cut for cut in self.cuts if cut.owner in known]
         rows = np.array([np.append(-cut.slope, 1.0) for cut in self.cuts])
         top = np.array([cut.constant for cut in self.cuts])
@@ -187,11 +215,11 @@ class Bound:
         least = min(last.values())
         out: list[Interval] = []
         for interval in self.intervals:
-            ratio = interval.high / interval.low
-            most = max(least, min(self.best, least * 1.05)) * (1 + 0.2 * min(ratio - 1, 1.0))
-            if last.get(id(interval), np.inf) < most and _FINE < ratio < np.inf:
-                out += interval.halves()
-                self.cuts = [cut for cut in self.cuts if cut.owner != (interval.size, interval.low)]
+            wide = interval.wide(self.best)
+            most = max(least, min(self.best, least * 1.05)) * (1 + 0.2 * min(wide, 1.0))
+            if last.get(id(interval), np.inf) < most and _FINE < wide < np.inf:
+                out += interval.halves(self.best)
+                self.cuts = [cut for cut in self.cuts if cut.owner != interval.key]
             else:
                 out.append(interval)
         self.intervals = out
@@ -213,12 +241,14 @@ class BoundAlone(Bound):
     def _beside_s(self, interval: Interval, prices: Floats) -> float:
         return self.further[interval.size] * interval.low - float(prices @ self.supply)
 
-    def _cheapest(self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats) -> tuple[Floats, Chosen]:
+    def _cheapest(
+        self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats, depths: Ints
+    ) -> tuple[Floats, Floats, Floats]:
         after = np.full(len(high), max(self.batch / stages.microbatch - 1, 1e-9))
-        return stages.cheapest(weight, high, prices, [(stages.stages, after)])
+        return stages.cheapest(weight, high, prices, after, depths)
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
-        return Cut((interval.size, interval.low), gpus - self.supply, fill + self.further[interval.size] * interval.low)
+        return Cut(interval.key, gpus - self.supply, fill + self.further[interval.size] * interval.low)
 
     def _best_prices(self) -> Floats:
         """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far."""
@@ -228,11 +258,12 @@ class BoundAlone(Bound):
 def _first_intervals(size: int, stages: PricedStages) -> Iterator[Interval]:
     if not np.isfinite(stages.quickest):
         return
-    low = stages.quickest
-    while low < stages.slowest:
-        yield Interval(size, low, low * _COARSE)
-        low *= _COARSE
-    yield Interval(size, low, np.inf)
+    low, first = stages.quickest, 1
+    ends = [low * _COARSE**i for i in range(1 + math.ceil(max(0.0, math.log(stages.slowest / low, _COARSE))))]
+    for most in [depth for depth in _DEPTHS if depth < stages.stages] + [stages.stages]:
+        for begin, end in itertools.pairwise([*ends, np.inf]):
+            yield Interval(size, begin, end, first, most)
+        first = most + 1
 
 
 def lower_bound_s(

@@ -1,8 +1,8 @@
 """What the bound of large fleets prices: stages with times that nothing can beat, and the cheapest paths through the model's blocks."""
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from planner.strategies.stages import BANDS, StageTable
 from planner.strategies.tables import Floats, Ints
 
-_DEPTHS = (6, 9, 13, 18, 30, 50)
 _TOGETHER = 64
+_REPEATS = 12
 
 
 class PricedStages:
@@ -45,7 +45,13 @@ class PricedStages:
         self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, np.isfinite(seconds), 0.0)
         room = [part[held] & np.isfinite(seconds) for part in table.room]
         self.room = [_by_place(np.where(part, 0.0, np.inf), part, np.inf) == 0.0 for part in room]
-        self.held_busy = [np.where(part, self.busy, np.inf) for part in self.room]
+        self.held_busy = np.where(self.room[0], self.busy, np.inf)
+        state, kept = (
+            part[self.rows][:, last] - part[self.rows][:, first] for part in (tables.state_sums, tables.activation_sums)
+        )
+        limit = np.array([tables.rows[r].limit_bytes - tables.rows[r].fixed_bytes + tables.rows[r].tied_bytes for r in self.rows])
+        further = (limit[:, None, None] - state) / np.maximum(kept, 1.0) - 1.0
+        self.begun = -_by_place(-np.maximum(further, 0.0), np.isfinite(seconds), 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
         # every transfer that the fill counts occupies a stage beside each microbatch, so F <= sum of the stages' seconds
         self.bounded = tables.overlaps_warmup
@@ -70,43 +76,37 @@ class PricedStages:
         return np.array(out).reshape(len(self.rows), self.table.wide)
 
     def cheapest(
-        self, weight: Floats, high: Floats, prices: Floats, after: Sequence[tuple[int, Floats]]
-    ) -> "tuple[Floats, Chosen]":
-        """(intervals,) least cost of a pipeline in each, fill weighted, and the paths. after: for each class of depths the
-        deepest, and (intervals,) microbatches that its pipelines do at least after their first.
+        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
+    ) -> tuple[Floats, Floats, Floats]:
+        """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of each resource and fill. after:
+        microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages.
         """
         cost = prices[self.resource] * self.degree
-        order = np.argsort(high, kind="stable")
-        parts = [order[i : i + _TOGETHER] for i in range(0, len(order), _TOGETHER)]
-        chosen: list[tuple[_Paths, int] | None] = [None] * len(high)
-        least = np.full(len(high), np.inf)
-        for mine in parts:
-            first = 1
-            for depth, further in after:
-                paths = _Paths(self, weight[mine], high[mine], cost, further[mine], first, depth)
-                for at, (i, found) in enumerate(zip(mine, paths.solve(least[mine]), strict=True)):
-                    if found < least[i]:
-                        least[i], chosen[i] = found, (paths, at)
-                first = depth + 1
-        return least, Chosen(chosen)
+        order = np.lexsort((high, depths[:, 1]))
+        least, gpus, fill = np.empty(len(high)), np.empty((len(high), len(prices))), np.empty(len(high))
+        for i in range(0, len(order), _TOGETHER):
+            mine = order[i : i + _TOGETHER]
+            paths = _Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine])
+            least[mine] = paths.solve()
+            gpus[mine], fill[mine] = paths.totals()
+        return least, gpus, fill
 
-    def after_by_depth(self, high: Floats, prices: Floats, step_s: float) -> list[tuple[int, Floats]]:
-        """Classes of depths for `cheapest`: the deeper a pipeline, the longer its fill may be and the fewer its microbatches.
-        step_s: a bound of the step time known before.
+    def microbatches_after(self, high: Floats, prices: Floats, most: Ints, step_s: float) -> Floats:
+        """(intervals,) microbatches that a pipeline of at most `most` stages does at least after its first: the deeper, the longer its
+        fill may be. step_s: a bound of the step time known before.
 
-        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, and each stage's at most m
-        and what the warm-up hides of it; and one of too few does not pay, at prices in sequences, for the memory that the model needs.
+        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, and each stage's at most
+        what `_Paths` allows; and one of too few does not pay, at prices in sequences, for the memory that the model needs.
         """
         fewest = max(self._fewest_microbatches(prices[self.resource] * self.degree) - 1, 1e-9)
+        after = np.full(len(high), fewest)
         steady = np.where(np.isfinite(high), step_s / np.where(np.isfinite(high), high, 1.0), 0.0)
-        found = []
-        for depth in [d for d in _DEPTHS if d < self.stages] + [self.stages]:
-            after = np.full(len(high), fewest)
-            for _ in range(4 if self.bounded else 0):
-                hidden = np.minimum(1.0, self.begun_ahead * (depth - 1) / after)
-                after = np.maximum(after, steady - depth / (1 - self.share * hidden))
-            found.append((depth, after))
-        return found
+        for _ in range(_REPEATS if self.bounded else 0):
+            hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
+            with np.errstate(over="ignore"):
+                fill = np.minimum(most / (1 - self.share * hidden), after * np.expm1(most * np.log1p(1 / after)))
+            after = np.maximum(after, steady - fill)
+        return after
 
     def _fewest_microbatches(self, cost: Floats) -> float:
         each = np.where(self.room[0], cost[:, None, None], np.inf).min(axis=(0, 1))
@@ -127,76 +127,83 @@ def _by_place(values: Floats, possible: NDArray[np.bool_], absent: float) -> Flo
     return np.stack([np.where(place, known, absent).min(axis=1) for place in places], axis=1)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The path of each interval: one of those of several classes of depth."""
+class Traced(NamedTuple):
+    """A stage of each of some intervals' paths: its row as in `PricedStages.rows`, its place, and its blocks less one."""
 
-    paths: "list[tuple[_Paths, int] | None]"
-
-    def totals(self, at: int) -> tuple[Floats, float]:
-        """GPUs of each resource and fill."""
-        found = self.paths[at]
-        assert found is not None
-        return found[0].totals(found[1])
+    at: Ints
+    row: Ints
+    place: Ints
+    size: Ints
 
 
 class _Paths:
-    """Shortest paths of `least` to `most` stages from the last to the first, for all intervals at once.
+    """Shortest paths from the last stage to the first, for all intervals at once.
 
-    after: (intervals,) microbatches that each pipeline does at least after its first.
+    after: (intervals,) microbatches that each pipeline does at least after its first. depths: (intervals, 2) least and most stages.
     """
 
-    def __init__(
-        self, stages: PricedStages, weight: Floats, high: Floats, cost: Floats, after: Floats, least: int, most: int
-    ):
-        self.stages, self.weight, self.high, self.cost, self.after = stages, weight, high, cost, after
-        self.least, self.most = least, most
+    def __init__(self, stages: PricedStages, weight: Floats, high: Floats, cost: Floats, after: Floats, depths: Ints):
+        self.relaxed, self.after, self.depths = stages, after, depths
+        self.most = int(depths[:, 1].max())
+        limits = self._limits(high)
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
-        self.wide = max(1, int((shortest <= high.max() * (1 + 1e-9)).sum()))
+        self.wide = wide = max(1, int((shortest <= limits[-1].max()).sum()))
+        self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
+        self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
         self.afters: list[Floats] = []
         self.arcs: list[Floats] = []
-        self._arcs: dict[int, Floats] = {}
 
-    def _arc(self, band: int, which: slice = slice(None)) -> Floats:
-        """(intervals, rows, place, size) cost of a stage with as many stages after it as the band says."""
-        stages, wide, after = self.stages, self.wide, self.after[which]
-        last = min(BANDS[band + 1] - 1 if band + 1 < len(BANDS) else self.most - 1, self.most - 1)
-        few = int(min(BANDS[band], max(float(self.after.min()), 0.0)))
-        places = slice(0, 3 if band == 0 else 2)
-        share = np.minimum(1.0, stages.begun_ahead * last / after)[:, None, None, None]
-        hidden = share * stages.forward[:, places, :wide]
-        busy = np.subtract(stages.held_busy[_band(few)][:, places, :wide], hidden, out=hidden)
-        value = self.weight[which][:, None, None, None] * stages.finite_fill[:, places, :wide]
-        value += self.cost[:, None, None]
-        limit = np.minimum(self.high[which] * (1 + 1e-9), 1e300)
-        value[busy > limit[:, None, None, None]] = np.inf
-        return np.asarray(value)
+    def _limits(self, high: Floats) -> Floats:
+        """(depths, intervals) seconds that a stage takes at most with so many stages after it, by its own K microbatches and the way
+        to it and back: busy <= m + (seconds of the stages after it) / (K - 1)."""
+        out, later, share = [], np.zeros_like(high), 1 / np.maximum(self.after, 1e-30)
+        for _ in range(self.most):
+            out.append(np.minimum((high * (1 + 1e-9) + share * later), 1e300))
+            later = later + out[-1]
+        return np.array(out)
+
+    def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:
+        """(intervals, rows, place, size) how many stages have to follow, so that the warm-up hides enough of this one."""
+        stages, busy = self.relaxed, self.relaxed.held_busy[:, :, : self.wide]
+        out = np.empty(self.value.shape, dtype=np.int16)
+        for i, (limit, after) in enumerate(zip(high, self.after, strict=True)):
+            over, each = busy - limit, np.maximum(stages.forward[:, :, : self.wide], 1e-30) / after
+            begun = np.where(over > np.minimum(stages.begun[:, :, : self.wide], after) * each, np.inf, over / each)
+            by_forwards = np.ceil(begun / stages.begun_ahead - 1e-9)
+            by_way = np.searchsorted(limits[:, i], busy)
+            out[i] = np.minimum(np.maximum(by_forwards, by_way), self.most)
+        return out
+
+    def _room(self, depth: int) -> NDArray[np.bool_]:
+        """(rows, place, size) whether memory allows a stage with so many stages after it."""
+        few = int(min(depth, max(float(self.after.min()), 0.0)))
+        return np.asarray(self.relaxed.room[_band(few)][:, :, : self.wide])
 
     def _least_arc(self, depth: int) -> Floats:
-        """(intervals, place, size) the cheapest row's."""
-        band = _band(depth)
-        if band not in self._arcs:
-            self._arcs[band] = self._arc(band).min(axis=1)
-        return self._arcs[band]
+        """(intervals, place, size) cost of the cheapest stage with so many stages after it; of the last place only where none is."""
+        places = slice(0, 3 if depth == 0 else 2)
+        possible = (self.from_depth[:, :, places] <= depth) & self._room(depth)[:, places]
+        return np.asarray(np.where(possible, self.value[:, :, places], np.inf).min(axis=1))
 
-    def solve(self, known: Floats) -> Floats:
-        """(intervals,) least cost; anything from `known` on where it is no less. after[:, i]: of the blocks from i on."""
-        m, n, wide = len(self.high), self.stages.blocks, self.wide
-        after = np.full((m, n + wide + 1), np.inf)
-        best, self.depth = known.copy(), np.zeros(m, dtype=np.int64)
+    def solve(self) -> Floats:
+        """(intervals,) least cost. after[:, i]: of the blocks from i on."""
+        m, n = len(self.after), self.relaxed.blocks
+        after = np.full((m, n + self.wide + 1), np.inf)
+        best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
         for step in range(self.most):
             arc = self._least_arc(step)
+            self.arcs.append(arc)
             self.afters.append(after)
             first, after = self._further(arc, after, n - step) if step else self._last(arc, after)
-            better = (first < best) & (step + 1 >= self.least)
+            better = (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
             best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
-            if (after[:, 1:n].min(axis=1, initial=np.inf) >= best).all():
+            if ((after[:, 1:n].min(axis=1, initial=np.inf) >= best) | (self.depths[:, 1] <= step + 1)).all():
                 break
         return best
 
     def _last(self, arc: Floats, none: Floats) -> tuple[Floats, Floats]:
         """One stage with all blocks, or those from each block on."""
-        n, after, wide = self.stages.blocks, none.copy(), min(self.wide, self.stages.blocks)
+        n, after, wide = self.relaxed.blocks, none.copy(), min(self.wide, self.relaxed.blocks)
         after[:, n - wide : n] = arc[:, 2, :wide][:, ::-1]
         return after[:, 0].copy(), after
 
@@ -209,26 +216,32 @@ class _Paths:
             np.minimum(inner, total, out=inner)
         return (arc[:, 0] + after[:, 1 : self.wide + 1]).min(axis=1), out
 
-    def stages_of(self, at: int) -> Iterator[tuple[int, int, int]]:
-        """(row, place, blocks - 1) of each stage of one interval's path, first stage first; rows as in `stages.rows`."""
-        n, block = self.stages.blocks, 0
-        rows: dict[int, Ints] = {}
-        for step in range(int(self.depth[at]), -1, -1):
-            band, place = _band(step), 2 if step == 0 else 0 if block == 0 else 1
-            if band not in rows:
-                rows[band] = self._arc(band, slice(at, at + 1))[0].argmin(axis=0)
-            beyond = self.afters[step][at, block + 1 : block + 1 + self.wide]
-            size = n - block - 1 if step == 0 else int((self._arcs[band][at, place] + beyond).argmin())
-            yield int(rows[band][place, size]), place, size
-            block += size + 1
+    def stages(self) -> Iterator[Traced]:
+        """The stages of the paths found, first stages first."""
+        n, which = self.relaxed.blocks, np.arange(len(self.after))
+        block = np.zeros(len(which), dtype=np.int64)
+        for step in range(int(self.depth.max()), -1, -1):
+            at = which[self.depth >= step]
+            begin = block[at]
+            if step:
+                place = np.where(begin == 0, 0, 1)
+                beyond = self.afters[step][at[:, None], begin[:, None] + 1 + np.arange(self.wide)]
+                size = (self.arcs[step][at, place] + beyond).argmin(axis=1)
+            else:
+                place, size = np.full(len(at), 2), np.minimum(n - begin, self.wide) - 1
+            possible = self.from_depth[at, :, place, size] <= step
+            possible &= self._room(step)[:, place, size].T
+            row = np.where(possible, self.value[at, :, place, size], np.inf).argmin(axis=1)
+            yield Traced(at, row, place, size)
+            block[at] = begin + size + 1
 
-    def totals(self, at: int) -> tuple[Floats, float]:
-        """GPUs of each resource and fill of one interval's path."""
-        stages = self.stages
-        gpus, fill = np.zeros(len(stages.table.tables.resources)), 0.0
-        for row, place, size in self.stages_of(at):
-            gpus[stages.resource[row]] += stages.degree[row]
-            fill += float(stages.fill[row, place, size])
+    def totals(self) -> tuple[Floats, Floats]:
+        """(intervals, resources) GPUs and (intervals,) fill of the paths found."""
+        stages = self.relaxed
+        gpus, fill = np.zeros((len(self.after), len(stages.table.tables.resources))), np.zeros(len(self.after))
+        for at, row, place, size in self.stages():
+            gpus[at, stages.resource[row]] += stages.degree[row]
+            fill[at] += stages.fill[row, place, size]
         return gpus, fill
 
 
