@@ -20,7 +20,7 @@ Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within t
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,31 +30,35 @@ from planner.strategies.stages import StageTable
 from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
-_DEPTHS = (6, 9, 13, 18, 30, 50)
+_DEPTHS = (8, 20, 45)
 _FINE = 0.004
 _DEEP = 0.5
-_ROUNDS = 60
-_CLOSE = 1e-3
+ROUNDS = 60
+_CLOSE = 2e-3
 _ALONE = 10
 _OUTWARD = 0.8
 _NEAR = 1.003
+_LIMITING = 1.003
+_HALVINGS = 4
 _SEVERAL = 64
 _IDLE = 2
 
 
 @dataclass(frozen=True)
 class Cut:
-    """T <= slope . prices + constant, from interval `owner`."""
+    """T <= slope . prices + constant."""
 
-    owner: tuple[int, float, int]
     slope: Floats
     constant: float
+
+    def at(self, prices: Floats) -> float:
+        return float(self.slope @ prices) + self.constant
 
 
 @dataclass
 class Interval:
     """Bottlenecks from `low` to `high` of one microbatch size, and pipelines of `least` to `most` stages. path_s: least of a path's
-    fill and the price of its GPUs."""
+    fill and the price of its GPUs, at the prices of look number `look`; none yet: -1."""
 
     size: int
     low: float
@@ -62,32 +66,15 @@ class Interval:
     least: int
     most: int
     path_s: float = 0.0
-    prices: Floats | None = None
-
-    def learn(self, path_s: float, prices: Floats) -> None:
-        self.path_s, self.prices = path_s, prices
-
-    def path_at_least_s(self, prices: Floats) -> float:
-        """At other prices: a path falls by no larger factor than any price."""
-        if self.prices is None or self.path_s == np.inf:
-            return self.path_s
-        ratio = np.divide(prices, self.prices, out=np.full(len(prices), np.inf), where=self.prices > 0)
-        return min(1.0, float(ratio.min())) * self.path_s
+    look: int = -1
 
     @property
     def key(self) -> tuple[int, float, int]:
         return self.size, self.low, self.most
 
-    def wide(self, best: float) -> float:
-        """By how much bottlenecks and depths may differ, as a share of the step time, at least `best`."""
-        return max(self.high / self.low - 1, self._deep(best))
-
-    def _deep(self, best: float) -> float:
-        return _DEEP * (self.most - self.least) * self.high / best
-
-    def halves(self, best: float) -> "tuple[Interval, Interval]":
+    def halves(self, by_depth: bool) -> "tuple[Interval, Interval]":
         """Fewer paths each, none of less value."""
-        if self._deep(best) > self.high / self.low - 1:
+        if by_depth:
             stages = (self.least + self.most) // 2
             return replace(self, most=stages), replace(self, least=stages + 1)
         middle = (self.low * self.high) ** 0.5
@@ -101,14 +88,20 @@ class Bound:
         self.batch, self.supply = batch, supply.astype(float)
         sizes = sorted({row.microbatch for row in tables.rows})
         self.relaxed = [PricedStages(StageTable(tables, size, max_stages), supply, least) for size in sizes]
-        self.intervals = [interval for i, stages in enumerate(self.relaxed) for interval in _first_intervals(i, stages)]
-        self.cuts: list[Cut] = []
+        self.intervals = [
+            Interval(size, begin, end, *depths)
+            for size, stages in enumerate(self.relaxed)
+            for depths in self._depths(stages.stages)
+            for begin, end in _bottlenecks(stages)
+        ]
+        self.cuts: dict[tuple[int, float, int], list[Cut]] = {}  # by interval
+        self.looks: list[Floats] = []  # the prices of each
+        self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
+        self.fewest: list[float] = []  # microbatches of a pipeline that pays at the present prices, by size
         self.speed = self._speed()
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
 
-    def seconds(
-        self, target: float = np.inf, rounds: int = _ROUNDS, hurry: Callable[[], bool] = lambda: False
-    ) -> float:
+    def seconds(self, target: float = np.inf, rounds: int = ROUNDS, hurry: Callable[[], bool] = lambda: False) -> float:
         """The bound, or any number from `target` on once that is reached, or what the round under way proves once there is need
         to `hurry`. Zero where no pipeline holds the model.
         """
@@ -118,17 +111,24 @@ class Bound:
         prices = centre = self._first_prices()
         for _ in range(rounds):
             least = self._price(prices)
-            idle = 0 if least - most > _CLOSE * abs(least) else idle + 1
+            idle = 0 if least > most else idle + 1
             if least > most:
                 most, centre = least, prices
             self.best = max(self.best, most)
-            if self.best >= target or idle > _IDLE or hurry():
+            self._halve(self._near())
+            corner, hoped = self._best_prices()
+            if self.best >= target or hoped < most * (1 + _CLOSE) or idle > _IDLE or hurry():
                 break
-            self._halve()
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
             way = _OUTWARD ** (idle + 1)
-            prices = (1 - way) * centre + way * self._best_prices()
+            prices = (1 - way) * centre + way * corner
         return self.best
+
+    def _depths(self, most: int) -> list[tuple[int, int]]:
+        """Least and most stages of the first intervals. How many microbatches a pipeline does, and so what its warm-up hides, depends on
+        its depth."""
+        ends = [0, *(depth for depth in _DEPTHS if depth < most), most]
+        return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
     def _speed(self) -> Floats:
         """Sequences a second that a GPU of each resource does at best: its share of the work, and none of it idle."""
@@ -148,81 +148,104 @@ class Bound:
         """What the bound of an interval has beside a path's seconds."""
         return -interval.low
 
-    def _seconds(self, interval: Interval, prices: Floats) -> float:
-        return interval.path_at_least_s(prices) + self._beside_s(interval, prices)
+    def _seconds(self, interval: Interval) -> float:
+        """The bound of an interval at the present prices: a path falls by no larger factor than any price."""
+        falls = self.falls[interval.look] if interval.look >= 0 else 1.0
+        return falls * interval.path_s + self._beside_s(interval, self.looks[-1])
 
     def _price(self, prices: Floats) -> float:
-        """The bound that these prices give. Only intervals that may limit it are looked at, and give cuts."""
-        ours = [self._seconds(interval, prices) for interval in self.intervals]
+        """The bound that these prices give; intervals that limit it are halved while that raises it."""
+        self.looks.append(prices)
+        self.falls = [_falls(before, prices) for before in self.looks]
+        self.fewest = [stages.fewest_microbatches(prices) for stages in self.relaxed]
+        least = self._look()
+        for _ in range(_HALVINGS):
+            self.best = max(self.best, least)
+            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * _LIMITING])
+            if not halves:
+                break
+            self._look_at(halves)
+            least = min(map(self._seconds, self.intervals))
+        return least
+
+    def _look(self) -> float:
+        """The bound that the present prices give with the present intervals. Only those that may limit it are looked at, and give cuts."""
+        ours = list(map(self._seconds, self.intervals))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         least, done = np.inf, 0
         while done < len(order) and ours[order[done]] < least * _NEAR:
             several = [self.intervals[i] for i in order[done : done + _SEVERAL] if ours[i] < least * _NEAR]
             done += len(several)
-            for size in {interval.size for interval in several}:
-                least = min(least, self._solve(size, [i for i in several if i.size == size], prices))
+            least = min(least, self._look_at(several))
         return least
 
-    def _solve(self, size: int, intervals: Sequence[Interval], prices: Floats) -> float:
+    def _look_at(self, intervals: Sequence[Interval]) -> float:
+        return min(self._solve(size, [i for i in intervals if i.size == size]) for size in {i.size for i in intervals})
+
+    def _solve(self, size: int, intervals: Sequence[Interval]) -> float:
         """The least bound of some intervals of one size, with the cut that each gives."""
+        prices, stages = self.looks[-1], self.relaxed[size]
         low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
         scale = np.asarray(self._scale(size, low))
         depths = np.array([(i.least, i.most) for i in intervals])
-        cost, gpus, fill = self._cheapest(self.relaxed[size], 1 / scale, high, prices, depths)
+        after = self._microbatches_after(size, high, depths[:, 1])
+        cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths)
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
-            interval.learn(float(path_s), prices)
+            interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
-                # what a lower bound of the step time allowed earlier it may not now
                 found = self._cut(interval, gpus[at], float(fill[at]))
-                value = float(found.slope @ prices) + found.constant
-                self.cuts = [c for c in self.cuts if c.owner != interval.key or float(c.slope @ prices)+c.constant >= value*(1-1e-9)]
-                self.cuts.append(self._cut(interval, gpus[at], float(fill[at])))
-        return min(self._seconds(interval, prices) for interval in intervals)
+                # paths that a smaller bound of the step time allowed earlier may be none any more
+                held = [
+                    cut for cut in self.cuts.get(interval.key, ()) if cut.at(prices) >= found.at(prices) * (1 - 1e-9)
+                ]
+                self.cuts[interval.key] = [*held, found]
+        return min(map(self._seconds, intervals))
 
-    def _cheapest(
-        self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats, depths: Ints
-    ) -> tuple[Floats, Floats, Floats]:
-        after = stages.microbatches_after(high, prices, depths[:, 1], self.best)
-        return stages.cheapest(weight, high, prices, after, depths)
+    def _microbatches_after(self, size: int, high: Floats, most: Ints) -> Floats:
+        return self.relaxed[size].microbatches_after(high, self.fewest[size], most, self.best)
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
-        return Cut(interval.key, gpus * self._scale(interval.size, interval.low), fill - interval.low)
+        return Cut(gpus * self._scale(interval.size, interval.low), fill - interval.low)
 
-    def _best_prices(self) -> Floats:
-        """The prices that allow the largest T by the cuts of the present intervals."""
+    def _best_prices(self) -> tuple[Floats, float]:
+        """The prices that allow the largest T by the cuts of the present intervals, and that T."""
         return self._program([[*self.supply, 0.0]], [self.batch], None)
 
-    def _program(self, equal: list[list[float]] | None, to: list[float] | None, most: float | None) -> Floats:
+    def _program(
+        self, equal: list[list[float]] | None, to: list[float] | None, most: float | None
+    ) -> tuple[Floats, float]:
         from scipy.optimize import linprog
 
-        known = {interval.key for interval in self.intervals}
-        self.cuts = [cut for cut in self.cuts if cut.owner in known]
-        rows = np.array([np.append(-cut.slope, 1.0) for cut in self.cuts])
-        top = np.array([cut.constant for cut in self.cuts])
+        cuts = [cut for each in self.cuts.values() for cut in each]
+        rows = np.array([np.append(-cut.slope, 1.0) for cut in cuts])
+        top = np.array([cut.constant for cut in cuts])
         result = linprog(
             np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=equal, b_eq=to,
             bounds=[*[(0, None)] * len(self.supply), (None, most)], method="highs",
         )  # fmt: skip
-        return np.asarray(np.maximum(result.x[:-1], 0.0))
+        return np.asarray(np.maximum(result.x[:-1], 0.0)), -float(result.fun)
 
-    def _halve(self) -> None:
-        """Halves the intervals that limit the bound, by their last looks."""
-        last = {
-            id(interval): interval.path_s + self._beside_s(interval, interval.prices)
-            for interval in self.intervals
-            if interval.prices is not None
-        }
-        least = min(last.values())
-        out: list[Interval] = []
-        for interval in self.intervals:
-            wide = interval.wide(self.best)
-            most = max(least, min(self.best, least * 1.05)) * (1 + 0.2 * min(wide, 1.0))
-            if last.get(id(interval), np.inf) < most and _FINE < wide < np.inf:
-                out += interval.halves(self.best)
-                self.cuts = [cut for cut in self.cuts if cut.owner != interval.key]
-            else:
-                out.append(interval)
-        self.intervals = out
+    def _spread(self, interval: Interval) -> tuple[float, float]:
+        """What bottlenecks and depths of an interval may make of the step time at most, as shares of it."""
+        return interval.high / interval.low - 1, _DEEP * (interval.most - interval.least) * interval.high / self.best
+
+    def _near(self) -> list[Interval]:
+        """Intervals that limit the bound or soon may, by their last looks."""
+        last = [(i, i.path_s + self._beside_s(i, self.looks[i.look])) for i in self.intervals if i.look >= 0]
+        least = min(seconds for _, seconds in last)
+        most = max(least, min(self.best, least * 1.05))
+        return [i for i, seconds in last if seconds < most * (1 + 0.2 * min(max(self._spread(i)), 1.0))]
+
+    def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """The halves that take the place of those that are not narrow enough."""
+        spreads = [(interval, *self._spread(interval)) for interval in intervals]
+        halved = {id(i): i.halves(deep > wide) for i, wide, deep in spreads if _FINE < max(wide, deep) < np.inf}
+        for interval in intervals:
+            if id(interval) in halved:
+                self.cuts.pop(interval.key, None)
+        halves = [half for both in halved.values() for half in both]
+        self.intervals = [*(i for i in self.intervals if id(i) not in halved), *halves]
+        return halves
 
 
 class BoundAlone(Bound):
@@ -231,6 +254,12 @@ class BoundAlone(Bound):
     def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int):
         super().__init__(tables, batch, supply, max_stages)
         self.further = [batch / stages.microbatch - 1 for stages in self.relaxed]
+
+    def _depths(self, most: int) -> list[tuple[int, int]]:
+        return [(1, most)]
+
+    def _spread(self, interval: Interval) -> tuple[float, float]:
+        return interval.high / interval.low - 1, 0.0
 
     def _first_prices(self) -> Floats:
         return np.asarray(self.speed * self.best / float(self.speed @ self.supply))
@@ -241,39 +270,38 @@ class BoundAlone(Bound):
     def _beside_s(self, interval: Interval, prices: Floats) -> float:
         return self.further[interval.size] * interval.low - float(prices @ self.supply)
 
-    def _cheapest(
-        self, stages: PricedStages, weight: Floats, high: Floats, prices: Floats, depths: Ints
-    ) -> tuple[Floats, Floats, Floats]:
-        after = np.full(len(high), max(self.batch / stages.microbatch - 1, 1e-9))
-        return stages.cheapest(weight, high, prices, after, depths)
+    def _microbatches_after(self, size: int, high: Floats, most: Ints) -> Floats:
+        return np.full(len(high), max(self.further[size], 1e-9))
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
-        return Cut(interval.key, gpus - self.supply, fill + self.further[interval.size] * interval.low)
+        return Cut(gpus - self.supply, fill + self.further[interval.size] * interval.low)
 
-    def _best_prices(self) -> Floats:
+    def _best_prices(self) -> tuple[Floats, float]:
         """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far."""
         return self._program(None, None, 2 * self.best)
 
 
-def _first_intervals(size: int, stages: PricedStages) -> Iterator[Interval]:
+def _falls(before: Floats, prices: Floats) -> float:
+    ratio = np.divide(prices, before, out=np.full(len(prices), np.inf), where=before > 0)
+    return min(1.0, float(ratio.min()))
+
+
+def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
     if not np.isfinite(stages.quickest):
-        return
-    low, first = stages.quickest, 1
-    ends = [low * _COARSE**i for i in range(1 + math.ceil(max(0.0, math.log(stages.slowest / low, _COARSE))))]
-    for most in [depth for depth in _DEPTHS if depth < stages.stages] + [stages.stages]:
-        for begin, end in itertools.pairwise([*ends, np.inf]):
-            yield Interval(size, begin, end, first, most)
-        first = most + 1
+        return []
+    times = math.ceil(max(0.0, math.log(stages.slowest / stages.quickest, _COARSE)))
+    ends = [stages.quickest * _COARSE**i for i in range(times + 1)]
+    return list(itertools.pairwise([*ends, np.inf]))
 
 
 def lower_bound_s(
     tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1,
-    hurry: Callable[[], bool] = lambda: False,
+    hurry: Callable[[], bool] = lambda: False, rounds: int = ROUNDS,
 ) -> float:  # fmt: skip
     """The least step time of any plan of so many `pipelines` or more: of those of one, which sync nothing, and of all others."""
     fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(hurry=hurry)
+    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(np.inf, rounds, hurry)
     if pipelines > 1:
         return least
-    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE, hurry)
+    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, min(rounds, _ALONE), hurry)
     return min(least, alone) if least > 0 else alone

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from planner.strategies.stages import BANDS, StageTable
@@ -37,25 +38,32 @@ class PricedStages:
         sums = tables.forward_sums[self.rows]
         forward = sums[:, last] - sums[:, first] + (tables.stage_overhead_s + occupied) / 2
         fill = seconds + toll * (first > 0)
-        if tables.overlaps_warmup:
-            fill[:, 0] += self._sync(pipelines)
-        self.busy, self.fill = (
-            _by_place(values, np.isfinite(seconds), np.inf) for values in (seconds + occupied, fill)
-        )
-        self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, np.isfinite(seconds), 0.0)
-        room = [part[held] & np.isfinite(seconds) for part in table.room]
+        possible = np.isfinite(seconds)
+        self.longer = float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
+        sync = self._sync(pipelines) if tables.overlaps_warmup else np.zeros_like(fill[:, 0])
+        fill[:, 0] += sync
+        order = np.argsort(seconds[:, 0], axis=None)
+        self.first_s = seconds[:, 0].ravel()[order]
+        self.most_sync_s = np.append(0.0, np.maximum.accumulate(sync.ravel()[order]))
+        self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
+        self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, possible, 0.0)
+        room = [part[held] & possible for part in table.room]
         self.room = [_by_place(np.where(part, 0.0, np.inf), part, np.inf) == 0.0 for part in room]
         self.held_busy = np.where(self.room[0], self.busy, np.inf)
-        state, kept = (
-            part[self.rows][:, last] - part[self.rows][:, first] for part in (tables.state_sums, tables.activation_sums)
-        )
-        limit = np.array([tables.rows[r].limit_bytes - tables.rows[r].fixed_bytes + tables.rows[r].tied_bytes for r in self.rows])
-        further = (limit[:, None, None] - state) / np.maximum(kept, 1.0) - 1.0
-        self.begun = -_by_place(-np.maximum(further, 0.0), np.isfinite(seconds), 0.0)
+        self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
         # every transfer that the fill counts occupies a stage beside each microbatch, so F <= sum of the stages' seconds
         self.bounded = tables.overlaps_warmup
         self._limits()
+
+    def _begun(self, first: Ints, last: Ints) -> Floats:
+        """(rows, start, blocks - 1) microbatches that memory lets a stage of layers [first, last) begin before its first backward, less
+        that one."""
+        tables = self.table.tables
+        state, kept = (part[:, last] - part[:, first] for part in (tables.state_sums, tables.activation_sums))
+        limits = np.array([row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in tables.rows])
+        further = (limits[:, None, None] - state) / np.maximum(kept, 1.0) - 1.0
+        return np.asarray(np.maximum(further, 0.0)[self.rows])
 
     def _limits(self) -> None:
         """Bottlenecks that occur, and the largest share that forwards have of a stage."""
@@ -91,30 +99,36 @@ class PricedStages:
             gpus[mine], fill[mine] = paths.totals()
         return least, gpus, fill
 
-    def microbatches_after(self, high: Floats, prices: Floats, most: Ints, step_s: float) -> Floats:
+    def microbatches_after(self, high: Floats, fewest: float, most: Ints, step_s: float) -> Floats:
         """(intervals,) microbatches that a pipeline of at most `most` stages does at least after its first: the deeper, the longer its
-        fill may be. step_s: a bound of the step time known before.
+        fill may be. fewest: `fewest_microbatches`. step_s: a bound of the step time known before.
 
-        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, and each stage's at most
-        what `_Paths` allows; and one of too few does not pay, at prices in sequences, for the memory that the model needs.
+        A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, each stage's at most what
+        `_Paths` allows, and the sync of the first.
         """
-        fewest = max(self._fewest_microbatches(prices[self.resource] * self.degree) - 1, 1e-9)
-        after = np.full(len(high), fewest)
+        after = np.full(len(high), max(fewest - 1, 1e-9))
         steady = np.where(np.isfinite(high), step_s / np.where(np.isfinite(high), high, 1.0), 0.0)
+        of_high = np.where(np.isfinite(high), high, np.inf)
         for _ in range(_REPEATS if self.bounded else 0):
             hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
+            own = np.maximum(1 - (self.longer - 1) / after, 1e-30)  # the sum and the largest of `_Paths`' limits
+            grows = self.longer / after / own
             with np.errstate(over="ignore"):
-                fill = np.minimum(most / (1 - self.share * hidden), after * np.expm1(most * np.log1p(1 / after)))
-            after = np.maximum(after, steady - fill)
+                fill = np.minimum(most / (1 - self.share * hidden), np.expm1(most * np.log1p(grows)) / grows / own)
+                first_s = high / own * np.exp(grows * most)
+            sync = self.most_sync_s[np.searchsorted(self.first_s, first_s, side="right")]
+            after = np.maximum(after, steady - fill - sync / of_high)
         return after
 
-    def _fewest_microbatches(self, cost: Floats) -> float:
+    def fewest_microbatches(self, prices: Floats) -> float:
+        """Of a pipeline that pays, at prices in sequences, for the memory that the model needs."""
+        cost = prices[self.resource] * self.degree
         each = np.where(self.room[0], cost[:, None, None], np.inf).min(axis=(0, 1))
         least = np.full(self.blocks + 1, np.inf)
         least[0] = 0.0
         for blocks in range(1, self.blocks + 1):
-            sizes = np.arange(1, min(blocks, len(each)) + 1)
-            least[blocks] = (each[sizes - 1] + least[blocks - sizes]).min()
+            size = min(blocks, len(each))
+            least[blocks] = (each[:size] + least[blocks - size : blocks][::-1]).min()
         return float(least[-1] / self.microbatch)
 
 
@@ -147,19 +161,25 @@ class _Paths:
         self.most = int(depths[:, 1].max())
         limits = self._limits(high)
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
-        self.wide = wide = max(1, int((shortest <= limits[-1].max()).sum()))
+        self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
         self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
         self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
-        self.afters: list[Floats] = []
+        # [step, :, i]: least cost of the blocks from i on with so many stages
+        self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
+        # [step, :, size, i]: of what follows a stage from block i + 1 on
+        self.beyond = sliding_window_view(self.afters[:, :, 2:], max(1, stages.blocks - 1), axis=2)
         self.arcs: list[Floats] = []
 
     def _limits(self, high: Floats) -> Floats:
         """(depths, intervals) seconds that a stage takes at most with so many stages after it, by its own K microbatches and the way
-        to it and back: busy <= m + (seconds of the stages after it) / (K - 1)."""
-        out, later, share = [], np.zeros_like(high), 1 / np.maximum(self.after, 1e-30)
-        for _ in range(self.most):
-            out.append(np.minimum((high * (1 + 1e-9) + share * later), 1e300))
-            later = later + out[-1]
+        to it and back: busy <= m + (F's share of the stages after it) / (K - 1), and what of F its own share exceeds busy by."""
+        share, longer = 1 / np.maximum(self.after, 1e-30), self.relaxed.longer
+        own = np.maximum(1 - (longer - 1) * share, 1e-30)
+        out, later = [], np.zeros_like(high)
+        with np.errstate(over="ignore"):
+            for _ in range(self.most):
+                out.append(np.minimum((high * (1 + 1e-9) + share * later) / own, 1e300))
+                later = later + longer * out[-1]
         return np.array(out)
 
     def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:
@@ -186,35 +206,31 @@ class _Paths:
         return np.asarray(np.where(possible, self.value[:, :, places], np.inf).min(axis=1))
 
     def solve(self) -> Floats:
-        """(intervals,) least cost. after[:, i]: of the blocks from i on."""
+        """(intervals,) least cost."""
         m, n = len(self.after), self.relaxed.blocks
-        after = np.full((m, n + self.wide + 1), np.inf)
         best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
         for step in range(self.most):
-            arc = self._least_arc(step)
+            arc, after = self._least_arc(step), self.afters[step + 1]
             self.arcs.append(arc)
-            self.afters.append(after)
-            first, after = self._further(arc, after, n - step) if step else self._last(arc, after)
+            first = self._further(step, arc, after, n - step) if step else self._last(arc, after)
             better = (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
             best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
             if ((after[:, 1:n].min(axis=1, initial=np.inf) >= best) | (self.depths[:, 1] <= step + 1)).all():
                 break
         return best
 
-    def _last(self, arc: Floats, none: Floats) -> tuple[Floats, Floats]:
-        """One stage with all blocks, or those from each block on."""
-        n, after, wide = self.relaxed.blocks, none.copy(), min(self.wide, self.relaxed.blocks)
+    def _last(self, arc: Floats, after: Floats) -> Floats:
+        """One stage with all blocks, or into `after` those from each block on."""
+        n, wide = self.relaxed.blocks, min(self.wide, self.relaxed.blocks)
         after[:, n - wide : n] = arc[:, 2, :wide][:, ::-1]
-        return after[:, 0].copy(), after
+        whole = after[:, 0].copy()
+        after[:, 0] = np.inf
+        return whole
 
-    def _further(self, arc: Floats, after: Floats, top: int) -> tuple[Floats, Floats]:
-        """One stage more: (cost from the first block on, from each other). top: later blocks leave too few for the stages after."""
-        out, total = np.full_like(after, np.inf), np.empty((len(after), top - 1))
-        inner = out[:, 1:top]
-        for size in np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)):
-            np.add(after[:, size + 2 : size + 1 + top], arc[:, 1, size, None], out=total)
-            np.minimum(inner, total, out=inner)
-        return (arc[:, 0] + after[:, 1 : self.wide + 1]).min(axis=1), out
+    def _further(self, step: int, arc: Floats, after: Floats, top: int) -> Floats:
+        """One stage more from the first block on, or into `after` from each other. top: later blocks leave too few for the stages after."""
+        np.add(self.beyond[step, :, : self.wide, : top - 1], arc[:, 1, :, None]).min(axis=1, out=after[:, 1:top])
+        return np.asarray((arc[:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
 
     def stages(self) -> Iterator[Traced]:
         """The stages of the paths found, first stages first."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from autohet.cli.bench_planner_search import proved_s
 from autohet.cli.bench_planner_synthetic import tied
 from planner.errors import InfeasibleError
+from planner.frameworks import OURS
 from planner.strategies import Request, plan_with
 from planner.strategies.bound import BoundAlone, lower_bound_s
 from planner.strategies.cost_tables import tables_of
@@ -93,7 +94,25 @@ def test_with_two_holders_asked_for_the_bound_knows_that_gradients_leave_their_n
     assert 0.9 * best.step_time_s < bounds(asked)[1] <= best.step_time_s
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@pytest.mark.parametrize(
+    ("other", "rate", "batch", "width", "holders", "framework"),
+    [
+        (("T4", 1, 1), 1e7, 16, 512, 1, "deepspeed"),  # a stage is quicker than parts of it with their transfers
+        (("A10G", 2, 1), 1e9, 16, 512, 2, OURS),  # sync leaves time for fewer microbatches
+        (("A10G", 2, 1), 1e8, 8, 256, 2, "deepspeed"),
+    ],
+)
+def test_many_microbatches_over_a_slow_network(
+    other: tuple[str, int, int], rate: float, batch: int, width: int, holders: int, framework: str
+) -> None:
+    of = with_nics(fleet(("A100", 2, 1), other), {"A100": rate, other[0]: rate})
+    wishes = {"max_microbatch_sequences": 2, "min_node_disjoint_holders": holders}
+    asked = request(of, batch, model(2, width), framework, **wishes)
+    best = plan_with("exhaustive", asked).prediction.step_time_s
+    assert 0.7 * best <= max(bounds(asked)) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     types=st.sampled_from(
         [
@@ -103,18 +122,25 @@ def test_with_two_holders_asked_for_the_bound_knows_that_gradients_leave_their_n
             (("T4", 3, 1),),
         ]
     ),
-    batch=st.integers(1, 6),
+    batch=st.one_of(st.integers(1, 6), st.just(16)),
     layers=st.integers(1, 3),
     is_tied=st.booleans(),
     holders=st.integers(1, 2),
+    framework=st.sampled_from([OURS, "deepspeed", "megatron"]),
     rates=st.tuples(*[st.sampled_from([1e8, 1.25e9, 1e10])] * 3),
 )
 def test_a_bound_is_a_bound(
-    types: tuple, batch: int, layers: int, is_tied: bool, holders: int, rates: tuple[float, float, float]
+    types: tuple,
+    batch: int,
+    layers: int,
+    is_tied: bool,
+    holders: int,
+    framework: str,
+    rates: tuple[float, float, float],
 ) -> None:
     of = with_nics(fleet(*types), dict(zip(("A100", "A10G", "T4"), rates, strict=True)))
     spec = tied(model(layers)) if is_tied else model(layers)
-    asked = request(of, batch, spec, max_microbatch_sequences=2, min_node_disjoint_holders=holders)
+    asked = request(of, batch, spec, framework, max_microbatch_sequences=2, min_node_disjoint_holders=holders)
     try:
         best = plan_with("exhaustive", asked).prediction.step_time_s
     except InfeasibleError:
