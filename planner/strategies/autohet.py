@@ -14,7 +14,7 @@ from planner.redundancy import redundancy
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
-from planner.strategies.companion import begin_companion
+from planner.strategies.companion import begin_companion, bound_over_paths_s
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.early_shifts import early_shifts
@@ -91,11 +91,13 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     elif len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, early_shifts, _SHARE_ROUNDS)
     best = _share_anew(request, best)
-    bound = (beside.lower_bound_s if beside else found.lower_bound_s) or None
+    bound = beside.lower_bound_s if beside else found.lower_bound_s
+    if request.thorough_bound and effort.bounded:
+        bound = max(bound, bound_over_paths_s(request, tables, hurry))
     step = best.prediction.step_time_s
-    bound = bound and min(bound, step)  # which may lie outside the bound's family: two TP degrees on one node type
-    gap = None if bound is None else step / bound - 1
-    report = SearchReport(request.clock() - begin, found.evaluated + len(plans), bound, gap)
+    proved = min(bound, step) or None  # which may lie outside the bound's family: two TP degrees on one node type
+    gap = None if proved is None else step / proved - 1
+    report = SearchReport(request.clock() - begin, found.evaluated + len(plans), proved, gap)
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
     )

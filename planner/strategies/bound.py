@@ -1,17 +1,23 @@
 """A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without listing them.
 
-With K microbatches a pipeline takes F + (K - 1) t_s - min(K - 1, a q) f_s at least, for every stage s with q stages after it,
-where each stage may keep a more microbatches in flight than the next (1F1B: a = 1; `Tables.begun_ahead`), and
-what follows the first stage's last backward is its gradients' sync. Let m = (T - F) / (K - 1). Then every stage has
-t_s - min(1, a q / (K - 1)) f_s <= m, and the pipeline does K = 1 + (T - F) / m microbatches. At prices p of a GPU that sum to
-the batch over the fleet, no plan meets the batch in time T if no pipeline does more sequences than its GPUs cost:
+F is one microbatch's whole way and the sync of the first stage's gradients, which follows its last backward. With K microbatches a
+pipeline takes, for every stage s with q stages after it, at least
+* F + (K - 1) t_s - min(K - 1, a q) f_s, where each stage may keep a more microbatches in flight than the next (1F1B: a = 1;
+  `Tables.begun_ahead`), and at least
+* its own K microbatches, the way to it and back, and the sync: F + (K - 1) t_s - (seconds of the stages after it).
+
+Let m = (T - F) / (K - 1). Then every stage has t_s - min(1, a q / (K - 1)) f_s <= m and t_s <= m + (seconds after it) / (K - 1),
+hence t_s <= m (1 + 1 / (K - 1))^q, and the pipeline does K = 1 + (T - F) / m microbatches. At prices p of a GPU that sum to the
+batch over the fleet, no plan meets the batch in time T if no pipeline does more sequences than its GPUs cost:
 
     b (1 + (T - F) / m) <= p . gpus    for all pipelines    <=    T <= min over m of  m (least cost / b - 1),
     least cost = least sum over stages of [ (b / m) (stage's share of F) + p . gpus ],
 
-a shortest path over the block at which each stage starts, for each m. m lies in an interval [low, high): stages within
-`high`, weights at `low`; intervals that matter are halved. The prices that give the largest bound are found by cutting
-planes: every path is a linear inequality in T and p. Only sync of the first stage is in it, at least what its node's NIC must carry.
+a shortest path over the block at which each stage starts, for each m. m lies in an interval [low, high): stages within `high`,
+weights at `low`. What a stage may exceed m by grows as K falls, and K is known from below by the most stages and the most sync of an
+interval: intervals are of all three, and those that matter are halved where they are widest. The prices that give the largest
+bound are found by cutting planes: every path is a linear inequality in T and p. A larger T known before leaves fewer paths, so
+cuts of paths that are none any more are dropped. Only sync of the first stage is in it, at least what its node's NIC must carry.
 
 Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within the fleet: at any prices p of a GPU, in seconds,
 
@@ -33,7 +39,7 @@ _COARSE = 1.35
 _DEPTHS = (8, 20, 45)
 _FINE = 0.004
 _DEEP = 0.5
-ROUNDS = 60
+_ROUNDS = 60
 _CLOSE = 2e-3
 _ALONE = 10
 _OUTWARD = 0.8
@@ -57,26 +63,32 @@ class Cut:
 
 @dataclass
 class Interval:
-    """Bottlenecks from `low` to `high` of one microbatch size, and pipelines of `least` to `most` stages. path_s: least of a path's
-    fill and the price of its GPUs, at the prices of look number `look`; none yet: -1."""
+    """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most` stages, and first stages whose sync takes
+    more than `light` seconds, at most `heavy`. path_s: least of a path's fill and the price of its GPUs, at the prices of look number
+    `look`; none yet: -1."""
 
     size: int
     low: float
     high: float
     least: int
     most: int
+    light: float
+    heavy: float
     path_s: float = 0.0
     look: int = -1
 
     @property
-    def key(self) -> tuple[int, float, int]:
-        return self.size, self.low, self.most
+    def key(self) -> tuple[int, float, int, float]:
+        return self.size, self.low, self.most, self.heavy
 
-    def halves(self, by_depth: bool) -> "tuple[Interval, Interval]":
-        """Fewer paths each, none of less value."""
-        if by_depth:
+    def halves(self, by: int) -> "tuple[Interval, Interval]":
+        """Fewer paths each, none of less value. by: 0 bottlenecks, 1 depths, 2 sync."""
+        if by == 1:
             stages = (self.least + self.most) // 2
             return replace(self, most=stages), replace(self, least=stages + 1)
+        if by == 2:
+            sync_s = (self.light * self.heavy) ** 0.5
+            return replace(self, heavy=sync_s), replace(self, light=sync_s)
         middle = (self.low * self.high) ** 0.5
         return replace(self, high=middle), replace(self, low=middle)
 
@@ -89,19 +101,21 @@ class Bound:
         sizes = sorted({row.microbatch for row in tables.rows})
         self.relaxed = [PricedStages(StageTable(tables, size, max_stages), supply, least) for size in sizes]
         self.intervals = [
-            Interval(size, begin, end, *depths)
+            Interval(size, begin, end, *depths, *stages.sync_range())
             for size, stages in enumerate(self.relaxed)
             for depths in self._depths(stages.stages)
             for begin, end in _bottlenecks(stages)
         ]
-        self.cuts: dict[tuple[int, float, int], list[Cut]] = {}  # by interval
+        self.cuts: dict[tuple[int, float, int, float], list[Cut]] = {}  # by interval
         self.looks: list[Floats] = []  # the prices of each
         self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
         self.fewest: list[float] = []  # microbatches of a pipeline that pays at the present prices, by size
         self.speed = self._speed()
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
 
-    def seconds(self, target: float = np.inf, rounds: int = ROUNDS, hurry: Callable[[], bool] = lambda: False) -> float:
+    def seconds(
+        self, target: float = np.inf, rounds: int = _ROUNDS, hurry: Callable[[], bool] = lambda: False
+    ) -> float:
         """The bound, or any number from `target` on once that is reached, or what the round under way proves once there is need
         to `hurry`. Zero where no pipeline holds the model.
         """
@@ -115,9 +129,11 @@ class Bound:
             if least > most:
                 most, centre = least, prices
             self.best = max(self.best, most)
+            if self.best >= target or idle > _IDLE or hurry():
+                break
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            if self.best >= target or hoped < most * (1 + _CLOSE) or idle > _IDLE or hurry():
+            if hoped < most * (1 + _CLOSE):
                 break
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
             way = _OUTWARD ** (idle + 1)
@@ -125,8 +141,7 @@ class Bound:
         return self.best
 
     def _depths(self, most: int) -> list[tuple[int, int]]:
-        """Least and most stages of the first intervals. How many microbatches a pipeline does, and so what its warm-up hides, depends on
-        its depth."""
+        """Least and most stages of the first intervals."""
         ends = [0, *(depth for depth in _DEPTHS if depth < most), most]
         return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
@@ -188,21 +203,21 @@ class Bound:
         low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
         scale = np.asarray(self._scale(size, low))
         depths = np.array([(i.least, i.most) for i in intervals])
-        after = self._microbatches_after(size, high, depths[:, 1])
-        cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths)
+        syncs = np.array([(i.light, i.heavy) for i in intervals])
+        after = self._microbatches_after(size, high, depths[:, 1], syncs[:, 1])
+        cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths, syncs)
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
                 found = self._cut(interval, gpus[at], float(fill[at]))
-                # paths that a smaller bound of the step time allowed earlier may be none any more
                 held = [
                     cut for cut in self.cuts.get(interval.key, ()) if cut.at(prices) >= found.at(prices) * (1 - 1e-9)
                 ]
                 self.cuts[interval.key] = [*held, found]
         return min(map(self._seconds, intervals))
 
-    def _microbatches_after(self, size: int, high: Floats, most: Ints) -> Floats:
-        return self.relaxed[size].microbatches_after(high, self.fewest[size], most, self.best)
+    def _microbatches_after(self, size: int, high: Floats, most: Ints, heavy: Floats) -> Floats:
+        return self.relaxed[size].microbatches_after(high, self.fewest[size], most, heavy, self.best)
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
         return Cut(gpus * self._scale(interval.size, interval.low), fill - interval.low)
@@ -225,9 +240,11 @@ class Bound:
         )  # fmt: skip
         return np.asarray(np.maximum(result.x[:-1], 0.0)), -float(result.fun)
 
-    def _spread(self, interval: Interval) -> tuple[float, float]:
-        """What bottlenecks and depths of an interval may make of the step time at most, as shares of it."""
-        return interval.high / interval.low - 1, _DEEP * (interval.most - interval.least) * interval.high / self.best
+    def _spread(self, interval: Interval) -> tuple[float, float, float]:
+        """What bottlenecks, depths and sync of an interval may make of the step time at most, as shares of it."""
+        stage = _DEEP * interval.high / self.best
+        sync = min(1.0, interval.most * stage) * (interval.heavy - interval.light) / self.best
+        return interval.high / interval.low - 1, (interval.most - interval.least) * stage, sync
 
     def _near(self) -> list[Interval]:
         """Intervals that limit the bound or soon may, by their last looks."""
@@ -238,8 +255,8 @@ class Bound:
 
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The halves that take the place of those that are not narrow enough."""
-        spreads = [(interval, *self._spread(interval)) for interval in intervals]
-        halved = {id(i): i.halves(deep > wide) for i, wide, deep in spreads if _FINE < max(wide, deep) < np.inf}
+        spreads = [(interval, self._spread(interval)) for interval in intervals]
+        halved = {id(i): i.halves(spread.index(max(spread))) for i, spread in spreads if _FINE < max(spread) < np.inf}
         for interval in intervals:
             if id(interval) in halved:
                 self.cuts.pop(interval.key, None)
@@ -258,8 +275,8 @@ class BoundAlone(Bound):
     def _depths(self, most: int) -> list[tuple[int, int]]:
         return [(1, most)]
 
-    def _spread(self, interval: Interval) -> tuple[float, float]:
-        return interval.high / interval.low - 1, 0.0
+    def _spread(self, interval: Interval) -> tuple[float, float, float]:
+        return interval.high / interval.low - 1, 0.0, 0.0
 
     def _first_prices(self) -> Floats:
         return np.asarray(self.speed * self.best / float(self.speed @ self.supply))
@@ -270,7 +287,7 @@ class BoundAlone(Bound):
     def _beside_s(self, interval: Interval, prices: Floats) -> float:
         return self.further[interval.size] * interval.low - float(prices @ self.supply)
 
-    def _microbatches_after(self, size: int, high: Floats, most: Ints) -> Floats:
+    def _microbatches_after(self, size: int, high: Floats, most: Ints, heavy: Floats) -> Floats:
         return np.full(len(high), max(self.further[size], 1e-9))
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
@@ -296,12 +313,12 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
 
 def lower_bound_s(
     tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1,
-    hurry: Callable[[], bool] = lambda: False, rounds: int = ROUNDS,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> float:  # fmt: skip
     """The least step time of any plan of so many `pipelines` or more: of those of one, which sync nothing, and of all others."""
     fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(np.inf, rounds, hurry)
+    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(hurry=hurry)
     if pipelines > 1:
         return least
-    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, min(rounds, _ALONE), hurry)
+    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE, hurry)
     return min(least, alone) if least > 0 else alone

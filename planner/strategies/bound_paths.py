@@ -40,11 +40,12 @@ class PricedStages:
         fill = seconds + toll * (first > 0)
         possible = np.isfinite(seconds)
         self.longer = float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
-        sync = self._sync(pipelines) if tables.overlaps_warmup else np.zeros_like(fill[:, 0])
-        fill[:, 0] += sync
+        self.sync_s = self._sync(pipelines) if tables.overlaps_warmup else np.zeros_like(fill[:, 0])
+        fill[:, 0] += self.sync_s
         order = np.argsort(seconds[:, 0], axis=None)
         self.first_s = seconds[:, 0].ravel()[order]
-        self.most_sync_s = np.append(0.0, np.maximum.accumulate(sync.ravel()[order]))
+        self.most_sync_s = np.append(0.0, np.maximum.accumulate(self.sync_s.ravel()[order]))
+        self.possible_sync_s = self.sync_s[possible[:, 0]]
         self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
         self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, possible, 0.0)
         room = [part[held] & possible for part in table.room]
@@ -84,24 +85,30 @@ class PricedStages:
         return np.array(out).reshape(len(self.rows), self.table.wide)
 
     def cheapest(
-        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
+        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
     ) -> tuple[Floats, Floats, Floats]:
         """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of each resource and fill. after:
-        microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages.
+        microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages. syncs: (intervals, 2)
+        seconds of the first stage's sync, more than and at most.
         """
         cost = prices[self.resource] * self.degree
         order = np.lexsort((high, depths[:, 1]))
         least, gpus, fill = np.empty(len(high)), np.empty((len(high), len(prices))), np.empty(len(high))
         for i in range(0, len(order), _TOGETHER):
             mine = order[i : i + _TOGETHER]
-            paths = _Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine])
+            paths = _Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine], syncs[mine])
             least[mine] = paths.solve()
             gpus[mine], fill[mine] = paths.totals()
         return least, gpus, fill
 
-    def microbatches_after(self, high: Floats, fewest: float, most: Ints, step_s: float) -> Floats:
-        """(intervals,) microbatches that a pipeline of at most `most` stages does at least after its first: the deeper, the longer its
-        fill may be. fewest: `fewest_microbatches`. step_s: a bound of the step time known before.
+    def sync_range(self) -> tuple[float, float]:
+        """Less than any first stage's sync, and the most."""
+        heavy = float(np.max(self.possible_sync_s, initial=1e-12))
+        return max(float(np.min(self.possible_sync_s, initial=heavy)), 1e-6 * heavy) * (1 - 1e-9), heavy
+
+    def microbatches_after(self, high: Floats, fewest: float, most: Ints, heavy: Floats, step_s: float) -> Floats:
+        """(intervals,) microbatches that a pipeline of at most `most` stages and `heavy` seconds of sync does at least after its first: the
+        deeper, the longer its fill may be. fewest: `fewest_microbatches`. step_s: a bound of the step time known before.
 
         A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, each stage's at most what
         `_Paths` allows, and the sync of the first.
@@ -116,7 +123,7 @@ class PricedStages:
             with np.errstate(over="ignore"):
                 fill = np.minimum(most / (1 - self.share * hidden), np.expm1(most * np.log1p(grows)) / grows / own)
                 first_s = high / own * np.exp(grows * most)
-            sync = self.most_sync_s[np.searchsorted(self.first_s, first_s, side="right")]
+            sync = np.minimum(heavy, self.most_sync_s[np.searchsorted(self.first_s, first_s, side="right")])
             after = np.maximum(after, steady - fill - sync / of_high)
         return after
 
@@ -153,10 +160,19 @@ class Traced(NamedTuple):
 class _Paths:
     """Shortest paths from the last stage to the first, for all intervals at once.
 
-    after: (intervals,) microbatches that each pipeline does at least after its first. depths: (intervals, 2) least and most stages.
+    after: (intervals,) microbatches that each pipeline does at least after its first. depths, syncs: as in `PricedStages.cheapest`.
     """
 
-    def __init__(self, stages: PricedStages, weight: Floats, high: Floats, cost: Floats, after: Floats, depths: Ints):
+    def __init__(
+        self,
+        stages: PricedStages,
+        weight: Floats,
+        high: Floats,
+        cost: Floats,
+        after: Floats,
+        depths: Ints,
+        syncs: Floats,
+    ):
         self.relaxed, self.after, self.depths = stages, after, depths
         self.most = int(depths[:, 1].max())
         limits = self._limits(high)
@@ -164,6 +180,10 @@ class _Paths:
         self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
         self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
         self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
+        light, heavy = syncs.T[:, :, None, None]
+        sync_s = np.maximum(stages.sync_s[:, :wide], stages.sync_range()[0] * (1 + 1e-8))
+        others = (sync_s <= light) | (sync_s > heavy)
+        self.from_depth[:, :, 0][others] = self.most  # never
         # [step, :, i]: least cost of the blocks from i on with so many stages
         self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
         # [step, :, size, i]: of what follows a stage from block i + 1 on

@@ -10,6 +10,7 @@ from planner.strategies.cost_tables import tables_of
 from planner.strategies.engine import COLUMNS_GPUS
 from planner.strategies.request import Request
 from planner.strategies.rivals import late_rivals
+from planner.strategies.tables import Tables
 
 _TO_START_S = 0.5  # until the other process has begun
 
@@ -24,16 +25,22 @@ class Companion:
 
 def accompany(request: Request) -> Companion:
     """For a fleet of more than `COLUMNS_GPUS`, from nothing but the request."""
-    tables, begin = tables_of(request), request.clock()
-    supply = [resource.num_gpus for resource in tables.resources]
-    depth = min(request.deepest(tables.num_blocks), sum(supply))
+    begin = request.clock()
 
     def hurry() -> bool:
         return request.clock() - begin > request.time_limit_s
 
-    holders = request.min_node_disjoint_holders
-    bound_s = lower_bound_s(tables, request.global_batch_sequences, supply, depth, holders, hurry)
+    bound_s = bound_over_paths_s(request, tables_of(request), hurry)
     return Companion(bound_s, () if hurry() else tuple(late_rivals(request)))
+
+
+def bound_over_paths_s(request: Request, tables: Tables, hurry: Callable[[], bool]) -> float:
+    """The bound of `bound.py`, for all that the request asks."""
+    supply = [resource.num_gpus for resource in tables.resources]
+    depth = min(request.deepest(tables.num_blocks), sum(supply))
+    return lower_bound_s(
+        tables, request.global_batch_sequences, supply, depth, request.min_node_disjoint_holders, hurry
+    )
 
 
 def begin_companion(request: Request) -> Callable[[], Companion] | None:

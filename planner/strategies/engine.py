@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.strategies.balance import Balancer
-from planner.strategies.bound import ROUNDS, lower_bound_s
+from planner.strategies.bound import lower_bound_s
 from planner.strategies.by_number import Problem, drafts_by_number
 from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.drafts import Draft, Estimator, assign_microbatches
@@ -28,10 +28,8 @@ from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.regroup import regrouped
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
-COLUMNS_GPUS = 64  # at most, for a bound over listed columns as well
+COLUMNS_GPUS = 64  # at most, for a bound over listed columns
 _REGROUPED = 2
-_FEW_ROUNDS = 4
-_FAR_ABOVE = 1.3
 _EFFORT = Effort()
 
 
@@ -84,24 +82,17 @@ class Engine:
         self._add(drafts, drafts_by_number(problem, self.estimator))
         if self.mixed_tp and not self.hurry():
             self._add(drafts, self._regrouped(drafts))
-        bound = self._bound(min(drafts.values(), default=np.inf)) if self.effort.bounded else 0.0
+        bound = self._bound() if self.effort.bounded else 0.0
         return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
 
-    def _bound(self, best_s: float) -> float:
-        """Over paths; up to `COLUMNS_GPUS` GPUs, where that is far below the best estimate, over columns too: these know the sync of all
-        stages."""
+    def _bound(self) -> float:
+        """Over listed columns where most can be listed, else over paths."""
         if int(self.supply.sum()) > COLUMNS_GPUS:
-            return self._over_paths(ROUNDS)
-        bound = self._over_paths(_FEW_ROUNDS)
-        if best_s <= _FAR_ABOVE * bound:
-            return bound
+            return lower_bound_s(
+                self.tables, self.batch, self.supply, self.max_stages, self.least_pipelines, self.hurry
+            )
         columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
-        return max(bound, self._lower_bound(columns)[0]) if len(columns) else 0.0
-
-    def _over_paths(self, rounds: int) -> float:
-        return lower_bound_s(
-            self.tables, self.batch, self.supply, self.max_stages, self.least_pipelines, self.hurry, rounds
-        )
+        return self._lower_bound(columns)[0] if len(columns) else 0.0
 
     def _by_columns(self, drafts: dict[Draft, float]) -> Found:
         """Adds what packings of listed columns give; their relaxation is the bound."""
@@ -115,8 +106,6 @@ class Engine:
         if len(exact):
             few = self._few(exact) if self.supply.sum() <= FEW_GPUS else iter(())
             self._add(drafts, itertools.chain(few, self._pack_levels(exact)))
-        if self.effort.bounded and self.tables.overlaps_warmup:
-            bound = max(bound, self._over_paths(_FEW_ROUNDS))
         evaluated = len(columns) + self.estimator.evaluated
         return Found(self._ranked(drafts), bound, evaluated, self.hurry())
 

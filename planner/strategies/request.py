@@ -32,6 +32,7 @@ class Request:
     that every layer lie on two nodes at least.
     clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. beside: begins a function of the request
     on another processor and returns what waits for its result (None: it did not work); without it all is done in turn.
+    thorough_bound: whether to prove the bound of fleets up to 64 GPUs over paths too, which takes half a second to two seconds more.
     """
 
     fleet: Fleet
@@ -52,6 +53,7 @@ class Request:
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
     beside: "Beside | None" = None
+    thorough_bound: bool = False
 
     def deepest(self, num_blocks: int) -> int:
         """The most stages that a pipeline may have."""
