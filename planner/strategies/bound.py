@@ -48,6 +48,7 @@ _LIMITING = 1.003
 _HALVINGS = 4
 _SEVERAL = 64
 _IDLE = 2
+_FALLEN = 0.9
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Bound:
         self.cuts: dict[tuple[int, float, int, float], list[Cut]] = {}  # by interval
         self.looks: list[Floats] = []  # the prices of each
         self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
-        self.fewest: list[float] = []  # microbatches of a pipeline that pays at the present prices, by size
+        self.fewest: list[float] = []  # microbatches of a pipeline that pays until a price falls far, by size
         self.speed = self._speed()
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
 
@@ -164,15 +165,17 @@ class Bound:
         return -interval.low
 
     def _seconds(self, interval: Interval) -> float:
-        """The bound of an interval at the present prices: a path falls by no larger factor than any price."""
-        falls = self.falls[interval.look] if interval.look >= 0 else 1.0
-        return falls * interval.path_s + self._beside_s(interval, self.looks[-1])
+        """The bound of an interval at the present prices: a path falls by no larger factor than any price. Where some fell far, pipelines
+        may pay now that did not then, and the interval has to be looked at again."""
+        falls = self.falls[interval.look] if interval.look >= 0 else 0.0
+        path_s = falls * interval.path_s if falls >= _FALLEN else 0.0
+        return path_s + self._beside_s(interval, self.looks[-1])
 
     def _price(self, prices: Floats) -> float:
         """The bound that these prices give; intervals that limit it are halved while that raises it."""
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        self.fewest = [stages.fewest_microbatches(prices) for stages in self.relaxed]
+        self.fewest = [_FALLEN * stages.fewest_microbatches(prices) for stages in self.relaxed]
         least = self._look()
         for _ in range(_HALVINGS):
             self.best = max(self.best, least)
