@@ -124,7 +124,7 @@ def _thorough(request: Request, step_time_s: float) -> Row:
 
 
 def _over_paths_s(request: Request) -> float:
-    return bound_over_paths_s(request, tables_of(request), lambda: False)
+    return bound_over_paths_s(request, tables_of(request))
 
 
 def _facts(answer: Answer) -> Row:

@@ -44,7 +44,6 @@ _CLOSE = 2e-3
 _ALONE = 10
 _OUTWARD = 0.8
 _NEAR = 1.003
-_LIMITING = 1.003
 _HALVINGS = 4
 _SEVERAL = 64
 _IDLE = 2
@@ -102,7 +101,7 @@ class Bound:
         sizes = sorted({row.microbatch for row in tables.rows})
         self.relaxed = [PricedStages(StageTable(tables, size, max_stages), supply, least) for size in sizes]
         self.intervals = [
-            Interval(size, begin, end, *depths, *stages.sync_range())
+            Interval(size, begin, end, *depths, *stages.sync_range)
             for size, stages in enumerate(self.relaxed)
             for depths in self._depths(stages.stages)
             for begin, end in _bottlenecks(stages)
@@ -126,9 +125,9 @@ class Bound:
         prices = centre = self._first_prices()
         for _ in range(rounds):
             least = self._price(prices)
-            idle = 0 if least > most else idle + 1
+            idle += 1
             if least > most:
-                most, centre = least, prices
+                most, centre, idle = least, prices, 0
             self.best = max(self.best, most)
             if self.best >= target or idle > _IDLE or hurry():
                 break
@@ -179,7 +178,7 @@ class Bound:
         least = self._look()
         for _ in range(_HALVINGS):
             self.best = max(self.best, least)
-            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * _LIMITING])
+            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * _NEAR])
             if not halves:
                 break
             self._look_at(halves)

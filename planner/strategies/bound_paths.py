@@ -1,4 +1,4 @@
-"""What the bound of large fleets prices: stages with times that nothing can beat, and the cheapest paths through the model's blocks."""
+"""What the bound prices: stages with times that nothing can beat, and the cheapest paths through the model's blocks."""
 
 import bisect
 from collections.abc import Iterator
@@ -45,7 +45,10 @@ class PricedStages:
         order = np.argsort(seconds[:, 0], axis=None)
         self.first_s = seconds[:, 0].ravel()[order]
         self.most_sync_s = np.append(0.0, np.maximum.accumulate(self.sync_s.ravel()[order]))
-        self.possible_sync_s = self.sync_s[possible[:, 0]]
+        heavy = float(np.max(self.sync_s[possible[:, 0]], initial=1e-12))
+        light = max(float(np.min(self.sync_s[possible[:, 0]], initial=heavy)), 1e-6 * heavy)
+        self.sync_range = light * (1 - 1e-9), heavy  # less than any first stage's, and the most
+        self.sync_s = np.maximum(self.sync_s, light)
         self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
         self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, possible, 0.0)
         room = [part[held] & possible for part in table.room]
@@ -101,10 +104,14 @@ class PricedStages:
             gpus[mine], fill[mine] = paths.totals()
         return least, gpus, fill
 
-    def sync_range(self) -> tuple[float, float]:
-        """Less than any first stage's sync, and the most."""
-        heavy = float(np.max(self.possible_sync_s, initial=1e-12))
-        return max(float(np.min(self.possible_sync_s, initial=heavy)), 1e-6 * heavy) * (1 - 1e-9), heavy
+    def growth(self, after: Floats) -> tuple[Floats, Floats]:
+        """By what factor a stage may exceed the bottleneck with none after it, and by what share more for each stage after it.
+
+        By its own K microbatches and the way to it and back: busy <= m + (F's share of the stages after it) / (K - 1), and what of F its
+        own share exceeds busy by. after: at most K - 1.
+        """
+        own = 1 / np.maximum(1 - (self.longer - 1) / after, 1e-30)
+        return own, self.longer / after * own
 
     def microbatches_after(self, high: Floats, fewest: float, most: Ints, heavy: Floats, step_s: float) -> Floats:
         """(intervals,) microbatches that a pipeline of at most `most` stages and `heavy` seconds of sync does at least after its first: the
@@ -114,17 +121,14 @@ class PricedStages:
         `_Paths` allows, and the sync of the first.
         """
         after = np.full(len(high), max(fewest - 1, 1e-9))
-        steady = np.where(np.isfinite(high), step_s / np.where(np.isfinite(high), high, 1.0), 0.0)
-        of_high = np.where(np.isfinite(high), high, np.inf)
         for _ in range(_REPEATS if self.bounded else 0):
             hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
-            own = np.maximum(1 - (self.longer - 1) / after, 1e-30)  # the sum and the largest of `_Paths`' limits
-            grows = self.longer / after / own
+            own, more = self.growth(after)
             with np.errstate(over="ignore"):
-                fill = np.minimum(most / (1 - self.share * hidden), np.expm1(most * np.log1p(grows)) / grows / own)
-                first_s = high / own * np.exp(grows * most)
+                fill = np.minimum(most / (1 - self.share * hidden), own * np.expm1(most * np.log1p(more)) / more)
+                first_s = high * own * np.exp(most * np.log1p(more))
             sync = np.minimum(heavy, self.most_sync_s[np.searchsorted(self.first_s, first_s, side="right")])
-            after = np.maximum(after, steady - fill - sync / of_high)
+            after = np.maximum(after, (step_s - sync) / high - fill)
         return after
 
     def fewest_microbatches(self, prices: Floats) -> float:
@@ -181,8 +185,7 @@ class _Paths:
         self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
         self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
         light, heavy = syncs.T[:, :, None, None]
-        sync_s = np.maximum(stages.sync_s[:, :wide], stages.sync_range()[0] * (1 + 1e-8))
-        others = (sync_s <= light) | (sync_s > heavy)
+        others = (stages.sync_s[:, :wide] <= light) | (stages.sync_s[:, :wide] > heavy)
         self.from_depth[:, :, 0][others] = self.most  # never
         # [step, :, i]: least cost of the blocks from i on with so many stages
         self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
@@ -191,16 +194,11 @@ class _Paths:
         self.arcs: list[Floats] = []
 
     def _limits(self, high: Floats) -> Floats:
-        """(depths, intervals) seconds that a stage takes at most with so many stages after it, by its own K microbatches and the way
-        to it and back: busy <= m + (F's share of the stages after it) / (K - 1), and what of F its own share exceeds busy by."""
-        share, longer = 1 / np.maximum(self.after, 1e-30), self.relaxed.longer
-        own = np.maximum(1 - (longer - 1) * share, 1e-30)
-        out, later = [], np.zeros_like(high)
+        """(depths, intervals) seconds that a stage takes at most with so many stages after it."""
+        own, more = self.relaxed.growth(self.after)
         with np.errstate(over="ignore"):
-            for _ in range(self.most):
-                out.append(np.minimum((high * (1 + 1e-9) + share * later) / own, 1e300))
-                later = later + longer * out[-1]
-        return np.array(out)
+            factors = own * np.exp(np.arange(self.most)[:, None] * np.log1p(more))
+            return np.asarray(np.minimum(high * (1 + 1e-9) * factors, 1e300))
 
     def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:
         """(intervals, rows, place, size) how many stages have to follow, so that the warm-up hides enough of this one."""

@@ -34,7 +34,7 @@ def accompany(request: Request) -> Companion:
     return Companion(bound_s, () if hurry() else tuple(late_rivals(request)))
 
 
-def bound_over_paths_s(request: Request, tables: Tables, hurry: Callable[[], bool]) -> float:
+def bound_over_paths_s(request: Request, tables: Tables, hurry: Callable[[], bool] = lambda: False) -> float:
     """The bound of `bound.py`, for all that the request asks."""
     supply = [resource.num_gpus for resource in tables.resources]
     depth = min(request.deepest(tables.num_blocks), sum(supply))

@@ -11,15 +11,14 @@ from planner.errors import InfeasibleError
 from planner.frameworks import OURS
 from planner.strategies import Request, plan_with
 from planner.strategies.bound import BoundAlone, lower_bound_s
+from planner.strategies.companion import bound_over_paths_s
 from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, request, with_nics
 
 
 def bounds(asked: Request) -> tuple[float, float]:
     """Over paths and over columns, as they are proved: an answer cuts them off at its step time."""
-    tables, holders, batch = tables_of(asked), asked.min_node_disjoint_holders, asked.global_batch_sequences
-    supply, deepest = [r.num_gpus for r in tables.resources], asked.deepest(tables.num_blocks)
-    return lower_bound_s(tables, batch, supply, deepest, holders), proved_s(asked)
+    return bound_over_paths_s(asked, tables_of(asked)), proved_s(asked)
 
 
 @pytest.mark.parametrize(
