@@ -1,7 +1,6 @@
-"""What follows the pipelines in a step: gradient all-reduces on shared links, then updates, as events per worker."""
+"""What follows the pipelines in a step: gradient all-reduces side by side on shared links, then updates."""
 
-import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Fleet, NodeType
@@ -11,11 +10,12 @@ from planner.gradient_groups import SyncJob
 
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
-    """One all-reduce as it ran."""
+    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's own link, as if that did one after the other."""
 
     job: SyncJob
     start_s: float
     end_s: float
+    spans: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,24 @@ class StepTimeline:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One all-reduce by itself: how long it takes, and for how much of that each member's own link alone would be full."""
+
+    seconds: float
+    own_s: Mapping[str, float]
+
+
 def simulate_sync(
     jobs: Sequence[SyncJob], ready_s: Mapping[str, float], update_s: Mapping[str, float], fleet: Fleet, links: Links
 ) -> StepTimeline:
-    """Each all-reduce starts when its members have finished their backwards and the all-reduces before it in `in_order`; a NIC is
-    shared by the rings that cross it. Updates start when all all-reduces have ended: the global norm needs every gradient."""
+    """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them. Updates start when all
+    all-reduces have ended: the global norm needs every gradient."""
     flows = _crossing_workers(jobs, fleet)
-    seconds = [_ring_s(job, fleet, links, flows[job.tied]) for job in jobs]
-    events, free = [], dict(ready_s)
+    events, free = list[SyncEvent](), dict(ready_s)
     for tied in (False, True):
-        mine = [i for i, job in enumerate(jobs) if job.tied == tied]
-        for i, start in in_order([jobs[i].members for i in mine], [seconds[i] for i in mine], free):
-            events.append(SyncEvent(jobs[mine[i]], start, start + seconds[mine[i]]))
+        mine = [job for job in jobs if job.tied == tied]
+        events += side_by_side(mine, [_ring(job, fleet, links, flows[tied]) for job in mine], free)
     begin = max(ready_s.values())
     ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
     summed = max(free.values())
@@ -50,36 +56,44 @@ def simulate_sync(
     return StepTimeline(tuple(events), ends[False], ends[True], starts, dict(update_s), summed + max(update_s.values()))
 
 
-def in_order(
-    members: Sequence[Sequence[str]], seconds: Sequence[float], free_s: dict[str, float]
-) -> Iterator[tuple[int, float]]:
-    """(all-reduce, start) in the order in which they run: next is the one that can start first, among equals the one whose
-    busiest member has most left to do (list scheduling; an open shop's longest machine is hardly ever idle). free_s: when each
-    worker is free, kept up to date."""
-    left = dict.fromkeys(free_s, 0.0)
-    for workers, each in zip(members, seconds, strict=True):
-        for worker in workers:
-            left[worker] += each
+def side_by_side(jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[str, float]) -> list[SyncEvent]:
+    """Each all-reduce starts when its last member is free, whatever else its members take part in. free_s: when each worker is free,
+    kept up to date.
 
-    def key(i: int) -> tuple[float, float, int]:
-        return max(free_s[w] for w in members[i]), -max(left[w] for w in members[i]), i
-
-    heap = [key(i) for i in range(len(members))]
-    heapq.heapify(heap)
-    while heap:
-        found = heapq.heappop(heap)
-        start, _, i = now = key(found[2])
-        if now > found:  # a member has been busy since: starts only ever rise, and so do keys
-            heapq.heappush(heap, now)
-            continue
-        for worker in members[i]:
-            free_s[worker], left[worker] = start + seconds[i], left[worker] - seconds[i]
-        yield i, start
+    It ends when it could by itself, and no sooner than each member's link, which what started before it uses as well, has carried its
+    share. So all have ended when the slowest all-reduce or the fullest link is done: nothing can be sooner, and where all start
+    together, rates in proportion to what each still has to carry reach it.
+    """
+    starts = [max(free_s[worker] for worker in ring.own_s) for ring in rings]
+    events, carried = list[SyncEvent](), dict(free_s)
+    for i in sorted(range(len(rings)), key=starts.__getitem__):
+        start, ring, spans = starts[i], rings[i], dict[str, tuple[float, float]]()
+        for worker, seconds in ring.own_s.items():
+            begin = max(carried[worker], start)
+            carried[worker] = begin + seconds
+            spans[worker] = begin, carried[worker]
+        end = max(start + ring.seconds, *(last for _, last in spans.values()))
+        events.append(SyncEvent(jobs[i], start, end, spans))
+    for event in events:
+        for worker in event.spans:
+            free_s[worker] = max(free_s[worker], event.end_s)
+    return events
 
 
-def _ring_s(job: SyncJob, fleet: Fleet, links: Links, crossing: Mapping[str, set[str]]) -> float:
-    members = sorted(((fleet.node_of(w).name, fleet.node_of(w).node_type) for w in job.members), key=lambda m: m[0])
-    return links.all_reduce_s(members, job.num_bytes, _flows(members, crossing))
+def _ring(job: SyncJob, fleet: Fleet, links: Links, crossing: Mapping[str, set[str]]) -> Ring:
+    """A member's own link is as fast as if all members were on nodes like its own."""
+    nodes = {worker: fleet.node_of(worker) for worker in job.members}
+    members = sorted(((node.name, node.node_type) for node in nodes.values()), key=lambda m: m[0])
+    flows = _flows(members, crossing)
+    seconds = links.all_reduce_s(members, job.num_bytes, max(flows.values()))
+    alike = {(node.node_type, flows[node.name]) for node in nodes.values()}
+    if len(alike) == 1:
+        return Ring(seconds, dict.fromkeys(job.members, seconds))
+    own = {
+        (kind, n): min(seconds, links.all_reduce_s([(name, kind) for name, _ in members], job.num_bytes, n))
+        for kind, n in alike
+    }
+    return Ring(seconds, {w: own[node.node_type, flows[node.name]] for w, node in nodes.items()})
 
 
 def _crossing_workers(jobs: Sequence[SyncJob], fleet: Fleet) -> dict[bool, dict[str, set[str]]]:
@@ -93,12 +107,11 @@ def _crossing_workers(jobs: Sequence[SyncJob], fleet: Fleet) -> dict[bool, dict[
     return found
 
 
-def _flows(members: Sequence[tuple[str, NodeType]], crossing: Mapping[str, set[str]]) -> float:
-    """Rings that share the busiest NIC of this one: workers of a node in such rings, over this ring's own workers
-    there."""
+def _flows(members: Sequence[tuple[str, NodeType]], crossing: Mapping[str, set[str]]) -> dict[str, float]:
+    """Per node, rings that share its NIC with this one: workers of the node in such rings, over this ring's own workers there."""
     own: dict[str, int] = {}
     for node, _ in members:
         own[node] = own.get(node, 0) + 1
     if len(own) == 1:
-        return 1.0
-    return max(len(crossing[node]) / count for node, count in own.items())
+        return dict.fromkeys(own, 1.0)
+    return {node: len(crossing[node]) / count for node, count in own.items()}

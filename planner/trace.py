@@ -70,13 +70,12 @@ def _pipeline_events(
 
 
 def _sync_events(simulation: Simulation, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of its link; `ended_s` of all of one."""
     sync = simulation.sync
     for event in sync.events:
         name = "tied embedding all-reduce" if event.job.tied else "gradient all-reduce"
-        for worker in event.job.members:
-            size = int(event.job.num_bytes)
-            yield _event(
-                name, "sync", event.start_s, event.end_s, lanes[worker], bytes=size, members=len(event.job.members)
-            )
+        facts = {"bytes": int(event.job.num_bytes), "members": len(event.job.members), "ended_s": event.end_s}
+        for worker, (start, end) in event.spans.items():
+            yield _event(name, "sync", start, end, lanes[worker], **facts)
     for worker, start in sync.update_start_s.items():
         yield _event("optimizer", "update", start, start + sync.update_s[worker], lanes[worker])

@@ -1,14 +1,14 @@
 """Fleets of more than a few GPUs: one packing for each number of pipelines, with the gradient sync that goes with it.
 
-How long gradient sync takes depends on how many pipelines share the model, on the slowest network among their nodes, and on what each
-worker holds. So a pipeline's part of a step of T seconds, if n share the model, is T less what its own workers then need for sync and
-update; sums that the backwards of earlier stages hide are free. The linear program over at most n listed columns ranks the numbers n,
-with all node types and without those of the slowest networks; its prices pick the columns that are cut exactly; integer programs
-pack these for the best few. A fleet of many hundreds of GPUs is solved for its k-th part, and every pipeline taken k times.
+How long gradient sync takes depends on how many pipelines share the model, on each node's own links, and on what each worker holds. So a
+pipeline's part of a step of T seconds, if n share the model, is T less what its own workers then need for sync and update; sums that the
+backwards of earlier stages hide are free. The linear program over at most n listed columns ranks the numbers n; its prices pick the
+columns that are cut exactly; integer programs pack these for the best few. A fleet of many hundreds of GPUs is solved for its k-th
+part, and every pipeline taken k times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from planner.strategies.balance import Balancer
 from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
-from planner.strategies.exact import Pipelines, make_exact
+from planner.strategies.exact import Pipelines, Ring, make_exact
 from planner.strategies.packing import Packer, close_in, shortest
-from planner.strategies.tables import Floats, Ints, SyncShape, Tables
+from planner.strategies.tables import Floats, Ints, Tables
 
 _NUMBERS = (
     6,
@@ -93,19 +93,12 @@ def _part(problem: Problem, copies: int) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Sharing:
-    """Up to `number` pipelines, on the node types `used` alone."""
-
-    number: int
-    used: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Level:
-    """The relaxation's step time, pipelines and prices, and (columns,) the sync that each then has."""
+    """Up to `number` pipelines share the model: the relaxation's step time, pipelines and prices, and (columns,) the sync that each then
+    has."""
 
     seconds: float
-    sharing: _Sharing
+    number: int
     pipelines: float
     prices: Floats
     sync_s: Floats
@@ -146,76 +139,74 @@ class _Part:
 
     # -- gradient sync -------------------------------------------------------------------------------------------------
 
-    def _ring(self, sharing: _Sharing) -> Callable[[Floats], Floats]:
-        """Seconds of one all-reduce over such pipelines, by gradient bytes."""
+    def _ring(self, number: int) -> Ring:
+        """Where up to `number` pipelines of each part share the model, what a worker's own links need."""
+        tables, pipelines = self.tables, number * self.copies
+        assert tables.ring_s is not None
+        alone = [
+            [tables.ring_s(frozenset({r}), size, pipelines) for size in (1e9, 2e9)] for r in range(len(self.supply))
+        ]
+        kinds = [tables.kinds[row.kind].resource for row in tables.rows]
+        once, twice = np.array([alone[resource] for resource in kinds]).T
 
-        def seconds(num_bytes: Floats) -> Floats:
-            steps = np.linspace(0.0, float(num_bytes.max(initial=0.0)), 33)
-            pipelines, update = sharing.number * self.copies, self.tables.update_s(steps, sharing.used)
-            shapes = [SyncShape(float(b), float(b), 1, pipelines, sharing.used) for b in steps]
-            return np.interp(num_bytes, steps, np.array([self.tables.sync_s(shape) for shape in shapes]) - update)
+        def seconds(num_bytes: Floats, rows: Ints) -> Floats:
+            each = (twice - once)[rows] / 1e9
+            return np.where((rows >= 0) & (num_bytes > 0), (2 * once - twice)[rows] + each * num_bytes, 0.0)
 
         return seconds
+
+    def _update_s(self, num_bytes: Floats) -> Floats:
+        """What follows the sums of workers with so many gradient bytes."""
+        return self.tables.update_s(num_bytes, tuple(range(len(self.supply))))
 
     # -- which numbers, and which columns ------------------------------------------------------------------------------
 
     def _levels(self) -> list[_Level]:
-        """The best ways to share the model by the relaxation over columns."""
+        """The best numbers of pipelines by the relaxation over columns."""
         found, best = list[_Level](), np.inf
-        for used in self._networks():
-            index = np.flatnonzero(~np.delete(self.columns.usage, used, axis=1).any(axis=1))
-            columns = self.columns.take(index)
-            packer, (held, early) = Packer(columns.usage, self.supply), self._held(columns)
-            for sharing in self._sharings(used):
-                if found and self.problem.hurry():
-                    break
-                unhidden = np.maximum(self._ring(sharing)(held) - early, 0.0).max(axis=1, initial=0.0)
-                sync = unhidden + self.tables.update_s(held.max(axis=1, initial=0.0), used)
-                level = self._level(columns, packer, sync, sharing, best * _NEAR)
-                if level is not None:
-                    found.append(replace(level, sync_s=_spread(level.sync_s, index, len(self.columns))))
-                    best = min(best, level.seconds)
+        columns = self.columns
+        packer, (held, rows, early) = Packer(columns.usage, self.supply), self._held(columns)
+        update = self._update_s(held.max(axis=1, initial=0.0))
+        for number in self._numbers():
+            if found and self.problem.hurry():
+                break
+            sync = np.maximum(self._ring(number)(held, rows) - early, 0.0).max(axis=1, initial=0.0) + update
+            level = self._level(columns, packer, sync, number, best * _NEAR)
+            if level is not None:
+                found.append(level)
+                best = min(best, level.seconds)
         found = [level for level in found if level.seconds <= best * _NEAR]
-        found.sort(key=lambda level: (_more_than_needed(level, found), level.seconds, level.sharing.number))
+        found.sort(key=lambda level: (_more_than_needed(level, found), level.seconds, level.number))
         return found[: self.effort.candidates]
 
-    def _networks(self) -> Iterator[tuple[int, ...]]:
-        """All node types, then without those whose own all-reduces are slowest, and so on."""
-        assert self.tables.ring_s is not None
-        alone = [self.tables.ring_s(frozenset({r}), 1e9, 8) for r in range(len(self.supply))]
-        for limit in sorted(set(alone), reverse=True):
-            yield tuple(r for r, seconds in enumerate(alone) if seconds <= limit)
+    def _numbers(self) -> Iterator[int]:
+        least, most = -(-self.problem.least_pipelines // self.copies), int(self.supply.sum())
+        return (number for number in _NUMBERS if least <= number <= most)
 
-    def _sharings(self, used: tuple[int, ...]) -> Iterator[_Sharing]:
-        least, most = -(-self.problem.least_pipelines // self.copies), int(self.supply[list(used)].sum())
-        return (_Sharing(number, used) for number in _NUMBERS if least <= number <= most)
-
-    def _held(self, columns: Columns) -> tuple[Floats, Floats]:
-        """(columns, slots) gradient bytes of a worker of each kind where all stages take as long as the bottleneck, and how long
-        before the pipeline's end its stages are done if kinds with fewer bytes come before it."""
+    def _held(self, columns: Columns) -> tuple[Floats, Ints, Floats]:
+        """(columns, slots) gradient bytes of a worker of each kind where all stages take as long as the bottleneck, its table row, and how
+        long before the pipeline's end its stages are done if kinds with fewer bytes come before it."""
         tables = self.tables
         used, seconds = columns.rows >= 0, tables.time_sums[:, -1]
         rate = np.where(used, (tables.sync_sums[:, -1] / seconds)[columns.rows], 0.0)
         back = (1 - tables.forward_sums[:, -1] / seconds)[columns.rows] * columns.counts
         order = np.argsort(np.where(used, rate, np.inf), axis=1, kind="stable")
-        rate, back = np.take_along_axis(rate, order, 1), np.take_along_axis(back, order, 1)
+        rate, back, rows = (np.take_along_axis(values, order, 1) for values in (rate, back, columns.rows))
         period = columns.bottleneck_s[:, None]
-        return rate * period, (np.cumsum(back, axis=1) - back) * period
+        return rate * period, rows, (np.cumsum(back, axis=1) - back) * period
 
-    def _level(
-        self, columns: Columns, packer: Packer, sync: Floats, sharing: _Sharing, ceiling: float
-    ) -> _Level | None:
+    def _level(self, columns: Columns, packer: Packer, sync: Floats, number: int, ceiling: float) -> _Level | None:
         def sequences(seconds: float, of: Ints | None = None) -> Floats:
             some, after = (columns, sync) if of is None else (columns.take(of), sync[of])
             return _sequences(some, seconds - after)
 
         alone = columns.fill_s + sync + columns.bottleneck_s * self.batch / columns.microbatch
         high = min(ceiling, float(alone.min(initial=np.inf)))
-        found = close_in(packer, sequences, self.batch, high, sharing.number, 4e-3) if np.isfinite(high) else None
+        found = close_in(packer, sequences, self.batch, high, number, 4e-3) if np.isfinite(high) else None
         if found is None:
             return None
-        relaxed = packer.relax(sequences(found[1]), None, sharing.number)
-        return _Level(found[1], sharing, sum(relaxed.amounts.values()), relaxed.prices, sync)
+        relaxed = packer.relax(sequences(found[1]), None, number)
+        return _Level(found[1], number, sum(relaxed.amounts.values()), relaxed.prices, sync)
 
     def _promising(self, levels: Sequence[_Level]) -> Pipelines:
         """Exact pipelines of the columns that lose least at the prices of each number, at its step time and somewhat above."""
@@ -231,7 +222,7 @@ class _Part:
                     picked.append(order[columns.usage[order, r] > 0][: self.effort.exact // 8])
         index = np.unique(np.concatenate(picked))
         balancer = Balancer(self.tables, self.problem.max_stages)
-        ring = self._ring(levels[0].sharing)
+        ring = self._ring(levels[0].number)
         return make_exact(
             self.tables, balancer, columns, index, levels[0].seconds * 1.05, self.effort.orders, ring=ring
         )
@@ -243,10 +234,7 @@ class _Part:
         ready: list[tuple[float, int, Floats]] = []
         best = np.inf
         for level in levels if len(pool) else ():
-            used = level.sharing.used
-            other = np.delete(pool.usage, used, axis=1).any(axis=1)
-            sync = pool.sync_s(self._ring(level.sharing)) + self.tables.update_s(pool.worker_bytes, used)
-            sync[other] = np.inf
+            sync = pool.sync_s(self._ring(level.number)) + self._update_s(pool.worker_bytes)
 
             def sequences(seconds: float, of: Ints | None = None, sync: Floats = sync) -> Floats:
                 some, after = (pool, sync) if of is None else (pool.take(of), sync[of])
@@ -254,11 +242,9 @@ class _Part:
 
             alone = pool.fill_s + sync + pool.bottleneck_s * self.batch / pool.microbatch
             high = min(best * _NEAR, float(alone.min()))
-            found = (
-                close_in(packer, sequences, self.batch, high, level.sharing.number, 2e-3) if np.isfinite(high) else None
-            )
+            found = close_in(packer, sequences, self.batch, high, level.number, 2e-3) if np.isfinite(high) else None
             if found is not None:
-                ready.append((found[1], level.sharing.number, sync))
+                ready.append((found[1], level.number, sync))
                 best = min(best, found[1])
         return sorted(ready, key=lambda entry: entry[:2])
 
@@ -280,20 +266,7 @@ class _Part:
 
 def _more_than_needed(level: _Level, levels: Sequence[_Level]) -> bool:
     """Whether a smaller number already allows as many pipelines as are wanted, with less sync: it often gives the same plan."""
-    mine = level.sharing
-    return any(
-        other.sharing.used == mine.used
-        and other.sharing.number < mine.number
-        and other.pipelines < other.sharing.number - 1e-6
-        for other in levels
-    )
-
-
-def _spread(values: Floats, index: Ints, size: int) -> Floats:
-    """(size,) with the values at `index`, infinite elsewhere."""
-    out = np.full(size, np.inf)
-    out[index] = values
-    return out
+    return any(other.number < level.number and other.pipelines < other.number - 1e-6 for other in levels)
 
 
 def _sequences(columns: Columns, seconds: Floats) -> Floats:

@@ -46,7 +46,7 @@ class Changes:
             (0.12, self._hand_over),
             (0.16, self._split_or_merge),
             (0.05, self._resize),
-            (0.05, self._join_or_leave),
+            (0.08, self._join_or_leave),
         ]
 
     def draw(self, plan: Plan) -> Plan | None:
@@ -160,9 +160,14 @@ class Changes:
         return self._regrouped(pipelines, chosen, change)
 
     def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Microbatches of another size."""
+        """Microbatches of another size; or pipelines of one size take another's, and that one theirs."""
         size, keep = self.rng.choice(self.sizes), self.rng.random() < 0.5
-        for i in chosen if self.request.mixed_microbatch else range(len(pipelines)):
+        sizes = dict.fromkeys(chosen if self.request.mixed_microbatch else range(len(pipelines)), size)
+        other = self.rng.randrange(len(pipelines))
+        if self.request.mixed_microbatch and other not in chosen and self.rng.random() < 0.3:
+            sizes = dict.fromkeys(chosen, pipelines[other].microbatch_sequences)
+            sizes[other] = pipelines[chosen[0]].microbatch_sequences
+        for i, size in sizes.items():
             made = self._sized(pipelines[i], size) if keep else self._cut(_groups(pipelines[i]), size)
             if made is None:
                 return None
@@ -174,16 +179,28 @@ class Changes:
         return replace(pipeline, microbatch_sequences=size) if known else None
 
     def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Idle workers of a node become a stage, or a group becomes idle."""
+        """Idle workers of a node become a stage or double a group there, or a group becomes idle."""
         used = {worker for pipeline in pipelines for worker in pipeline.workers}
         idle = [tuple(w for w in node.workers if w not in used) for node in self.request.fleet.nodes]
         idle = [workers for workers in idle if workers]
-        place = self.rng.randrange(len(pipelines[chosen[0]].stages) + 1)
-        if idle and self.rng.random() < 0.8:
-            workers = self.rng.choice(idle)
-            group = workers[: self.rng.choice([d for d in self.degrees if d <= len(workers)] or [1])]
-            return self._regrouped(pipelines, chosen[:1], lambda groups: [*groups[:place], group, *groups[place:]])
-        return self._regrouped(pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :])
+        depth = len(pipelines[chosen[0]].stages)
+        place, way = self.rng.randrange(depth + 1), self.rng.random()
+        if not idle or way >= 0.8:
+            return self._regrouped(pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :])
+        workers = self.rng.choice(idle)
+        if way < 0.3:
+            return self._regrouped(pipelines, chosen[:1], lambda groups: self._doubled(groups, workers))
+        group = workers[: self.rng.choice([d for d in self.degrees if d <= len(workers)] or [1])]
+        return self._regrouped(pipelines, chosen[:1], lambda groups: [*groups[:place], group, *groups[place:]])
+
+    def _doubled(self, groups: list[Group], idle: Group) -> list[Group] | None:
+        """A group on these workers' node with as many of them as it has."""
+        node = self.request.fleet.node_of(idle[0])
+        there = [i for i, g in enumerate(groups) if len(g) <= len(idle) and self.request.fleet.node_of(g[0]) is node]
+        if not there:
+            return None
+        at = self.rng.choice(there)
+        return [*groups[:at], groups[at] + idle[: len(groups[at])], *groups[at + 1 :]]
 
     # -- two pipelines -------------------------------------------------------------------------------------------------
 

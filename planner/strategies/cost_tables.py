@@ -178,7 +178,7 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
 def _least_ring(
     cost: CostModel, resources: tuple[Resource, ...], apart: bool
 ) -> Callable[[int, float, int, int], float]:
-    """A worker's ring has a link between two nodes like its own, or, unless holders must be `apart`, stays in its node, where each
+    """A worker's ring has links between nodes as fast as its own, or, unless holders must be `apart`, stays in its node, where each
     other member takes a GPU that its own group leaves. The node's NIC is shared by at least as many rings as its groups have workers
     on average, and all its other groups may be of one worker."""
     rates: dict[tuple[int, int], float] = {}
@@ -192,7 +192,7 @@ def _least_ring(
         if pipelines < 2:
             return update
         flows = kind.num_gpus / (1 + kind.num_gpus - degree)
-        across = _least_across_s(cost, resources, resource, pipelines, num_bytes, flows)
+        across = _least_across_s(cost, resources[resource], pipelines, num_bytes, flows)
         if not apart and pipelines <= 1 + kind.num_gpus - degree:
             across = min(across, cost.sync_s([("node", kind)] * pipelines, num_bytes))
         return across + update
@@ -200,29 +200,38 @@ def _least_ring(
     return seconds
 
 
-def _least_across_s(
-    cost: CostModel, resources: tuple[Resource, ...], resource: int, members: int, num_bytes: float, flows: float
-) -> float:
-    """A ring with a node of this type and some other node; in a fleet of one node, as if there were two."""
-    mine = resources[resource]
-    partners = [other.node_type for other in resources if other is not mine or len(mine.node_names) > 1]
-    ring = [(str(i), mine.node_type) for i in range(members - 1)]
-    return min(cost.sync_s([*ring, ("other", kind)], num_bytes, flows=flows) for kind in partners or [mine.node_type])
+def _least_across_s(cost: CostModel, resource: Resource, members: int, num_bytes: float, flows: float) -> float:
+    """A ring over several nodes as fast as this type's own links: with slower partners a worker takes part in several at a time."""
+    ring = [(str(i), resource.node_type) for i in range(members)]
+    return cost.sync_s(ring, num_bytes, flows=flows)
 
 
 def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) -> Callable[[float, int], float]:
     """Each layer lies on so many nodes at least, or more where as many pipelines do not fit into these, and a ring through the
-    pipelines crosses the NIC of each: in all as many bytes as some NIC takes this long for, at the best of all rates."""
+    pipelines crosses the NIC of each once: the time in which all NICs, none with a layer twice, carry as much."""
     widest = max(resource.node_type.num_gpus for resource in resources)
 
     def seconds(num_bytes: float, pipelines: int) -> float:
         nodes = max(holders, -(-pipelines // widest))
         if nodes < 2:
             return 0.0
-        rings = [_least_across_s(cost, resources, r, max(pipelines, 2), num_bytes, 1.0) for r in range(len(resources))]
-        return nodes / sum(len(resource.node_names) / ring for resource, ring in zip(resources, rings, strict=True))
+        rings = [
+            (_least_across_s(cost, resource, max(pipelines, 2), num_bytes, 1.0), len(resource.node_names))
+            for resource in resources
+        ]
+        return _filled_s(sorted(rings), nodes)
 
     return seconds
+
+
+def _filled_s(rings: Sequence[tuple[float, int]], wanted: int) -> float:
+    """The least t with sum of count * min(1, t / seconds) = wanted, over (seconds, count) in rising order; all if that is too much."""
+    full, rate = 0, sum(count / seconds for seconds, count in rings)
+    for seconds, count in rings:
+        if full + seconds * rate >= wanted:
+            return (wanted - full) / rate
+        full, rate = full + count, rate - count / seconds
+    return rings[-1][0]
 
 
 def _least_update(cost: CostModel, kind: NodeType, degree: int) -> float:

@@ -11,6 +11,9 @@ from planner.strategies.columns import Columns
 from planner.strategies.drafts import Shape
 from planner.strategies.tables import Floats, Ints, Tables
 
+Ring = Callable[[Floats, Ints], Floats]
+"""Seconds that the links of workers of these table rows need for so many gradient bytes; arrays of one shape, rows -1 where none is."""
+
 
 @dataclass(frozen=True)
 class Pipelines:
@@ -45,9 +48,9 @@ class Pipelines:
         room = seconds - self.fill_s
         return np.where(room >= 0, np.floor(room / self.bottleneck_s + 1 + 1e-9), 0).astype(np.int64)
 
-    def sync_s(self, ring: Callable[[Floats], Floats]) -> Floats:
-        """(n,) how long after a pipeline's end its last gradients are summed; ring: seconds of so many bytes."""
-        return np.asarray(np.maximum(ring(self.held_bytes) - self.early_s, 0.0).max(axis=1))
+    def sync_s(self, ring: Ring) -> Floats:
+        """(n,) how long after a pipeline's end its last gradients are summed."""
+        return np.asarray(np.maximum(ring(self.held_bytes, self.rows) - self.early_s, 0.0).max(axis=1))
 
     def shape(self, i: int) -> Shape:
         depth = int(self.num_stages[i])
@@ -62,7 +65,7 @@ def make_exact(
     seconds: float,
     orders: int = 6,
     leanings: Sequence[float] = (0.0,),
-    ring: Callable[[Floats], Floats] | None = None,
+    ring: Ring | None = None,
 ) -> Pipelines:
     """The best pipeline of each of `columns[index]` for a step of about `seconds`, over up to `orders` orders of its
     kinds.

@@ -95,12 +95,12 @@ def degrees_of(space: Space, program: Program) -> tuple[int, int]:
 
 def sync_s(space: Space, program: Program) -> float:
     """Seconds of gradient sync and update: a ring over all groups for each of as many slices as the largest TP degree
-    has, all at once over the NICs; a worker of the least degree takes part in several, one after the other.
+    has, all at once over the NICs; a worker of a smaller degree takes part in several, as fast as its own links are.
     """
     tables, update = space.tables, 0.0
-    least, most = degrees_of(space, program)
+    most = degrees_of(space, program)[1]
     members: list[tuple[str, NodeType]] = []
-    taken = [0] * len(tables.resources)
+    taken, rings = [0] * len(tables.resources), dict[NodeType, int]()
     for part in program:
         kind = tables.kinds[tables.rows[part.row].kind]
         resource = tables.resources[kind.resource]
@@ -109,8 +109,14 @@ def sync_s(space: Space, program: Program) -> float:
         # Nodes fill up one after the other; smaller groups in what larger ones left of each count as if beyond them.
         nodes = [i // resource.node_type.num_gpus % len(resource.node_names) for i in gpus]
         members += [(resource.node_names[i], resource.node_type) for i in nodes]
+        rings[resource.node_type] = max(rings.get(resource.node_type, 1), most // kind.tp_degree)
         costs = space.cost.layer_costs(resource.node_type, kind.tp_degree, tables.rows[part.row].microbatch)
         update = max(update, float(costs.update_s.sum()))
     whole = tables.stage_sync_bytes(program[0].row, 0, tables.num_layers) * degree_of(tables, program[0].row)
-    ring = space.cost.sync_s(sorted(members, key=lambda m: m[0]), whole / most, flows=float(most))
-    return ring * most / least + update + space.cost.parameters.step_overhead_s
+    members.sort(key=lambda member: member[0])
+
+    def ring_s(of: list[tuple[str, NodeType]]) -> float:
+        return space.cost.sync_s(of, whole / most, flows=float(most))
+
+    own = max(ring_s([(name, kind) for name, _ in members]) * number for kind, number in rings.items())
+    return max(ring_s(members), own) + update + space.cost.parameters.step_overhead_s

@@ -1,7 +1,7 @@
-"""Gradient sync of a draft of many pipelines: how long each worker is occupied by the all-reduces that it takes part in.
+"""Gradient sync of a draft of many pipelines: how long each worker's link is occupied by the all-reduces that it takes part in.
 
-A layer is summed over its holders, one all-reduce for each finest slice; a worker takes part in one at a time, in the order of
-`planner.step_simulation`, which leaves the fullest worker hardly idle: so its load tells when sync ends.
+A layer is summed over its holders, one all-reduce for each finest slice, all side by side as in `planner.step_simulation`: the fullest
+link or the slowest all-reduce tells when sync ends.
 """
 
 import itertools
@@ -32,20 +32,21 @@ def sync_end_s(
     """When the last all-reduce ends. segment_bytes(first, end): gradient bytes of blocks [first, end), whole; ring: seconds of
     one all-reduce of so many bytes over so many pipelines on these node types. Equal pipelines count as one member."""
     cuts = sorted({0, *itertools.chain.from_iterable(member.ends for member in members)})
-    stages = [np.searchsorted(np.array(member.ends), np.array(cuts[:-1]), side="right") for member in members]
-    load = [np.zeros(len(member.ends)) for member in members]
+    stages = [np.searchsorted(np.array(member.ends), np.array(cuts[:-1]), side="right").tolist() for member in members]
+    held = list(zip(*stages, strict=True))
+    ready = [max(m.ready_s[s] for m, s in zip(members, each, strict=True)) for each in held]
+    carried = [list(member.ready_s) for member in members]
     end = max(max(member.ready_s) for member in members)
-    for i in range(len(cuts) - 1):
-        held = [int(s[i]) for s in stages]
-        kinds = frozenset(m.resources[s] for m, s in zip(members, held, strict=True))
-        degrees = [m.degrees[s] for m, s in zip(members, held, strict=True)]
-        slices = max(degrees)
-        seconds = ring(kinds, segment_bytes(cuts[i], cuts[i + 1]) / slices, pipelines)
-        ready = max(m.ready_s[s] for m, s in zip(members, held, strict=True))
-        end = max(end, ready + seconds * slices / min(degrees))
-        for total, stage, degree in zip(load, held, degrees, strict=True):
-            total[stage] += seconds * slices / degree
-    return max(end, *(float((np.array(m.ready_s) + total).max()) for m, total in zip(members, load, strict=True)))
+    for i in sorted(range(len(held)), key=ready.__getitem__):
+        both = list(zip(members, held[i], carried, strict=True))
+        slices = max(m.degrees[s] for m, s, _ in both)
+        num_bytes = segment_bytes(cuts[i], cuts[i + 1]) / slices
+        end = max(end, ready[i] + ring(frozenset(m.resources[s] for m, s, _ in both), num_bytes, pipelines))
+        for m, s, busy in both:
+            own_s = ring(frozenset({m.resources[s]}), num_bytes, pipelines) * slices / m.degrees[s]
+            busy[s] = max(busy[s], ready[i]) + own_s
+            end = max(end, busy[s])
+    return end
 
 
 def block_bytes(tables: Tables, row: int) -> Callable[[int, int], float]:

@@ -8,24 +8,18 @@ tensor-parallel ranks each on two nodes, whole hidden states for each rank again
 """
 
 import json
-import multiprocessing
 import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
 from autohet.runtime.executor import Executor
 from autohet.runtime.groups import GenerationGroups
@@ -34,21 +28,13 @@ from autohet.runtime.place import place_of
 from planner.pipeline_simulation import PipelineTimes, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage
 from planner.transfers import transfers_between
-from tests.harness.namespaces import (
-    INTERFACE,
-    NamespaceNetwork,
-    namespace_network,
-    served_in_namespace,
-    why_no_namespaces,
-)
+from tests.harness.namespaces import namespace_network, why_no_namespaces
+from tests.harness.shaped_workers import CPU, limit, measured_step_s
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_transfers.json"
 HIDDEN = (1, 64, 4096)
 """Of a microbatch, [b, S, H] fp32: 1 MiB."""
 FORWARD_S, BACKWARD_S = 0.1, 0.2
-STEPS = 4
-DEADLINE_S = 120.0
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -108,60 +94,16 @@ class _Identity(nn.Module):
         return logits.sum()
 
 
-def work(case: Case, worker: str, namespace: str, host: str, port: int, answers: Any) -> None:
-    """One worker's process: its steps' seconds, from when all begin to when all have ended."""
-    served_in_namespace(lambda _: None, namespace, _steps, case, worker, host, port, answers)
-
-
-def _steps(_: Callable[[Any], None], case: Case, worker: str, host: str, port: int, answers: Any) -> None:
-    torch.set_num_threads(1)
+def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], object]:
+    """A step of the worker's stage."""
     plan = case.plan
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-    groups = GenerationGroups(store, 0, worker, CPU, DEADLINE_S, DEADLINE_S)
-    groups.meet(plan.workers)
     place, everyone = place_of(plan, worker), groups.group(plan.workers)
     assert place is not None
     ranks = groups.group(place.stage.workers) if case.ranks > 1 else None
     pacer = Pacer(Pace(FORWARD_S, BACKWARD_S), lambda: False)
     executor = Executor(place, _Identity(), everyone, everyone, ranks, HIDDEN, torch.float32, CPU, pacer)
     tokens = torch.zeros(HIDDEN[:2], dtype=torch.int64)
-    seconds = []
-    for _step in range(STEPS):
-        everyone.all_reduce(torch.zeros(1))
-        begun = time.perf_counter()
-        executor.run(lambda m: (tokens, tokens), lambda phase: None)
-        everyone.all_reduce(torch.zeros(1))
-        seconds.append(time.perf_counter() - begun)
-    answers.put(seconds)
-
-
-def measured_s(case: Case, network: NamespaceNetwork) -> float:
-    """The median step, the first one left out: connections are made in it."""
-    store = TCPStore(network.head, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
-    context = multiprocessing.get_context("spawn")
-    answers, processes = context.Queue(), []
-    for stage in range(case.stages):
-        for worker in case.workers(stage):
-            namespace = network.namespace(f"node-{stage}")
-            arguments = (case, worker, namespace, network.head, store.port, answers)
-            processes.append(context.Process(target=work, args=arguments, daemon=True))
-    for process in processes:
-        process.start()
-    try:
-        steps = [answers.get(timeout=DEADLINE_S) for _ in processes]
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    return median(max(seconds) for seconds in list(zip(*steps, strict=True))[1:])
-
-
-def limit(network: NamespaceNetwork, node: str, megabits: int) -> None:
-    """Both ways: what the node sends, and what the bridge gives it."""
-    bucket = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
-    subprocess.run(["tc", "qdisc", "replace", "dev", network._port(node), *bucket], check=True)
-    inside = ["ip", "netns", "exec", network.namespace(node)]
-    subprocess.run([*inside, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket], check=True)
+    return lambda: executor.run(lambda m: (tokens, tokens), lambda phase: None)
 
 
 def main() -> None:
@@ -175,7 +117,8 @@ def main() -> None:
         for case in CASES:
             for stage in range(case.stages):
                 limit(network, f"node-{stage}", case.megabits)
-            seconds, predicted = measured_s(case, network), case.predicted_s()
+            nodes = {worker: f"node-{stage}" for stage in range(case.stages) for worker in case.workers(stage)}
+            seconds, predicted = measured_step_s(network, nodes, step_of, case), case.predicted_s()
             row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
             rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
             print(rows[-1], flush=True)

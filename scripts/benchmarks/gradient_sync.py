@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Gradient sync of differently cut pipelines over links of limited speed, against the cost model: results/gradient_sync.json.
+
+Each worker is a process in a network namespace of its own (root is needed), its interface limited both ways by a token bucket (`tc tbf`);
+the runtime's own `GradientSync` sums real gradients. No stage does any work: all begin at once. The first case, two equal workers, tells
+what share of the nominal bandwidth an all-reduce reaches; the others are predicted with it.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+
+from autohet.runtime.gradient_sync import GradientSync
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.layout import held_units, layout_of_plan
+from autohet.runtime.model_spec import model_spec_from_config
+from planner.cluster import Fleet, Node, NodeType
+from planner.communication import Links
+from planner.gradient_groups import sync_jobs
+from planner.parameters import CostParameters
+from planner.plan import Pipeline, Plan, Stage
+from planner.step_simulation import StepTimeline, simulate_sync
+from tests.harness.namespaces import namespace_network, why_no_namespaces
+from tests.harness.shaped_workers import limit, measured_step_s
+from tests.harness.tiny_models import TINY, tiny_config
+
+RESULTS = Path(__file__).parent / "results" / "gradient_sync.json"
+CHANGES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+"""A layer of 3.2 million parameters: 12.1 MiB of gradients."""
+
+CONFIG = tiny_config("llama", **CHANGES)
+SPEC = model_spec_from_config("m", {**TINY["llama"], **CHANGES}, precision="fp32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`cuts`: the layers of each pipeline's stages; `megabits`: the speed of each stage's link."""
+
+    what: str
+    cuts: tuple[tuple[int, ...], ...]
+    megabits: tuple[tuple[int, ...], ...]
+
+    @property
+    def plan(self) -> Plan:
+        pipelines = []
+        for p, cut in enumerate(self.cuts):
+            starts = [sum(cut[:s]) for s in range(len(cut))]
+            stages = (
+                Stage(start, size, (f"p{p}s{s}/0",)) for s, (start, size) in enumerate(zip(starts, cut, strict=True))
+            )
+            pipelines.append(Pipeline(tuple(stages), 1, 1))
+        return Plan("m", len(pipelines), 1, 4, tuple(pipelines))
+
+    @property
+    def speeds(self) -> dict[str, int]:
+        """Megabits a second of each worker's link."""
+        return dict(zip(self.plan.workers, (speed for each in self.megabits for speed in each), strict=True))
+
+    def predicted(self, efficiency: float) -> StepTimeline:
+        """By the cost model, where links reach that share of their speed."""
+        parameters = replace(CostParameters(), efficiency_inter=efficiency, all_reduce_efficiency=1.0)
+        kinds = {s: NodeType(f"{s}", f"{s}", 1, 1, 1.0, s * 1e6 / 8, max_nodes=9) for s in self.speeds.values()}
+        fleet = Fleet(0, tuple(Node(worker.split("/")[0], kinds[speed]) for worker, speed in self.speeds.items()))
+        ready = dict.fromkeys(self.plan.workers, 0.0)
+        return simulate_sync(sync_jobs(self.plan, SPEC, parameters), ready, ready, fleet, Links(parameters))
+
+
+CASES = [
+    Case("two equal workers", ((8,), (8,)), ((200,), (200,))),
+    Case("three equal workers", ((8,), (8,), (8,)), ((200,), (200,), (200,))),
+    Case("one fast link, four slow ones", ((8,), (2, 2, 2, 2)), ((400,), (100, 100, 100, 100))),
+    Case("one link twice as fast as four others", ((8,), (2, 2, 2, 2)), ((200,), (100, 100, 100, 100))),
+    Case("two fast links, unlike cuts", ((4, 4), (2, 3, 3)), ((400, 400), (100, 100, 100))),
+    Case("one slow link among fast ones", ((4, 4), (1, 5, 2)), ((400, 400), (400, 400, 100))),
+    Case("equal links, two cuts", ((4, 4), (3, 5)), ((200, 200), (200, 200))),
+    Case("equal links, three cuts", ((4, 4), (3, 5), (6, 2)), ((200, 200), (200, 200), (200, 200))),
+]
+
+
+def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], object]:
+    """Sums the gradients of the worker's stage, all at once."""
+    plan = case.plan
+    specs, held = layout_of_plan(plan, CONFIG).tensors, [held for held in held_units(plan, CONFIG) if held[0] == worker]
+    shapes = {name: specs[f"param/{name}"].local_shape(units) for _, name, _, units in held}
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    sync = GradientSync(plan, CONFIG, worker, groups, parameters, 1, overlap=False)
+
+    def step() -> None:
+        sync.begin()
+        sync.finish()
+
+    return step
+
+
+def main() -> None:
+    why = why_no_namespaces()
+    if why is not None:
+        raise SystemExit(why)
+    rows, efficiency = list[dict[str, Any]](), 1.0
+    with namespace_network() as network:
+        for case in CASES:
+            nodes = {worker: f"node-{i}" for i, worker in enumerate(case.plan.workers)}
+            for worker, node in nodes.items():
+                network.add(node)
+                limit(network, node, case.speeds[worker])
+            seconds = measured_step_s(network, nodes, step_of, case)
+            if not rows:
+                efficiency = case.predicted(1.0).gradients_end_s / seconds
+            predicted = case.predicted(efficiency).gradients_end_s
+            row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
+            rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
+            print(rows[-1], flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+    )
+    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
+    document = {"commit": commit.stdout.strip(), "machine": machine, "efficiency_fitted_on_first": round(efficiency, 4)}
+    RESULTS.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

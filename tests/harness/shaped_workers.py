@@ -1,0 +1,79 @@
+"""Workers on links of limited speed: a process each, in the network namespace of its node."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from autohet.runtime.groups import GenerationGroups
+from tests.harness.namespaces import INTERFACE, NamespaceNetwork, served_in_namespace
+
+DEADLINE_S = 120.0
+STEPS = 4
+CPU = torch.device("cpu")
+
+Build = Callable[[Any, str, GenerationGroups], Callable[[], object]]
+"""(case, worker, groups) -> what the worker does in a step; picklable, since each process calls it."""
+
+
+def limit(network: NamespaceNetwork, node: str, megabits: int) -> None:
+    """Both ways: what the node sends, and what the bridge gives it."""
+    bucket = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", network.port(node), *bucket], check=True)
+    inside = ["ip", "netns", "exec", network.namespace(node)]
+    subprocess.run([*inside, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket], check=True)
+
+
+def measured_step_s(network: NamespaceNetwork, nodes: Mapping[str, str], build: Build, case: Any) -> float:
+    """The median step of all workers (worker -> node), from when all begin to when all have ended; the first one left out, since
+    connections are made in it."""
+    store = TCPStore(network.head, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+    context = multiprocessing.get_context("spawn")
+    answers, workers = context.Queue(), tuple(nodes)
+    processes = [
+        context.Process(
+            target=_work,
+            args=(network.namespace(node), build, case, worker, workers, network.head, store.port, answers),
+            daemon=True,
+        )
+        for worker, node in nodes.items()
+    ]
+    for process in processes:
+        process.start()
+    try:
+        steps = [answers.get(timeout=DEADLINE_S) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return median(max(seconds) for seconds in list(zip(*steps, strict=True))[1:])
+
+
+def _work(namespace: str, *arguments: Any) -> None:
+    served_in_namespace(lambda _: None, namespace, _steps, *arguments)
+
+
+def _steps(
+    _: Callable[[Any], None], build: Build, case: Any, worker: str, workers: tuple[str, ...], host: str, port: int, answers: Any
+) -> None:  # fmt: skip
+    torch.set_num_threads(1)
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+    groups = GenerationGroups(store, 0, worker, CPU, DEADLINE_S, DEADLINE_S)
+    groups.meet(workers)
+    everyone = groups.group(workers)
+    step, seconds = build(case, worker, groups), []
+    for _step in range(STEPS):
+        everyone.all_reduce(torch.zeros(1))
+        begun = time.perf_counter()
+        step()
+        everyone.all_reduce(torch.zeros(1))
+        seconds.append(time.perf_counter() - begun)
+    answers.put(seconds)
