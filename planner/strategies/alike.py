@@ -43,7 +43,7 @@ def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> li
     nothing far behind is looked at closely."""
     wanted, gpus = request.min_node_disjoint_holders, len(request.fleet.workers)
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
-    search = _Search(request, tables, keep, known_s if gpus > FEW_GPUS and wanted == 1 else np.inf)
+    search = _Search(request, tables, keep, known_s, prunes=gpus > FEW_GPUS and wanted == 1)
     most = max(2, *(len(resource.node_names) for resource in tables.resources)) if gpus <= _PARTED_GPUS else 1
     others = [parts for parts in _PARTS if 1 < parts <= most and parts != wanted]
     share = 4 if gpus <= MOST_GPUS else 8
@@ -52,11 +52,12 @@ def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> li
 
 
 class _Search:
-    """All equal pipelines of one request. keep: plans of one number of parts; known_s: as `alike_plans`."""
+    """All equal pipelines of one request. keep: plans of one number of parts; known_s: as `alike_plans`; prunes: whether what is far behind
+    that or the best so far is left out."""
 
-    def __init__(self, request: Request, tables: Tables, keep: int, known_s: float):
-        self.request, self.tables, self.keep = request, tables, keep
-        self._most_s = FAR_BEHIND * known_s
+    def __init__(self, request: Request, tables: Tables, keep: int, known_s: float, prunes: bool):
+        self.request, self.tables, self.keep, self.prunes = request, tables, keep, prunes
+        self._most_s = FAR_BEHIND * known_s if prunes else np.inf
         small = len(request.fleet.workers) <= MOST_GPUS
         self.most_mixes, self.most_regrouped = _MIXES[small], _REGROUPED[small]
         self.batch, self.depth = request.global_batch_sequences, request.deepest(tables.num_blocks)
@@ -73,6 +74,8 @@ class _Search:
         if parts > 1 and share > 1:
             possible &= sync.side(self.mixes.number) < self.groups
         best = self._simulated(self.mixes.take(np.flatnonzero(possible)), sync, share)
+        if best and self.prunes:
+            self._most_s = min(self._most_s, FAR_BEHIND * best[0][0])
         for i, (seconds, draft, timing) in enumerate(best):
             if seconds > self._most_s:
                 return

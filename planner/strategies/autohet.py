@@ -66,11 +66,10 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
     drafts = [d for d in (draft_of(tables, plan, request.fleet) for plan in known) if d is not None]
     rivals = [*grids(request, tables, engine.estimator), *rival_plans(request)]
-    found = engine.run(
-        tuple(drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None])
-    )
-    known_s = found.drafts[0][0] if found.drafts else math.inf
-    alike = [] if found.limit_reached and found.drafts else alike_plans(request, tables, known_s)
+    starts = drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None]
+    alike = alike_plans(request, tables, min(map(engine.estimator.draft_s, starts), default=math.inf))
+    quickest = choose(request, alike)[0]
+    found = engine.run(tuple(starts), quickest.prediction.step_time_s if quickest else math.inf)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     fewer = [] if hurry() or not effort.fewer else _without_slowest(request, tables, effort)
     beside = companion() if companion is not None else None

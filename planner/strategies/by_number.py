@@ -40,6 +40,7 @@ _NUMBERS = (
     256,
 )  # likely ones first: what is far behind them is left early
 _NEAR = 1.06
+_CLOSE = 1.05
 _LOOKED_AT = (1.02, 1.15)  # times the step time, at which columns are compared
 _PART_GPUS = 256
 _WHOLE_GPUS = 1024
@@ -49,7 +50,8 @@ _LOST = 0.01  # share of the GPUs that equal parts may leave over
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be packed. `hurry` is asked between parts and ends the search once it has a plan."""
+    """What is to be packed. `hurry` is asked between parts and ends the search once there is a plan. below_s: the step time of one that
+    is known, infinite where none is: packings that promise well more are left out."""
 
     tables: Tables
     batch: int
@@ -60,12 +62,13 @@ class Problem:
     least_pipelines: int
     effort: Effort
     hurry: Callable[[], bool]
+    below_s: float
 
 
 def drafts_by_number(problem: Problem, estimator: Estimator) -> Iterator[Draft]:
     """Drafts for the whole fleet, of every TP degree that a plan may have."""
     degrees = sorted({kind.tp_degree for kind in problem.tables.kinds})
-    found = False
+    found = np.isfinite(problem.below_s)
     for allowed in [degrees] if problem.mixed_tp else [[degree] for degree in degrees]:
         for copies in _parts(problem):
             if found and problem.hurry():
@@ -121,17 +124,21 @@ class _Part:
         if not levels:
             return
         pool = self._promising(levels)
-        packer, best = Packer(pool.usage, self.supply), np.inf
+        packer, best, known = Packer(pool.usage, self.supply), np.inf, self.problem.below_s
+        kept = 0.0  # the least that drafts so far took, over what their relaxation promised
         for seconds, number, sync in self._packable(packer, pool, levels):
-            if np.isfinite(best) and self.problem.hurry():
+            if np.isfinite(min(best, known)) and self.problem.hurry():
                 return
+            if seconds > known and seconds * kept > known * _CLOSE:
+                continue
             pick = self._pack(packer, pool, sync, seconds, best, number)
             if pick is None:
                 continue
             shapes = [pool.shape(i) for i, count in sorted(pick.items()) for _ in range(count * self.copies)]
             draft = assign_microbatches(self.estimator, shapes, self.problem.batch)
             if draft is not None:
-                best = min(best, self.estimator.draft_s(draft))
+                made = self.estimator.draft_s(draft)
+                best, kept = min(best, made), min(kept or np.inf, made / seconds)
                 yield draft
             in_order = aligned(self.estimator, shapes, self.problem.batch, self.problem.max_stages)
             if in_order is not None:

@@ -48,7 +48,6 @@ class Found:
     drafts: tuple[tuple[float, Draft], ...]
     lower_bound_s: float
     evaluated: int
-    limit_reached: bool = False
 
 
 class Engine:
@@ -69,21 +68,22 @@ class Engine:
         self.estimator = Estimator(tables)
         self.least_pipelines = least_pipelines
 
-    def run(self, seeds: tuple[Draft, ...] = ()) -> Found:
-        """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above."""
+    def run(self, seeds: tuple[Draft, ...] = (), below_s: float = np.inf) -> Found:
+        """All parts. `seeds` are drafts known beforehand (a previous plan): they bound the search from above. below_s: a step time that is
+        known beforehand as well."""
         drafts = {seed: self.estimator.draft_s(seed) for seed in seeds}
         self._add(drafts, sorted(seeds, key=drafts.__getitem__))
         if self.tables.ring_s is None or int(self.supply.sum()) <= FEW_GPUS:
             return self._by_columns(drafts)
         problem = Problem(
             self.tables, self.batch, self.supply, self.max_stages, self.mixed_microbatch, self.mixed_tp, self.least_pipelines,
-            self.effort, self.hurry,
+            self.effort, self.hurry, below_s,
         )  # fmt: skip
         self._add(drafts, drafts_by_number(problem, self.estimator))
         if self.mixed_tp and not self.hurry():
             self._add(drafts, self._regrouped(drafts))
         bound = self._bound() if self.effort.bounded else 0.0
-        return Found(self._ranked(drafts), bound, self.estimator.evaluated, self.hurry())
+        return Found(self._ranked(drafts), bound, self.estimator.evaluated)
 
     def _bound(self) -> float:
         """Over listed columns where most can be listed, else over paths."""
@@ -107,7 +107,7 @@ class Engine:
             few = self._few(exact) if self.supply.sum() <= FEW_GPUS else iter(())
             self._add(drafts, itertools.chain(few, self._pack_levels(exact)))
         evaluated = len(columns) + self.estimator.evaluated
-        return Found(self._ranked(drafts), bound, evaluated, self.hurry())
+        return Found(self._ranked(drafts), bound, evaluated)
 
     def _add(self, drafts: dict[Draft, float], found: Iterable[Draft]) -> None:
         """Adds what is found, and what single moves make of it: beyond a few GPUs only where it is not far behind."""
