@@ -68,7 +68,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     rivals = [*grids(request, tables, engine.estimator), *rival_plans(request)]
     starts = drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None]
     alike = alike_plans(request, tables, min(map(engine.estimator.draft_s, starts), default=math.inf))
-    quickest = choose(request, alike)[0]
+    quickest = choose(request, alike)[0] if len(request.fleet.workers) > FEW_GPUS else None
     found = engine.run(tuple(starts), quickest.prediction.step_time_s if quickest else math.inf)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     fewer = [] if hurry() or not effort.fewer else _without_slowest(request, tables, effort)

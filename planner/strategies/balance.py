@@ -50,6 +50,7 @@ class Balancer:
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
         self._width = sums.shape[1]
+        self._fits = self.fits.ravel()
 
     def cut_each(self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None = None) -> Cuts:
         """As `cut`, of pipelines given by the table row of each of their stages."""
@@ -143,30 +144,31 @@ class Balancer:
         sorted by depth, deepest first.
         """
         n, width = rows.shape
-        layers = self.tables.num_layers
-        sums = self.tables.time_sums
-        ends = np.zeros((n, width), dtype=np.int64)
-        start = np.zeros(n, dtype=np.int64)
-        alive = np.searchsorted(-num_stages, -np.arange(width), side="left")
-        for s in range(width):
-            m = int(alive[s])
+        layers, stage = self.tables.num_layers, np.arange(width)
+        # (P, n) from here on: a stage of all pipelines lies together
+        left = num_stages - 1 - stage[:, None]
+        base = rows.T * self._width
+        room = np.minimum(np.maximum((limit[:, None] * scale - own).T, 0.0), self._gap / 2)
+        most = np.where(left > 0, layers - 1 - left, layers)
+        least = np.where(left > 0, 0, layers)
+        fitting = (rows.T * self.fits.shape[1] + left) * self._width
+        ends = np.zeros((width, n), dtype=np.int64)
+        at = np.zeros(n, dtype=np.int64)
+        for s, m in enumerate(np.searchsorted(-num_stages, -stage, side="left").tolist()):
             if m == 0:
                 break
-            r, at = rows[:m, s], start[:m]
-            allowed = limit[:m] * scale[:m, s] - own[:m, s]
-            target = sums[r, at] + np.minimum(np.maximum(allowed, 0.0), self._gap / 2) + self._gap * r
-            end = np.searchsorted(self._flat, target * (1 + 1e-12), side="right") - 1 - r * self._width
-            left = num_stages[:m] - 1 - s
-            end = np.minimum(np.minimum(end, self.fits[r, left, at]), layers)
-            end = np.where(left > 0, np.minimum(end, layers - 1 - left), end)
-            least = at + (2 if s == 0 else 1)
-            end = np.where(end < least, -layers, end)  # no block of its own: fails
-            end = np.where((left == 0) & (end < layers), -layers, end)
-            ends[:m, s] = end
-            start[:m] = np.maximum(end, 0)
-        failed = (ends < 0).any(axis=1)
-        ends[failed] = -1
-        return ends
+            at = at[:m]
+            target = (self._flat[base[s, :m] + at] + room[s, :m]) * (1 + 1e-12)
+            end = self._flat.searchsorted(target, side="right") - 1 - base[s, :m]
+            end = np.minimum(np.minimum(end, self._fits[fitting[s, :m] + at]), most[s, :m])
+            end[
+                end < np.maximum(at + (2 if s == 0 else 1), least[s, :m])
+            ] = -layers  # no block of its own, or not the last: fails
+            ends[s, :m] = end
+            at = np.maximum(end, 0)
+        found = np.ascontiguousarray(ends.T)
+        found[(found < 0).any(axis=1)] = -1
+        return found
 
     def _measure(self, rows: Ints, num_stages: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats) -> Cuts:
         sums = self.tables.time_sums

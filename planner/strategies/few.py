@@ -7,7 +7,6 @@ tried. With K real-valued a set's step time has a closed form: all pipelines end
 T = (B - sum b + sum b fill / bottleneck) / sum (b / bottleneck).
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -48,12 +47,21 @@ def _sets(pool: Pipelines, supply: Ints, batch: int, number: int) -> Ints:
     width = min(_WIDTH[number], len(first))
     speed = (pool.usage[order[first]] * 1.0).sum(axis=1) * seconds[order[first]]
     chosen = np.sort(order[first[np.argsort(speed, kind="stable")[:width]]])
-    sets = np.array(list(itertools.combinations_with_replacement(chosen.tolist(), number)), dtype=np.int64)
-    if len(sets) == 0:
-        return np.zeros((0, number), dtype=np.int64)
+    sets = chosen[_combinations(len(chosen), number)]
     fits = (pool.usage[sets].sum(axis=1) <= supply).all(axis=1)
     enough = pool.microbatch[sets].sum(axis=1) <= batch
     return np.asarray(sets[fits & enough], dtype=np.int64)
+
+
+def _combinations(of: int, number: int) -> Ints:
+    """(n, number) indices below `of`, none less than the one before it."""
+    found = np.arange(of)[:, None]
+    for _ in range(number - 1):
+        times = of - found[:, -1]
+        first = np.repeat(np.cumsum(times) - times, times)
+        found = np.repeat(found, times, axis=0)
+        found = np.concatenate([found, (found[:, -1] + np.arange(len(found)) - first)[:, None]], axis=1)
+    return found
 
 
 def _nodes_of_a_layer(tables: Tables, pool: Pipelines) -> Callable[[Ints], Ints]:
