@@ -93,6 +93,18 @@ def test_with_two_holders_asked_for_the_bound_knows_that_gradients_leave_their_n
     assert 0.9 * best.step_time_s < bounds(asked)[1] <= best.step_time_s
 
 
+def test_a_fast_link_sums_with_several_slow_ones_at_a_time() -> None:
+    """One GPU holds all that two others share; each of them has half of the bytes to send, and it both halves at once."""
+    of = with_nics(fleet(("A100", 1, 1), ("T4", 2, 1)), {"A100": 1e10, "T4": 1e7})
+    asked = request(of, 4, model(2, 1024, 64), max_microbatch_sequences=4, min_node_disjoint_holders=2)
+    best = plan_with("exhaustive", asked)
+    assert sorted(len(pipeline.stages) for pipeline in best.plan.pipelines) == [1, 2]
+    seconds = best.prediction.step_time_s
+    assert best.prediction.breakdown_s["grad_sync"] > 0.8 * seconds
+    assert 0.9 * seconds < bounds(asked)[1] <= seconds
+    assert bounds(asked)[0] <= seconds
+
+
 @pytest.mark.parametrize(
     ("other", "rate", "batch", "width", "holders", "framework"),
     [
