@@ -7,9 +7,6 @@ what share of the nominal bandwidth an all-reduce reaches; the others are predic
 """
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from provenance import provenance
 from torch import nn
 
 from autohet.runtime.gradient_sync import GradientSync
@@ -128,12 +126,8 @@ def main() -> None:
             row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
             rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
             print(rows[-1], flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
-    )
-    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
-    document = {"commit": commit.stdout.strip(), "machine": machine, "efficiency_fitted_on_first": round(efficiency, 4)}
-    RESULTS.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+    document = provenance() | {"efficiency_fitted_on_first": round(efficiency, 4), "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ tensor-parallel ranks each on two nodes, whole hidden states for each rank again
 """
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from provenance import provenance
 from torch import Tensor, nn
 
 from autohet.runtime.executor import Executor
@@ -122,11 +120,7 @@ def main() -> None:
             row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
             rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
             print(rows[-1], flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
-    )
-    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
-    RESULTS.write_text(json.dumps({"commit": commit.stdout.strip(), "machine": machine, "rows": rows}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(provenance() | {"rows": rows}, indent=1) + "\n")
     first, second = rows[0]["measured_s"], rows[1]["measured_s"]
     print(f"working ahead over 1F1B, 4 stages: {second / first:.3f} of the time")
 

@@ -2,10 +2,9 @@
 """Records the accuracy of the cost model: results/planner_accuracy.json, with the commit and the machine."""
 
 import json
-import os
-import platform
-import subprocess
 from pathlib import Path
+
+from provenance import provenance
 
 from autohet.cli.bench_planner_accuracy import accuracy_rows, reached
 
@@ -13,15 +12,7 @@ RESULTS = Path(__file__).parent / "results" / "planner_accuracy.json"
 
 
 def main() -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
-    )
-    rows = accuracy_rows()
-    document = {
-        "commit": commit.stdout.strip(),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
-        "rows": [row | {"reached": reached(row)} for row in rows],
-    }
+    document = provenance() | {"rows": [row | {"reached": reached(row)} for row in accuracy_rows()]}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     for row in document["rows"]:
         verdict = {True: "reached", False: "NOT reached", None: "skipped" if "skipped" in row else "no limit"}

@@ -5,11 +5,10 @@ planner_search.py [PART ...]     parts: sailor metis fleets exhaustive scale rep
 """
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
+
+from provenance import provenance
 
 from autohet.cli.bench_planner_search import search_rows
 
@@ -18,19 +17,12 @@ PARTS = ("sailor", "metis", "fleets", "exhaustive", "scale", "replan")
 
 
 def main() -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
-    ).stdout.strip()
     document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"parts": {}}
-    document["machine"] = {
-        "cpus": os.cpu_count(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
+    now = provenance()
+    document["machine"] = now["machine"]
     for part in sys.argv[1:] or PARTS:
         rows = search_rows((part,))
-        document["parts"][part] = {"commit": commit, "rows": rows}
+        document["parts"][part] = {"commit": now["commit"], "rows": rows}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
         for row in rows:
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
