@@ -161,10 +161,9 @@ class Balancer:
             target = (self._flat[base[s, :m] + at] + room[s, :m]) * (1 + 1e-12)
             end = self._flat.searchsorted(target, side="right") - 1 - base[s, :m]
             end = np.minimum(np.minimum(end, self._fits[fitting[s, :m] + at]), most[s, :m])
-            end[
-                end < np.maximum(at + (2 if s == 0 else 1), least[s, :m])
-            ] = -layers  # no block of its own, or not the last: fails
-            ends[s, :m] = end
+            # a block of its own, and the last stage all that is left
+            enough = np.maximum(at + (2 if s == 0 else 1), least[s, :m])
+            ends[s, :m] = end = np.where(end < enough, -layers, end)
             at = np.maximum(end, 0)
         found = np.ascontiguousarray(ends.T)
         found[(found < 0).any(axis=1)] = -1

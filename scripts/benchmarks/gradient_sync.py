@@ -30,7 +30,7 @@ from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
 from planner.step_simulation import StepTimeline, simulate_sync
 from tests.harness.namespaces import namespace_network, why_no_namespaces
-from tests.harness.shaped_workers import limit, measured_step_s
+from tests.harness.shaped_workers import measured_step_s
 from tests.harness.tiny_models import TINY, tiny_config
 
 RESULTS = Path(__file__).parent / "results" / "gradient_sync.json"
@@ -118,7 +118,7 @@ def main() -> None:
             nodes = {worker: f"node-{i}" for i, worker in enumerate(case.plan.workers)}
             for worker, node in nodes.items():
                 network.add(node)
-                limit(network, node, case.speeds[worker])
+                network.limit(node, case.speeds[worker])
             seconds = measured_step_s(network, nodes, step_of, case)
             if not rows:
                 efficiency = case.predicted(1.0).gradients_end_s / seconds

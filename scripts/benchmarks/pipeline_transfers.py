@@ -27,7 +27,7 @@ from planner.pipeline_simulation import PipelineTimes, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage
 from planner.transfers import transfers_between
 from tests.harness.namespaces import namespace_network, why_no_namespaces
-from tests.harness.shaped_workers import CPU, limit, measured_step_s
+from tests.harness.shaped_workers import CPU, measured_step_s
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_transfers.json"
 HIDDEN = (1, 64, 4096)
@@ -114,7 +114,7 @@ def main() -> None:
             network.add(f"node-{stage}")
         for case in CASES:
             for stage in range(case.stages):
-                limit(network, f"node-{stage}", case.megabits)
+                network.limit(f"node-{stage}", case.megabits)
             nodes = {worker: f"node-{stage}" for stage in range(case.stages) for worker in case.workers(stage)}
             seconds, predicted = measured_step_s(network, nodes, step_of, case), case.predicted_s()
             row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}

@@ -34,7 +34,7 @@ class NamespaceNetwork:
         if node in self._numbers:
             return self.address(node)
         number = self._numbers[node] = len(self._numbers) + 2
-        space, port = self.namespace(node), self.port(node)
+        space, port = self.namespace(node), self._port(node)
         _ip("netns", "add", space)
         _ip("link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", space)
         _ip("link", "set", port, "master", self.tag, "up")
@@ -49,19 +49,26 @@ class NamespaceNetwork:
     def namespace(self, node: str) -> str:
         return f"{self.tag}-{self._numbers[node]}"
 
-    def port(self, node: str) -> str:
+    def _port(self, node: str) -> str:
         return f"{self.tag}p{self._numbers[node]}"
 
     def cut(self, node: str) -> None:
         """From now on nothing that is sent to or from the node arrives, and nobody is told."""
-        _ip("link", "set", self.port(node), "down")
+        _ip("link", "set", self._port(node), "down")
 
     def heal(self, node: str) -> None:
-        _ip("link", "set", self.port(node), "up")
+        _ip("link", "set", self._port(node), "up")
+
+    def limit(self, node: str, megabits: int) -> None:
+        """Both ways: what the node sends, and what the bridge gives it, by a token bucket."""
+        bucket = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
+        subprocess.run(["tc", "qdisc", "replace", "dev", self._port(node), *bucket], check=True)
+        inside = ("ip", "netns", "exec", self.namespace(node))
+        subprocess.run([*inside, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket], check=True)
 
     def close(self) -> None:
         for node in self._numbers:
-            subprocess.run(["ip", "link", "del", self.port(node)], stderr=subprocess.DEVNULL)
+            subprocess.run(["ip", "link", "del", self._port(node)], stderr=subprocess.DEVNULL)
             _ip("netns", "del", self.namespace(node))
         _ip("link", "del", self.tag)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.runtime.groups import GenerationGroups
-from tests.harness.namespaces import INTERFACE, NamespaceNetwork, served_in_namespace
+from tests.harness.namespaces import NamespaceNetwork, served_in_namespace
 
 DEADLINE_S = 120.0
 STEPS = 4
@@ -22,14 +21,6 @@ CPU = torch.device("cpu")
 
 Build = Callable[[Any, str, GenerationGroups], Callable[[], object]]
 """(case, worker, groups) -> what the worker does in a step; picklable, since each process calls it."""
-
-
-def limit(network: NamespaceNetwork, node: str, megabits: int) -> None:
-    """Both ways: what the node sends, and what the bridge gives it."""
-    bucket = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
-    subprocess.run(["tc", "qdisc", "replace", "dev", network.port(node), *bucket], check=True)
-    inside = ["ip", "netns", "exec", network.namespace(node)]
-    subprocess.run([*inside, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket], check=True)
 
 
 def measured_step_s(network: NamespaceNetwork, nodes: Mapping[str, str], build: Build, case: Any) -> float:
