@@ -2,6 +2,7 @@
 prediction.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -135,7 +136,8 @@ def _anneal(
         if seconds(plan) <= FAR_BEHIND * best.prediction.step_time_s:
             starts.setdefault(tuple(sorted(len(pipeline.stages) for pipeline in plan.pipelines)), plan)
     gpus, apart = len(request.fleet.workers), request.min_node_disjoint_holders > 1
-    several = list(starts.values())[: _WALKS_APART if apart else _WALKS if gpus <= _FEWEST else 1]
+    walks = _WALKS_APART if apart else _WALKS if gpus <= _FEWEST else 1
+    several = itertools.islice(itertools.cycle(starts.values()), walks)
     walked = [annealer.walk(plan, tries // gpus, hurry) for plan in several]
     found = choose(request, [best.plan, *walked])[0] or best
     return min(best, found, key=lambda costed: costed.prediction.step_time_s)

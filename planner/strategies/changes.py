@@ -20,6 +20,12 @@ _FAR = 4
 _SORTED = 0.25
 _REVERSED = 0.15
 _SLOPED = 0.5
+_BOLD_GPUS = 3
+_MORE = 0.4
+_TWO_BLOCKS = 0.25
+_EASED = 0.2
+_SHARES = (0.5, 0.2, 0.05)
+_PASSED = 0.2
 Pipelines = list[Pipeline]
 
 
@@ -37,7 +43,7 @@ class Changes:
         self.stager = Stager(tables, request.fleet)
         self.sizes = sorted({row.microbatch for row in tables.rows})
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
-        self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
+        self._cuts: dict[tuple[tuple[int, ...], int | None, tuple[float, ...]], Shape | None] = {}
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: list[tuple[float, Callable[[Pipelines, list[int]], Pipelines | None]]] = [
             (0.35, self._move_block),
@@ -45,22 +51,36 @@ class Changes:
             (0.15, self._exchange),
             (0.12, self._hand_over),
             (0.16, self._split_or_merge),
-            (0.05, self._resize),
-            (0.08, self._join_or_leave),
+            (0.1, self._resize),
+            (0.16, self._join_or_leave),
         ]
 
     def draw(self, plan: Plan) -> Plan | None:
-        """A plan one change away; None where the change that was drawn cannot be made."""
+        """A plan one change away, or now and then a few; None where one that was drawn cannot be made."""
+        passes = self._boldly(_PASSED)
+        drawn = plan if passes and self.rng.random() < 0.5 else self._changed(plan)
+        return self._passed_on(drawn) if passes and drawn is not None else drawn
+
+    def _changed(self, plan: Plan) -> Plan | None:
         weights, ways = zip(*self._ways, strict=True)
         self._share = plan.global_batch_sequences / len(plan.pipelines)
-        alike = self._alike(plan)
-        chosen = alike if self.rng.random() < 0.5 else [self.rng.choice(alike)]
-        made = self.rng.choices(ways, weights)[0](list(plan.pipelines), chosen)
+        made: Pipelines | None = list(plan.pipelines)
+        many = 1 + self._boldly(_MORE) * (1 + self._boldly(_MORE))
+        for way in self.rng.choices(ways, weights, k=many):
+            if not made:
+                return None
+            alike = self._alike(made)
+            chosen = alike if self.rng.random() < 0.5 else [self.rng.choice(alike)]
+            made = way(made, chosen)
         return None if not made else self._shared(plan, made)
 
-    def _alike(self, plan: Plan) -> list[int]:
+    def _boldly(self, chance: float) -> bool:
+        """A change that seldom pays goes with this chance on a tiny fleet, whose plans are few, and less often on a larger one."""
+        return self.rng.random() < chance * min(1.0, _BOLD_GPUS / len(self.request.fleet.workers))
+
+    def _alike(self, pipelines: Pipelines) -> list[int]:
         """All pipelines with the cut and the node types of one drawn at random."""
-        looks = [self._look(pipeline) for pipeline in plan.pipelines]
+        looks = [self._look(pipeline) for pipeline in pipelines]
         wanted = self.rng.choice(list(dict.fromkeys(looks)))
         return [i for i, look in enumerate(looks) if look == wanted]
 
@@ -80,14 +100,28 @@ class Changes:
         counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
         return replace(plan, pipelines=tuple(counted))
 
+    def _passed_on(self, plan: Plan) -> Plan | None:
+        """A microbatch goes to another pipeline of its size: what ends sooner is summed sooner, which tables do not know."""
+        pipelines = list(plan.pipelines)
+        if len(pipelines) == 1:
+            return None
+        giver, taker = self.rng.sample(range(len(pipelines)), 2)
+        one, other = pipelines[giver], pipelines[taker]
+        if one.num_microbatches == 1 or one.microbatch_sequences != other.microbatch_sequences:
+            return None
+        pipelines[giver] = replace(one, num_microbatches=one.num_microbatches - 1)
+        pipelines[taker] = replace(other, num_microbatches=other.num_microbatches + 1)
+        return replace(plan, pipelines=tuple(pipelines))
+
     def _cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
         """A pipeline of these groups in this order; None where it cannot hold the model."""
         rows = self.stager.rows(groups, size) if 0 < len(groups) <= self.deepest else None
         if rows is None:
             return None
-        key = (rows, max(1, round(self._share / size)) if self._may_slope() else None)
+        key = (rows, max(1, round(self._share / size)) if self._may_slope() else None, self._eased(rows))
         if key not in self._cuts:
-            cuts = self.balancer.cut_each([rows], None if key[1] is None else np.array([float(key[1])]))
+            number = None if key[1] is None else np.array([float(key[1])])
+            cuts = self.balancer.cut(np.array([rows]), np.array([len(rows)]), np.array([key[2]]), number)
             held = bool(np.isfinite(cuts.bottleneck_s[0]))
             self._cuts[key] = Shape(rows, tuple(cuts.ends[0, : len(rows)].tolist())) if held else None
         shape = self._cuts[key]
@@ -97,34 +131,49 @@ class Changes:
         """Whether early stages are to be cut for working ahead: now and then, where they can."""
         return self.tables.begun_ahead > 1 and self.rng.random() < _SLOPED
 
+    def _eased(self, rows: tuple[int, ...]) -> tuple[float, ...]:
+        """What of the bottleneck each stage may take: now and then a node type, its link too slow for more, does less than it could."""
+        resources = [self.tables.kinds[self.tables.rows[row].kind].resource for row in rows]
+        if len(set(resources)) == 1 or not self._boldly(_EASED):
+            return (1.0,) * len(rows)
+        spared, share = self.rng.choice(resources), self.rng.choice(_SHARES)
+        return tuple(share if resource == spared else 1.0 for resource in resources)
+
     def _regrouped(
         self, pipelines: Pipelines, chosen: Sequence[int], change: Callable[[list[Group]], list[Group] | None]
     ) -> Pipelines | None:
         """The same change to the groups of each of the chosen."""
         for i in chosen:
             groups = change(_groups(pipelines[i]))
-            made = None if groups is None else self._cut(groups, pipelines[i].microbatch_sequences)
+            made = None if groups is None else self._with_groups(pipelines[i], groups)
             if made is None:
                 return None
             pipelines[i] = made
         return pipelines
 
+    def _with_groups(self, pipeline: Pipeline, groups: list[Group]) -> Pipeline | None:
+        """With the cut as it is, where the stages are as many, or anew."""
+        if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5:
+            return self._cut(groups, pipeline.microbatch_sequences)
+        stages = [replace(stage, workers=group) for stage, group in zip(pipeline.stages, groups, strict=True)]
+        return replace(pipeline, stages=tuple(stages))
+
     # -- one pipeline or equal ones ------------------------------------------------------------------------------------
 
     def _move_block(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """From one stage to another near it; those between pass a block on."""
+        """One or a few from one stage to another near it; those between pass as many on."""
         depth = len(pipelines[chosen[0]].stages)
         giver = self.rng.randrange(depth)
         near = [s for s in range(max(0, giver - _FAR), min(depth, giver + _FAR + 1)) if s != giver]
         if not near:
             return None
-        taker = self.rng.choice(near)
+        taker, many = self.rng.choice(near), 1 + self._boldly(_TWO_BLOCKS)
         for i in chosen:
             sizes = [stage.num_layers for stage in pipelines[i].stages]
-            if sizes[giver] < 2:
+            if sizes[giver] <= many:
                 return None
-            sizes[giver] -= 1
-            sizes[taker] += 1
+            sizes[giver] -= many
+            sizes[taker] += many
             starts = itertools.accumulate(sizes, initial=0)
             pipelines[i] = replace(pipelines[i], stages=tuple(map(Stage, starts, sizes, _groups(pipelines[i]))))
         return pipelines
@@ -205,7 +254,7 @@ class Changes:
     # -- two pipelines -------------------------------------------------------------------------------------------------
 
     def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Two stages exchange their workers, in one pipeline or two, with the cut as it is or anew."""
+        """Two stages exchange their workers, in one pipeline or two."""
         p, q = self.rng.choice(chosen), self.rng.randrange(len(pipelines))
         groups = {i: _groups(pipelines[i]) for i in (p, q)}
         one, other = self.rng.randrange(len(groups[p])), self.rng.randrange(len(groups[q]))
@@ -213,11 +262,7 @@ class Changes:
             return None
         groups[p][one], groups[q][other] = groups[q][other], groups[p][one]
         for i, mine in groups.items():
-            if self.rng.random() < 0.5:
-                stages = [replace(stage, workers=group) for stage, group in zip(pipelines[i].stages, mine, strict=True)]
-                pipelines[i] = replace(pipelines[i], stages=tuple(stages))
-                continue
-            made = self._cut(mine, pipelines[i].microbatch_sequences)
+            made = self._with_groups(pipelines[i], mine)
             if made is None:
                 return None
             pipelines[i] = made

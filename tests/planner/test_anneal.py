@@ -13,7 +13,7 @@ from planner.strategies import Request, plan_with
 from planner.strategies.anneal import Annealer
 from planner.strategies.changes import Changes
 from planner.strategies.cost_tables import tables_of
-from tests.planner.cases import fleet, model, request
+from tests.planner.cases import fleet, model, request, with_nics
 
 
 def _seconds(asked: Request, plan: Plan) -> float:
@@ -77,5 +77,25 @@ def test_a_walk_in_a_hurry_goes_nowhere() -> None:
 @pytest.mark.parametrize("seed", [0, 47, 192, 193])
 def test_an_odd_batch_over_two_nodes_is_divided_as_well_as_by_every_plan(seed: int) -> None:
     asked = small_case(random.Random(seed))
+    best = plan_with("exhaustive", asked).prediction.step_time_s
+    assert plan_with("autohet", asked).prediction.step_time_s <= best * (1 + 1e-9)
+
+
+_ONE_FAST = (("A100", 1, 1), ("A10G", 1, 1), ("T4", 1, 1))
+_TWO_SLOW = (("T4", 2, 1), ("A10G", 1, 1), ("A100", 1, 1))
+
+
+@pytest.mark.parametrize("width", [256, 512, 1024])
+@pytest.mark.parametrize(
+    ("types", "nics", "batch"),
+    [
+        (_ONE_FAST, {"A100": 5.5e7, "A10G": 9.5e8, "T4": 1.3e8}, 8),
+        (_TWO_SLOW, {"T4": 6e7, "A10G": 1e9, "A100": 3e7}, 6),
+    ],
+)
+def test_a_fast_link_serves_several_slow_ones(types: tuple, nics: dict[str, float], batch: int, width: int) -> None:
+    """The best plans let one fast link hold what slow ones share, cut against the GPUs' speed; estimates rank them low."""
+    of, spec = with_nics(fleet(*types), nics), model(4, width, 8000)
+    asked = request(of, batch, spec, max_microbatch_sequences=2, min_node_disjoint_holders=2)
     best = plan_with("exhaustive", asked).prediction.step_time_s
     assert plan_with("autohet", asked).prediction.step_time_s <= best * (1 + 1e-9)
