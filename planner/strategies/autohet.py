@@ -22,6 +22,7 @@ from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
 from planner.strategies.engine import Engine, Found
 from planner.strategies.few import FEW_GPUS
+from planner.strategies.interleave import interleaved
 from planner.strategies.narrow import narrowed
 from planner.strategies.placement import place
 from planner.strategies.rebalance import rebalanced
@@ -36,7 +37,7 @@ _FEWEST = 8
 _FEWER_GPUS = 192
 _WALKS = 4  # of up to `_FEWEST` GPUs, of more one
 _WALKS_APART = 8  # where each layer has to lie on several nodes: fewer changes keep that
-_SHARE_ROUNDS = 3
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,12 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
+    if len(request.fleet.workers) <= MOST_GPUS:
+        best = _climb(request, best, lambda plan: interleaved(request, tables, engine.estimator, plan), _ROUNDS)
     if len(request.fleet.workers) <= FEW_GPUS:
         best = _anneal(request, tables, plans, best, effort.tries, hurry)
     elif len(request.fleet.workers) <= MOST_GPUS:
-        best = _climb(request, best, early_shifts, _SHARE_ROUNDS)
+        best = _climb(request, best, early_shifts, _ROUNDS)
     best = _share_anew(request, best)
     bound = beside.lower_bound_s if beside else found.lower_bound_s
     if request.thorough_bound and effort.bounded:
@@ -149,7 +152,7 @@ def _share_anew(request: Request, best: Costed) -> Costed:
     def shared(plan: Plan) -> Iterator[Plan]:
         yield rebalanced(plan, request.cost.pipelines_s(plan))
 
-    return _climb(request, best, shared, _SHARE_ROUNDS)
+    return _climb(request, best, shared, _ROUNDS)
 
 
 def _climb(request: Request, best: Costed, changes: Callable[[Plan], Iterable[Plan]], rounds: int) -> Costed:
