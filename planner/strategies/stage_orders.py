@@ -56,14 +56,13 @@ class _Reach:
     def shapes(self, limits: Floats) -> Iterator[tuple[float, Shape]]:
         """(bottleneck, pipeline) for the least of the limits that each number of stages meets."""
         starts, last = self._starts(limits)
-        best: dict[int, tuple[int, Numbers]] = {}
+        first: dict[int, tuple[int, Numbers]] = {}
         for numbers, start in starts.items():
-            if (whole := np.flatnonzero(start == 0)).size and sum(numbers) > 0:
-                found = best.setdefault(sum(numbers), (int(whole[0]), numbers))
-                best[sum(numbers)] = min(found, (int(whole[0]), numbers))
-        for i, numbers in best.values():
+            if (whole := np.flatnonzero(start == 0)).size:
+                found = int(whole[0]), numbers
+                first[sum(numbers)] = min(found, first.get(sum(numbers), found))
+        for i, at in first.values():
             rows, ends = [], []
-            at = numbers
             while any(at):
                 kind = int(last[at][i])
                 at = _less(at, kind)
@@ -93,7 +92,7 @@ class _Reach:
         return starts, last
 
     def _start(self, row: int, after: int, ends: Ints, limits: Floats) -> Ints:
-        """The first layer of a stage with so many after it that ends there. One that would leave nothing but the embedding leaves a block."""
+        """The first layer of a stage with so many after it that ends there; the embedding is not left alone."""
         tables, sums = self.tables, self.tables.time_sums[row]
         layers = tables.num_layers
         hidden = min(1.0, tables.begun_ahead * after / max(self.microbatches - 1, 1))

@@ -40,7 +40,9 @@ def _cuts(layers: int, depth: int) -> list[tuple[int, ...]]:
 def test_each_number_of_stages_gets_the_best_order_and_cut(
     memory_gib: float, counts: tuple[int, int, int], blocks: int, microbatches: int
 ) -> None:
-    of = fleet(("A100", 2, 1), ("A10G", 2, 1), ("T4", 2, 1), memory_gib=dict.fromkeys(("A100", "A10G", "T4"), memory_gib))
+    of = fleet(
+        ("A100", 2, 1), ("A10G", 2, 1), ("T4", 2, 1), memory_gib=dict.fromkeys(("A100", "A10G", "T4"), memory_gib)
+    )
     asked = request(of, 8, model(blocks, 256, 1000), max_microbatch_sequences=1)
     tables = tables_of(asked)
     groups = {row: count for row, count in enumerate(counts) if count}
