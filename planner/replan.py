@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from planner.cluster import NodeType
 from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
@@ -282,10 +283,10 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
     """The same plan with equal groups exchanged so that layers stay where they are: each stage takes, among the
     groups of its node type
     and TP degree, the one that already holds most of it; largest overlaps first."""
-    slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    slots: dict[tuple[NodeType, int], list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            kind = request.fleet.node_of(stage.workers[0]).node_type.name
+            kind = request.fleet.node_of(stage.workers[0]).node_type
             slots.setdefault((kind, stage.tp_degree), []).append((p, s))
     chosen: dict[tuple[int, int], tuple[str, ...]] = {}
     for places in slots.values():

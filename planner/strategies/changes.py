@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from planner.cluster import NodeType
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Estimator, Shape, assign_microbatches
@@ -84,12 +85,12 @@ class Changes:
         wanted = self.rng.choice(list(dict.fromkeys(looks)))
         return [i for i, look in enumerate(looks) if look == wanted]
 
-    def _look(self, pipeline: Pipeline) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+    def _look(self, pipeline: Pipeline) -> tuple[int, tuple[tuple[int, int, NodeType], ...]]:
         stages = [(s.num_layers, s.tp_degree, self._node_type(s.workers)) for s in pipeline.stages]
         return pipeline.microbatch_sequences, tuple(stages)
 
-    def _node_type(self, group: Group) -> str:
-        return self.request.fleet.node_of(group[0]).node_type.name
+    def _node_type(self, group: Group) -> NodeType:
+        return self.request.fleet.node_of(group[0]).node_type
 
     def _shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
         shapes = [shape for pipeline in pipelines if (shape := self.stager.shape(pipeline)) is not None]
@@ -182,7 +183,7 @@ class Changes:
         """A few neighbouring groups go to another place, or all are reversed, or node types follow each other in another order."""
         depth, way = len(pipelines[chosen[0]].stages), self.rng.random()
         start, many, place = self.rng.randrange(depth), self.rng.choice((1, 1, 2, 3, 4)), self.rng.randrange(depth)
-        types = [node_type.name for node_type in self.request.cost.node_types]
+        types = list(self.request.cost.node_types)
         self.rng.shuffle(types)
 
         def change(groups: list[Group]) -> list[Group]:

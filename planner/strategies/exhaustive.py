@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from planner.cluster import Node
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.strategies.autohet import unacceptable
@@ -15,13 +16,14 @@ from planner.strategies.request import Answer, Request, SearchReport
 MAX_GPUS = 5
 MAX_BLOCKS = 6
 MAX_BATCH = 16
+_Type = tuple[str, float]  # a node type's name and slowdown
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A pipeline without workers: node type name and TP degree of each stage, blocks of each stage."""
+    """A pipeline without workers: node type and TP degree of each stage, blocks of each stage."""
 
-    kinds: tuple[tuple[str, int], ...]
+    kinds: tuple[tuple[_Type, int], ...]
     blocks: tuple[int, ...]
 
 
@@ -81,7 +83,7 @@ def _extend(
 def _forms(request: Request) -> Iterator[_Form]:
     """Every sequence of stages with every cut of the blocks."""
     top = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
-    types = {node.node_type.name: node.node_type for node in request.fleet.nodes}
+    types = {_type_of(node): node.node_type for node in request.fleet.nodes}
     kinds = [
         (name, tp)
         for name, node_type in sorted(types.items())
@@ -98,13 +100,17 @@ def _forms(request: Request) -> Iterator[_Form]:
                 yield _Form(sequence, tuple(b - a for a, b in itertools.pairwise(bounds)))
 
 
+def _type_of(node: Node) -> _Type:
+    return node.node_type.name, node.node_type.slowdown
+
+
 def _workers_of(forms: tuple[_Form, ...], request: Request) -> list[list[tuple[str, ...]]] | None:
     """First-fit workers, largest groups first; None where they do not fit."""
     free = {node.name: list(node.workers) for node in request.fleet.nodes}
     wanted = [(-tp, p, s, name) for p, form in enumerate(forms) for s, (name, tp) in enumerate(form.kinds)]
     out: list[list[tuple[str, ...]]] = [[()] * len(form.kinds) for form in forms]
     for size, p, s, name in sorted(wanted):
-        node = next((n for n in request.fleet.nodes if n.node_type.name == name and len(free[n.name]) >= -size), None)
+        node = next((n for n in request.fleet.nodes if _type_of(n) == name and len(free[n.name]) >= -size), None)
         if node is None:
             return None
         out[p][s], free[node.name] = tuple(free[node.name][:-size]), free[node.name][-size:]

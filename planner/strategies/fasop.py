@@ -67,9 +67,9 @@ def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, .
     seen = set()
     for turn in range(0, len(nodes), -(-len(nodes) // most) if most else 1):
         order = (*nodes[turn:], *nodes[:turn])
-        names = tuple(node.node_type.name for node in order)
-        if names not in seen:
-            seen.add(names)
+        types = tuple(node.node_type for node in order)
+        if types not in seen:
+            seen.add(types)
             yield order
 
 

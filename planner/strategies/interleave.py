@@ -19,8 +19,10 @@ _KEPT = 2
 def interleaved(request: Request, tables: Tables, estimator: Estimator, plan: Plan) -> Iterator[Plan]:
     """Plans in which pipelines of one shape have their groups, and those that are idle, in another order."""
     draft = draft_of(tables, plan, request.fleet) if tables.begun_ahead > 1 else None
-    for shape, count in dict(draft.pipelines if draft else ()).items():
-        assert draft is not None
+    if draft is None:
+        return
+    batch, length = request.global_batch_sequences, request.sequence_length
+    for shape, count in dict(draft.pipelines).items():
         groups = _groups(tables, draft, shape)
         if len(groups) == 1:
             continue
@@ -29,11 +31,9 @@ def interleaved(request: Request, tables: Tables, estimator: Estimator, plan: Pl
         orders = best_orders(tables, groups, count, request.deepest(tables.num_blocks), longest_s)
         for other in sorted(orders, key=lambda one: estimator.quick_s(one, count))[:_KEPT]:
             shapes = [other if each == shape else each for each, _ in draft.pipelines]
-            moved = assign_microbatches(estimator, shapes, request.global_batch_sequences)
+            moved = assign_microbatches(estimator, shapes, batch)
             if moved is not None and draft_fits(estimator, moved):
-                placed = place(
-                    tables, moved, request.spec.name, request.global_batch_sequences, request.sequence_length
-                )
+                placed = place(tables, moved, request.spec.name, batch, length)
                 if placed is not None:
                     yield placed
 

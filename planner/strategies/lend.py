@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.cluster import NodeType
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.staged import Group, Stager
@@ -90,7 +91,7 @@ class Lender:
     def _lent(self, q: int, p: int, roster: Roster) -> Iterator[_Move]:
         """Of each sort of node that pipeline p has, the last one or two to pipeline q."""
         receiver, nodes = roster.crews[q], _nodes(roster.crews[p].groups)
-        by_kind: dict[tuple[str, ...], list[int]] = {}
+        by_kind: dict[tuple[tuple[NodeType, int], ...], list[int]] = {}
         for i, node in enumerate(nodes):
             by_kind.setdefault(self._kind(node), []).append(i)
         size = self._size(roster.crews[p])
@@ -121,8 +122,8 @@ class Lender:
         rows = self.stager.rows(groups, size)
         return None if rows is None else Crew(groups, rows)
 
-    def _kind(self, node: Sequence[Group]) -> tuple[str, ...]:
-        return tuple(f"{self.stager.fleet.node_of(group[0]).node_type.name} {len(group)}" for group in node)
+    def _kind(self, node: Sequence[Group]) -> tuple[tuple[NodeType, int], ...]:
+        return tuple((self.stager.fleet.node_of(group[0]).node_type, len(group)) for group in node)
 
     def _size(self, crew: Crew) -> int:
         return self.tables.rows[crew.rows[0]].microbatch

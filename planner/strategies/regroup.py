@@ -68,8 +68,8 @@ def _variants(tables: Tables, rows: tuple[int, ...], max_stages: int) -> Iterato
 def _other_degrees(tables: Tables, row: int) -> Iterator[tuple[int, bool]]:
     """(row, whether its groups are twice as large) of half and twice the degree, on the same GPUs with the same microbatch."""
     kind = tables.kinds[tables.rows[row].kind]
-    name, size = tables.resources[kind.resource].node_type.name, tables.rows[row].microbatch
+    node_type, size = tables.resources[kind.resource].node_type, tables.rows[row].microbatch
     for degree in (kind.tp_degree // 2, 2 * kind.tp_degree):
-        other = tables.row_of.get((name, degree, size))
+        other = tables.row_of.get((node_type, degree, size))
         if other is not None:
             yield other, degree > kind.tp_degree

@@ -32,7 +32,7 @@ class Stager:
     def __init__(self, tables: Tables, fleet: Fleet):
         self.tables = tables
         self.fleet = fleet
-        self._kind = {(tables.resources[k.resource].node_type.name, k.tp_degree): i for i, k in enumerate(tables.kinds)}
+        self._kind = {(tables.resources[k.resource].node_type, k.tp_degree): i for i, k in enumerate(tables.kinds)}
         self._row = {(row.kind, row.microbatch): i for i, row in enumerate(tables.rows)}
 
     def stages(self, gpus: Sequence[str], sizes: Sequence[int], width: int, microbatch: int) -> Staged | None:
@@ -66,7 +66,7 @@ class Stager:
         nodes = {worker.rsplit("/", 1)[0] for worker in group}
         if len(nodes) != 1:
             return None
-        kind = self._kind.get((self.fleet.node_of(group[0]).node_type.name, len(group)))
+        kind = self._kind.get((self.fleet.node_of(group[0]).node_type, len(group)))
         return None if kind is None else self._row.get((kind, microbatch))
 
     def slowest(self, staged: Staged) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.cluster import Fleet
+from planner.cluster import Fleet, NodeType
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.drafts import Draft, Estimator, Shape
 from planner.strategies.refine import FAR_BEHIND, draft_fits
@@ -25,11 +25,11 @@ _SIMULATED = 2
 class Grid:
     """`width` pipelines of `len(split)` stages over tensor-parallel groups in the fleet's order, `count` microbatches of `size` each.
 
-    groups, kinds: workers of each group and the name of its node type.
+    groups, kinds: workers of each group and its node type.
     """
 
     groups: Sequence[tuple[str, ...]]
-    kinds: Sequence[str]
+    kinds: Sequence[NodeType]
     width: int
     split: tuple[int, ...]
     count: int
@@ -40,7 +40,7 @@ class Grid:
         depth, degree = len(self.split), len(self.groups[0])
         ends = tuple(end + 1 for end in itertools.accumulate(self.split))
         ends = (*ends[:-1], ends[-1] + 1)
-        shapes: dict[tuple[str, ...], Shape] = {}
+        shapes: dict[tuple[NodeType, ...], Shape] = {}
         chosen = [tuple(self.kinds[d : d + self.width * depth : self.width]) for d in range(self.width)]
         for kinds in dict.fromkeys(chosen):
             rows = [tables.row_of.get((kind, degree, self.size)) for kind in kinds]
@@ -78,7 +78,7 @@ def grids_of(request: Request, tables: Tables, *, max_tp: int, balanced: bool) -
     batch = request.global_batch_sequences
     for tp in degrees:
         groups = _groups(request.fleet, tp)
-        kinds = [request.fleet.node_of(group[0]).node_type.name for group in groups]
+        kinds = [request.fleet.node_of(group[0]).node_type for group in groups]
         for depth in range(1, min(len(groups), request.deepest(tables.num_blocks)) + 1):
             split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
             for size in sizes:
@@ -117,7 +117,7 @@ def draft_of(tables: Tables, plan: Plan, fleet: Fleet) -> Draft | None:
     for pipeline in plan.pipelines:
         rows, ends = [], []
         for stage in pipeline.stages:
-            kind = fleet.node_of(stage.workers[0]).node_type.name
+            kind = fleet.node_of(stage.workers[0]).node_type
             row = tables.row_of.get((kind, stage.tp_degree, pipeline.microbatch_sequences))
             if row is None:
                 return None

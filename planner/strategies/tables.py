@@ -205,9 +205,9 @@ class Tables:
         return np.array([max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)])
 
     @cached_property
-    def row_of(self) -> dict[tuple[str, int, int], int]:
-        """The row of a node type's name, TP degree and microbatch size."""
-        kinds = [(self.resources[kind.resource].node_type.name, kind.tp_degree) for kind in self.kinds]
+    def row_of(self) -> dict[tuple[NodeType, int, int], int]:
+        """The row of a node type, TP degree and microbatch size."""
+        kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
         return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows)}
 
     def update_s(self, num_bytes: Floats, resources: tuple[int, ...]) -> Floats:

@@ -63,6 +63,12 @@ def with_nics(of: Fleet, bytes_per_s: Mapping[str, float]) -> Fleet:
     return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
+def slowed(of: Fleet, name: str, slowdown: float) -> Fleet:
+    """The fleet with one node as much slower than others of its type."""
+    slow = {n.name: replace(n, node_type=replace(n.node_type, slowdown=slowdown)) for n in of.nodes if n.name == name}
+    return Fleet(of.generation, tuple(slow.get(node.name, node) for node in of.nodes))
+
+
 def request(of: Fleet, batch: int, spec: ModelSpec | None = None, framework: str = OURS, **wishes: object) -> Request:
     spec = spec or model()
     parameters = framework_parameters(framework, CostParameters())

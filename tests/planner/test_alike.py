@@ -21,6 +21,11 @@ from tests.planner.cases import fleet, model, request
 TYPES = (("A100", 4, 8), ("T4", 6, 8))
 
 
+def _row(tables, kind, degree):
+    """Of a node type by its name, one sequence a microbatch."""
+    return next(row for (of, d, size), row in tables.row_of.items() if (of.name, d, size) == (kind, degree, 1))
+
+
 def cut(tables, rows):
     cuts = Balancer(tables, len(rows)).cut_each([rows])
     return Shape(rows, tuple(cuts.ends[0].tolist()))
@@ -31,7 +36,7 @@ def cut(tables, rows):
 def test_the_tables_time_pipelines_side_by_side_as_the_simulation_of_their_placement_does(number, degree):
     asked = request(fleet(*TYPES), 16 * number, model(48, 512))
     tables = tables_of(asked)
-    fast, slow = (tables.row_of[kind, degree, 1] for kind in ("a100", "t4"))
+    fast, slow = (_row(tables, kind, degree) for kind in ("a100", "t4"))
     estimator = Estimator(beside(asked, tables, number))
     shape = cut(estimator.tables, (fast,) * (32 // number // degree) + (slow,) * (48 // number // degree))
     draft = Draft(((shape, 16),) * number)
@@ -55,7 +60,7 @@ def in_parts(number, parts):
     asked = request(fleet(("A100", 8, 8), ("T4", 12, 8)), 16 * number, model(48, 512))
     tables = tables_of(asked)
     estimator = Estimator(beside(asked, tables, -(-number // parts)))
-    shape = cut(estimator.tables, (tables.row_of["a100", 1, 1],) * 8 + (tables.row_of["t4", 1, 1],) * 12)
+    shape = cut(estimator.tables, (_row(tables, "a100", 1),) * 8 + (_row(tables, "t4", 1),) * 12)
     plan = place_by_stage(tables, Draft(((shape, 16),) * number), parts, "tiny", 16 * number, 128)
     return asked, tables, estimator, shape, plan
 
@@ -107,7 +112,7 @@ def test_other_groups_on_the_same_gpus_divide_blocks_better():
     """Ten blocks on four pairs of GPUs: two pairs hold three; merged into one group of four they hold six together."""
     asked = request(fleet(("A100", 1, 8)), 32, model(10, 512))
     tables = tables_of(asked)
-    estimator, pair = Estimator(tables), tables.row_of["a100", 2, 1]
+    estimator, pair = Estimator(tables), _row(tables, "a100", 2)
     draft = assign_microbatches(estimator, [cut(tables, (pair,) * 4)], 32)
     better = regrouped(estimator, draft, 32, 8)
     assert better is not None
@@ -121,6 +126,6 @@ def test_other_groups_on_the_same_gpus_divide_blocks_better():
 def test_no_group_changes_on_nodes_of_one_gpu():
     asked = request(fleet(("A100", 4, 1)), 64, model(8, 512))
     tables = tables_of(asked)
-    single = tables.row_of["a100", 1, 1]
+    single = _row(tables, "a100", 1)
     draft = assign_microbatches(Estimator(tables), [cut(tables, (single,) * 4)], 64)
     assert regrouped(Estimator(tables), draft, 64, 4) is None

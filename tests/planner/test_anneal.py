@@ -13,7 +13,8 @@ from planner.strategies import Request, plan_with
 from planner.strategies.anneal import Annealer
 from planner.strategies.changes import Changes
 from planner.strategies.cost_tables import tables_of
-from tests.planner.cases import fleet, model, request, with_nics
+from planner.strategies.symmetric import draft_of
+from tests.planner.cases import fleet, model, request, slowed, with_nics
 
 
 def _seconds(asked: Request, plan: Plan) -> float:
@@ -99,3 +100,23 @@ def test_a_fast_link_serves_several_slow_ones(types: tuple, nics: dict[str, floa
     asked = request(of, batch, spec, max_microbatch_sequences=2, min_node_disjoint_holders=2)
     best = plan_with("exhaustive", asked).prediction.step_time_s
     assert plan_with("autohet", asked).prediction.step_time_s <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("slowdown", [1.5, 2.5])
+@pytest.mark.parametrize(("types", "slow"), [((("A100", 3, 1),), "a100-1"), ((("A100", 2, 1), ("T4", 2, 1)), "a100-0")])
+def test_a_node_slower_than_others_of_its_type_is_planned_as_well_as_by_every_plan(
+    types: tuple, slow: str, slowdown: float
+) -> None:
+    asked = request(slowed(fleet(*types), slow, slowdown), 8, model(5), max_microbatch_sequences=2)
+    best = plan_with("exhaustive", asked).prediction.step_time_s
+    assert plan_with("autohet", asked).prediction.step_time_s <= best * (1 + 1e-9)
+
+
+def test_a_plan_reads_back_into_the_row_of_each_nodes_own_speed() -> None:
+    asked = request(slowed(fleet(("A100", 2, 1)), "a100-0", 2.0), 4, model(4))
+    tables = tables_of(asked)
+    stages = (Stage(0, 2, ("a100-0/0",)), Stage(2, 2, ("a100-1/0",)))
+    draft = draft_of(tables, Plan("tiny", 4, 1, 128, (Pipeline(stages, 4, 1),)), asked.fleet)
+    assert draft is not None
+    slow, fast = (float(tables.time_sums[row, -1]) for row in draft.pipelines[0][0].rows)
+    assert slow == pytest.approx(2 * fast)
