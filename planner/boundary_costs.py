@@ -1,9 +1,9 @@
 """What hidden states and their gradients take from stage to stage: links, slices, NICs that several pipelines share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import Fleet, Node, NodeType
 from planner.communication import Links
 from planner.plan import Pipeline, Plan, Stage
 from planner.transfers import Transfer, transfers_between
@@ -11,11 +11,20 @@ from planner.transfers import Transfer, transfers_between
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """One direction of a boundary. hops: each sort of transfer once: sender's and receiver's node type, the node that it leaves (None
-    inside a node), slices; leaving: node -> hidden states that leave it, as if whole."""
+    """One direction of a boundary. hops: each sort of transfer once: sender's and receiver's node, slices; leaving, arriving: node ->
+    hidden states that leave it and arrive there, as if whole."""
 
-    hops: tuple[tuple[NodeType, NodeType, str | None, int], ...]
+    hops: tuple[tuple[Node, Node, int], ...]
     leaving: tuple[tuple[str, float], ...]
+    arriving: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """(node, boundary, whether forward) -> hidden states of all pipelines that leave the node, and that arrive there."""
+
+    leaving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
 
 
 class BoundaryCosts:
@@ -25,18 +34,20 @@ class BoundaryCosts:
     def __init__(self, fleet: Fleet, links: Links, message_bytes: Callable[[int], float], sliced: bool) -> None:
         self.fleet, self.links, self.message_bytes, self.sliced = fleet, links, message_bytes, sliced
         self._crossings: dict[tuple[Stage, Stage], _Crossing] = {}
-        self._seconds: dict[tuple[NodeType, NodeType, bool, int, int, float], float] = {}
-        self._loads: tuple[Plan, dict[tuple[str, int, bool], float]] | None = None
+        self._seconds: dict[tuple[NodeType, NodeType, bool, int, int, float, float], float] = {}
+        self._loads: tuple[Plan, _Loads] | None = None
 
     def hop_s(
-        self, sender: NodeType, receiver: NodeType, microbatch: int, same_node: bool, slices: int, flows: float
-    ) -> float:
-        """Seconds of one transfer, with the gathering of slices after it; `flows` as large as this one share the NICs."""
-        key = (sender, receiver, same_node, microbatch, slices, flows)
+        self, sender: NodeType, receiver: NodeType, microbatch: int, same_node: bool, slices: int, leaving: float,
+        arriving: float,
+    ) -> float:  # fmt: skip
+        """Seconds of one transfer, with the gathering of slices after it; so many as large as this one leave the sender's NIC at the same
+        time, and arrive at the receiver's."""
+        key = (sender, receiver, same_node, microbatch, slices, leaving, arriving)
         known = self._seconds.get(key)
         if known is None:
             size = self.message_bytes(microbatch)
-            known = self.links.message_s(sender, receiver, same_node, size / slices, flows)
+            known = self.links.message_s(sender, receiver, same_node, size / slices, leaving, arriving)
             known = self._seconds[key] = known + self.links.all_gather_s(receiver, slices, size)
         return known
 
@@ -49,13 +60,14 @@ class BoundaryCosts:
             backward.append(self._boundary_s(self._crossing(b, a), loads, i, False, size))
         return forward, backward
 
-    def _boundary_s(
-        self, crossing: _Crossing, loads: dict[tuple[str, int, bool], float], index: int, forward: bool, size: int
-    ) -> float:
+    def _boundary_s(self, crossing: _Crossing, loads: _Loads, index: int, forward: bool, size: int) -> float:
         slowest = 0.0
-        for sender, receiver, node, slices in crossing.hops:
-            flows = 1.0 if node is None else max(1.0, loads[node, index, forward] * slices)
-            slowest = max(slowest, self.hop_s(sender, receiver, size, node is None, slices, flows))
+        for a, b, slices in crossing.hops:
+            leaving = arriving = 1.0
+            if a is not b:
+                leaving = max(1.0, loads.leaving[a.name, index, forward] * slices)
+                arriving = max(1.0, loads.arriving[b.name, index, forward] * slices)
+            slowest = max(slowest, self.hop_s(a.node_type, b.node_type, size, a is b, slices, leaving, arriving))
         return slowest
 
     def _crossing(self, sender: Stage, receiver: Stage) -> _Crossing:
@@ -65,24 +77,27 @@ class BoundaryCosts:
         return known
 
     def _new_crossing(self, transfers: tuple[Transfer, ...]) -> _Crossing:
-        hops, leaving = [], dict[str, float]()
+        hops = dict[tuple[str, str, int], tuple[Node, Node, int]]()
+        leaving, arriving = dict[str, float](), dict[str, float]()
         for transfer in transfers:
             a, b = self.fleet.node_of(transfer.source), self.fleet.node_of(transfer.target)
             slices = transfer.slices if self.sliced else 1
             if a is not b:
                 leaving[a.name] = leaving.get(a.name, 0.0) + 1 / slices
-            hops.append((a.node_type, b.node_type, None if a is b else a.name, slices))
-        return _Crossing(tuple(dict.fromkeys(hops)), tuple(leaving.items()))
+                arriving[b.name] = arriving.get(b.name, 0.0) + 1 / slices
+            hops[a.name, b.name, slices] = a, b, slices
+        return _Crossing(tuple(hops.values()), tuple(leaving.items()), tuple(arriving.items()))
 
-    def _loads_of(self, plan: Plan) -> dict[tuple[str, int, bool], float]:
-        """What leaves each node over the same boundary of all pipelines: they run in step and share its NIC."""
+    def _loads_of(self, plan: Plan) -> _Loads:
+        """Of the same boundary of all pipelines: they run in step and share NICs."""
         if self._loads is not None and self._loads[0] is plan:
             return self._loads[1]
-        found: dict[tuple[str, int, bool], float] = {}
+        loads = _Loads()
         for pipeline in plan.pipelines:
             for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
                 for forward, crossing in ((True, self._crossing(a, b)), (False, self._crossing(b, a))):
-                    for node, load in crossing.leaving:
-                        found[node, i, forward] = found.get((node, i, forward), 0.0) + load
-        self._loads = (plan, found)
-        return found
+                    for found, there in ((loads.leaving, crossing.leaving), (loads.arriving, crossing.arriving)):
+                        for node, load in there:
+                            found[node, i, forward] = found.get((node, i, forward), 0.0) + load
+        self._loads = (plan, loads)
+        return loads

@@ -71,9 +71,14 @@ class Links:
     table: LinkTable | None = None
 
     def bandwidth(
-        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, flows: float
-    ) -> float:
-        """Bytes per second of one of `flows` equal flows that share the sender's and receiver's NIC (inside a node:
+        self,
+        sender: NodeType,
+        receiver: NodeType,
+        same_node: bool,
+        message_bytes: float, leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive at the receiver's (inside a node:
         none shared)."""
         scope = "intra" if same_node else "inter"
         measured = None
@@ -82,23 +87,27 @@ class Links:
         if same_node:
             nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
             return measured if measured is not None else nominal * self.parameters.efficiency_intra
-        nic = min(sender.inter_node_bytes_per_s, receiver.inter_node_bytes_per_s) * self.parameters.efficiency_inter
-        share = nic / max(flows, 1.0)
+        sent = sender.inter_node_bytes_per_s / max(leaving, 1.0)
+        taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
+        share = min(sent, taken) * self.parameters.efficiency_inter
         return share if measured is None else min(measured, share)
 
     def latency(self, same_node: bool) -> float:
         return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
 
     def message_s(
-        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, flows: float = 1.0
-    ) -> float:
-        """One message between two GPUs."""
-        rate = self.bandwidth(sender, receiver, same_node, message_bytes, flows)
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """One message between two GPUs, while as many leave the sender's NIC and arrive at the receiver's."""
+        rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
         return self.latency(same_node) + message_bytes / rate
 
-    def all_reduce_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float = 1.0) -> float:
-        """A ring all-reduce over workers given as (node name, node type), ordered node by node; `flows` rings share
-        each NIC."""
+    def all_reduce_s(
+        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float | Mapping[str, float] = 1.0
+    ) -> float:
+        """A ring all-reduce over workers given as (node name, node type), ordered node by node; flows: rings that share each NIC, or
+        node -> those that share its."""
         count = len(members)
         if count < 2 or num_bytes <= 0:
             return 0.0
@@ -108,11 +117,14 @@ class Links:
         chunk = num_bytes / count
         slowest = 0.0
         if len(nodes) < count:
-            slowest = max(volume / self.bandwidth(k, k, True, chunk, 1.0) for k in kinds)
+            slowest = max(volume / self.bandwidth(k, k, True, chunk) for k in kinds)
         if len(nodes) > 1:
-            pairs = [(a, b) for i, a in enumerate(kinds) for b in kinds[i:]]
+            ends = list(
+                dict.fromkeys((kind, flows[n] if isinstance(flows, Mapping) else flows) for n, kind in nodes.items())
+            )
             reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
-            slowest = max(slowest, *(volume / (reached * self.bandwidth(a, b, False, chunk, flows)) for a, b in pairs))
+            rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
+            slowest = max(slowest, volume / (reached * min(rates)))
         return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
 
     def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
@@ -120,5 +132,5 @@ class Links:
         if count < 2 or num_bytes <= 0:
             return 0.0
         part = num_bytes / count
-        rate = self.bandwidth(node_type, node_type, True, part, 1.0)
+        rate = self.bandwidth(node_type, node_type, True, part)
         return (count - 1) * part / rate + math.log2(count) * self.latency(True)

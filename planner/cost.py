@@ -4,7 +4,7 @@ A search reads `layer_costs` (arrays over the layers of one way to use a node ty
 `predict` runs the whole model with the event simulation. All of it is a function of the arguments alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -166,17 +166,21 @@ class CostModel:
 
     def boundary_s(
         self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, tp_degree: int = 1,
-        groups: float = 1.0,
+        leaving: float = 1.0, arriving: float = 1.0,
     ) -> float:  # fmt: skip
-        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of `tp_degree` GPUs of one node;
-        so many such groups share the NICs."""
+        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of `tp_degree` GPUs of one node; for so
+        many such groups transfers leave the sender's node and arrive at the receiver's."""
         slices = tp_degree if self.parameters.sliced_boundaries and not same_node else 1
-        flows = 1.0 if same_node else groups * tp_degree
-        return self._boundaries.hop_s(sender, receiver, microbatch, same_node, slices, flows)
+        each = 0.0 if same_node else float(tp_degree)
+        return self._boundaries.hop_s(
+            sender, receiver, microbatch, same_node, slices, max(1.0, leaving * each), max(1.0, arriving * each)
+        )
 
-    def sync_s(self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float = 1.0) -> float:
-        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); `flows` rings share
-        each NIC."""
+    def sync_s(
+        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float | Mapping[str, float] = 1.0
+    ) -> float:
+        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); flows: rings that share each NIC, or
+        node -> those that share its."""
         return self.links.all_reduce_s(members, num_bytes, flows)
 
     def tied_sync_bytes(self, tp_degree: int) -> float:

@@ -85,7 +85,7 @@ def _ring(job: SyncJob, fleet: Fleet, links: Links, crossing: Mapping[str, set[s
     nodes = {worker: fleet.node_of(worker) for worker in job.members}
     members = sorted(((node.name, node.node_type) for node in nodes.values()), key=lambda m: m[0])
     flows = _flows(members, crossing)
-    seconds = links.all_reduce_s(members, job.num_bytes, max(flows.values()))
+    seconds = links.all_reduce_s(members, job.num_bytes, flows)
     alike = {(node.node_type, flows[node.name]) for node in nodes.values()}
     if len(alike) == 1:
         return Ring(seconds, dict.fromkeys(job.members, seconds))

@@ -20,7 +20,7 @@ from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
-from planner.strategies.engine import Engine, Found
+from planner.strategies.engine import SEVERAL_DEGREES_GPUS, Engine, Found
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.interleave import interleaved
 from planner.strategies.narrow import narrowed
@@ -96,9 +96,10 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     best = _share_anew(request, best)
     bound = beside.lower_bound_s if beside else found.lower_bound_s
     if request.thorough_bound and effort.bounded:
-        bound = max(bound, bound_over_paths_s(request, tables, hurry))
+        over_paths = bound_over_paths_s(request, tables, hurry)
+        bound = max(bound, over_paths) if len(request.fleet.workers) <= SEVERAL_DEGREES_GPUS else over_paths
     step = best.prediction.step_time_s
-    proved = min(bound, step) or None  # which may lie outside the bound's family: two TP degrees on one node type
+    proved = min(bound, step) or None  # which listed columns may leave out: two TP degrees on one node type
     gap = None if proved is None else step / proved - 1
     report = SearchReport(request.clock() - begin, found.evaluated + len(plans), proved, gap)
     return Answer(

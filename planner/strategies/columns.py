@@ -22,7 +22,7 @@ _SHALLOW = 6
 
 @dataclass(frozen=True)
 class Columns:
-    """One entry a column. rows: (n, R) table row of each slot, -1 where unused; counts: (n, R) stages of it.
+    """One entry a column. rows: (n, S) table row of each slot, -1 where unused; counts: (n, S) stages of it.
 
     usage: (n, resources) GPUs. bottleneck_s, fill_s: (n,) bounds; sync_bytes: (n,) least gradient bytes of a stage's
     worker. ahead: (n,) microbatches that the first stage may begin before the first backward reaches it, beside that one.
@@ -68,9 +68,10 @@ class Columns:
 class ColumnMaker:
     """Enumerates columns of one set of tables within a budget of columns; deeper pipelines are left out first.
 
-    degrees: TP degrees allowed; none: all. node_parts: for a search, where bottleneck and fill count typical transfers instead of the
-    least, so that they are no bounds: of each node type whole nodes only (1), or halves (2), and in mixed pipelines TP degrees
-    that differ by a factor of two at most, beside all pipelines of few stages; 0: everything, for a bound.
+    degrees: TP degrees allowed; none: all. several_degrees: whether a pipeline may have several on one node type. node_parts: for a
+    search, where bottleneck and fill count typical transfers instead of the least, so that they are no bounds: of each node type whole
+    nodes only (1), or halves (2), and in mixed pipelines TP degrees that differ by a factor of two at most, beside all pipelines of few
+    stages; 0: everything, for a bound.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class ColumnMaker:
         supply: Ints,
         node_parts: int = 0,
         degrees: Sequence[int] = (),
+        several_degrees: bool = False,
     ):
         self.tables = tables
+        self.several_degrees = several_degrees
         self.node_parts, self.degrees = node_parts, degrees
         self.max_stages = max_stages
         self.budget = budget
@@ -119,25 +122,26 @@ class ColumnMaker:
         """All columns within the budget, in a fixed order."""
         groups = [slots for slots in self._slots()]
         parts = [self._compositions(slots, depth) for slots, depth in self._depths(groups)]
-        width = len(self.tables.resources)
+        width = max(map(len, groups), default=1)
         parts = parts or [((0,), np.zeros((0, 1), dtype=np.int64))]
         rows = np.concatenate([_pad(np.broadcast_to(np.array(s), (len(c), len(s))), width, -1) for s, c in parts])
         counts = np.concatenate([_pad(c, width, 0) for _, c in parts])
         return self._bound(rows, counts)
 
     def _slots(self) -> Iterator[tuple[int, ...]]:
-        """Sets of table rows of different resources and one microbatch size."""
+        """Sets of table rows of one microbatch size and of different resources, unless these may have several degrees."""
         rows = self.tables.rows
         by_size: dict[int, dict[int, list[int]]] = {}
         for index, row in enumerate(rows):
             kind = self.tables.kinds[row.kind]
             if self.supply[kind.resource] < kind.tp_degree or (self.degrees and kind.tp_degree not in self.degrees):
                 continue
-            by_size.setdefault(row.microbatch, {}).setdefault(kind.resource, []).append(index)
+            one_of = index if self.several_degrees else kind.resource
+            by_size.setdefault(row.microbatch, {}).setdefault(one_of, []).append(index)
         for size in sorted(by_size):
             for width in range(1, len(by_size[size]) + 1):
                 for chosen in itertools.combinations(sorted(by_size[size]), width):
-                    product = itertools.product(*(by_size[size][resource] for resource in chosen))
+                    product = itertools.product(*(by_size[size][one_of] for one_of in chosen))
                     yield from (slots for slots in product if not self.node_parts or self._degrees_near(slots))
 
     def _degrees_near(self, slots: tuple[int, ...]) -> bool:
@@ -172,7 +176,11 @@ class ColumnMaker:
             shallow = _grid([min(limit, _SHALLOW) for limit in limits], [1] * len(slots), min(depth, _SHALLOW))
             counts = np.unique(np.concatenate([counts, shallow]), axis=0)
         most = np.array([self.room[r, 0] for r in slots])
-        return slots, counts[(counts * most).sum(axis=1) >= tables.num_blocks]
+        possible = (counts * most).sum(axis=1) >= tables.num_blocks
+        for resource in {kind.resource for kind in kinds} if self.several_degrees else ():
+            degrees = np.array([kind.tp_degree if kind.resource == resource else 0 for kind in kinds])
+            possible &= counts @ degrees <= self.supply[resource]
+        return slots, counts[possible]
 
     def _bound(self, rows: Ints, counts: Ints) -> Columns:
         tables = self.tables

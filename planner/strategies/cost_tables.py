@@ -1,6 +1,6 @@
 """The search's tables from the cost model: one row for each way to use a node type at each microbatch size."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -151,8 +151,10 @@ def _crossing(
     return seconds
 
 
-def ring_rate(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float) -> tuple[float, float]:
-    """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` rings share each NIC."""
+def ring_rate(
+    cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float | Mapping[str, float]
+) -> tuple[float, float]:
+    """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as for `CostModel.sync_s`."""
     low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9
 
@@ -167,7 +169,7 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
         if (used, pipelines) not in rates:
             types = [resources[r].node_type for r in sorted(used)]
             members = [(str(i), types[i % len(types)]) for i in range(max(pipelines, len(types)))]
-            flows = float(max(kind.num_gpus for kind in types))
+            flows = {name: float(kind.num_gpus) for name, kind in members}
             rates[used, pipelines] = ring_rate(cost, members, flows)
         latency, each = rates[used, pipelines]
         return latency + each * num_bytes
@@ -256,7 +258,7 @@ def _sync(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[SyncSha
         gpus = np.ceil(whole / max(shape.worker_bytes, 1.0))
         inside = len(used) == 1 and len(resources[shape.resources[0]].node_names) == 1
         members = [("node" if inside else str(i), used[i % len(used)]) for i in range(max(shape.pipelines, len(used)))]
-        flows = 1.0 if inside else float(min(gpus, max(kind.num_gpus for kind in used)))
+        flows = {name: 1.0 if inside else float(min(gpus, kind.num_gpus)) for name, kind in members}
         return cost.sync_s(members, shape.worker_bytes, flows=flows) + update + overhead
 
     return seconds

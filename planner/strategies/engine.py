@@ -29,6 +29,7 @@ from planner.strategies.regroup import regrouped
 from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 COLUMNS_GPUS = 64  # at most, for a bound over listed columns
+SEVERAL_DEGREES_GPUS = 8  # at most, for listing pipelines with several TP degrees on one node type
 _REGROUPED = 2
 _EFFORT = Effort()
 
@@ -96,7 +97,10 @@ class Engine:
 
     def _by_columns(self, drafts: dict[Draft, float]) -> Found:
         """Adds what packings of listed columns give; their relaxation is the bound."""
-        columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
+        several = self.mixed_tp and int(self.supply.sum()) <= SEVERAL_DEGREES_GPUS
+        columns = ColumnMaker(
+            self.tables, self.max_stages, self.effort.columns, self.supply, several_degrees=several
+        ).make()
         if len(columns) == 0:
             return Found(self._ranked(drafts), 0.0, 0)
         bound, prices = self._lower_bound(columns)

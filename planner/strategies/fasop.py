@@ -33,7 +33,7 @@ _FEW = 32
 _POLISH_ROUNDS = 6
 _OTHER_KIND = 0.2
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
-Transfer = tuple[NodeType, NodeType, bool, int, int]
+Transfer = tuple[NodeType, NodeType, bool, int, int, int]
 
 
 def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
@@ -128,7 +128,7 @@ class Transfers:
         self._seconds: dict[tuple[Transfer, int], float] = {}
 
     def seconds(self, staged: Staged, microbatch: int) -> list[float]:
-        """The slowest transfer of each boundary, one direction, the NIC shared by all that leave the node with it."""
+        """The slowest transfer of each boundary, one direction, NICs shared by all that leave and reach the nodes with it."""
         key = (len(staged.stages), staged.width, len(staged.stages[0][0]))
         if key not in self._kinds:
             self._kinds[key] = [self._between(*pair) for pair in itertools.pairwise(staged.stages)]
@@ -138,13 +138,15 @@ class Transfers:
         node_of = self._request.fleet.node_of
         pairs = [(node_of(a[0]), node_of(b[0]), len(b)) for a, b in zip(senders, receivers, strict=True)]
         leaving = Counter(a.name for a, b, _ in pairs if a is not b)
-        return {(a.node_type, b.node_type, a is b, tp, leaving[a.name]) for a, b, tp in pairs}
+        arriving = Counter(b.name for a, b, _ in pairs if a is not b)
+        return {(a.node_type, b.node_type, a is b, tp, leaving[a.name], arriving[b.name]) for a, b, tp in pairs}
 
     def _time(self, transfer: Transfer, microbatch: int) -> float:
         if (transfer, microbatch) not in self._seconds:
-            a, b, same, tp, groups = transfer
-            found = self._request.cost.boundary_s(a, b, microbatch, same_node=same, tp_degree=tp, groups=groups)
-            self._seconds[transfer, microbatch] = found
+            a, b, same, tp, leaving, arriving = transfer
+            self._seconds[transfer, microbatch] = self._request.cost.boundary_s(
+                a, b, microbatch, same_node=same, tp_degree=tp, leaving=leaving, arriving=arriving
+            )
         return self._seconds[transfer, microbatch]
 
 

@@ -100,7 +100,7 @@ def sync_s(space: Space, program: Program) -> float:
     tables, update = space.tables, 0.0
     most = degrees_of(space, program)[1]
     members: list[tuple[str, NodeType]] = []
-    taken, rings = [0] * len(tables.resources), dict[NodeType, int]()
+    taken, flows, degrees = [0] * len(tables.resources), dict[str, float](), dict[NodeType, int]()
     for part in program:
         kind = tables.kinds[tables.rows[part.row].kind]
         resource = tables.resources[kind.resource]
@@ -109,14 +109,14 @@ def sync_s(space: Space, program: Program) -> float:
         # Nodes fill up one after the other; smaller groups in what larger ones left of each count as if beyond them.
         nodes = [i // resource.node_type.num_gpus % len(resource.node_names) for i in gpus]
         members += [(resource.node_names[i], resource.node_type) for i in nodes]
-        rings[resource.node_type] = max(rings.get(resource.node_type, 1), most // kind.tp_degree)
+        flows |= {resource.node_names[i]: float(kind.tp_degree) for i in nodes}
+        degrees[resource.node_type] = min(degrees.get(resource.node_type, most), kind.tp_degree)
         costs = space.cost.layer_costs(resource.node_type, kind.tp_degree, tables.rows[part.row].microbatch)
         update = max(update, float(costs.update_s.sum()))
     whole = tables.stage_sync_bytes(program[0].row, 0, tables.num_layers) * degree_of(tables, program[0].row)
     members.sort(key=lambda member: member[0])
-
-    def ring_s(of: list[tuple[str, NodeType]]) -> float:
-        return space.cost.sync_s(of, whole / most, flows=float(most))
-
-    own = max(ring_s([(name, kind) for name, _ in members]) * number for kind, number in rings.items())
-    return max(ring_s(members), own) + update + space.cost.parameters.step_overhead_s
+    ring = space.cost.sync_s(members, whole / most, flows=flows)
+    for node_type, degree in degrees.items():
+        alike = [(name, node_type) for name, _ in members]
+        ring = max(ring, space.cost.sync_s(alike, whole / most, flows=degree) * (most // degree))
+    return ring + update + space.cost.parameters.step_overhead_s

@@ -142,7 +142,7 @@ class Shortlist:
     def _ring_s(self, stage: Sequence[Node], crossing: Counter[str], num_bytes: float) -> float:
         own = Counter(node.name for node in stage)
         members = sorted(((node.name, node.node_type) for node in stage), key=lambda member: member[0])
-        flows = max(crossing[name] / count for name, count in own.items()) if len(own) > 1 else 1.0
+        flows = {name: crossing[name] / count if len(own) > 1 else 1.0 for name, count in own.items()}
         return self._request.cost.sync_s(members, num_bytes, flows=flows)
 
     def _tied_s(self, staged: Staged, nodes: Sequence[Sequence[Node]]) -> float:
@@ -150,13 +150,14 @@ class Shortlist:
         if len(nodes) == 1 or not self._request.spec.tied_embeddings:
             return 0.0
         pairs = [(a, b, len(group)) for a, b, group in zip(nodes[0], nodes[-1], staged.stages[0], strict=True)]
-        leaving = Counter[str]()
+        crossing = Counter[str]()
         for a, b, tp in pairs:
-            leaving[a.name] += tp if a is not b else 0
+            for node in (a, b) if a is not b else ():
+                crossing[node.name] += tp
         slowest, num_bytes = 0.0, self._request.cost.tied_sync_bytes(len(staged.stages[0][0]))
         for a, b, _ in dict.fromkeys(pairs):
             members = [(a.name, a.node_type), (b.name, b.node_type)]
-            slowest = max(slowest, self._request.cost.sync_s(members, num_bytes, flows=max(1.0, leaving[a.name])))
+            slowest = max(slowest, self._request.cost.sync_s(members, num_bytes, flows=crossing))
         return slowest
 
 

@@ -12,7 +12,7 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 
 def beside(request: Request, tables: Tables, number: int) -> Tables:
-    """With so many pipelines side by side on each node: what leaves one leaves it for all of them at once."""
+    """With so many pipelines side by side on each node: what leaves or reaches one does for all of them at once."""
     kinds = [tables.kinds[row.kind] for row in tables.rows]
     nodes = [tables.resources[kind.resource].node_type for kind in kinds]
 
@@ -20,9 +20,11 @@ def beside(request: Request, tables: Tables, number: int) -> Tables:
         return hop(one, other) + hop(other, one)
 
     def hop(sender: int, receiver: int) -> float:
-        groups = float(min(number, int(tables.groups_a_node[sender])))
+        leaving, arriving = (float(min(number, int(tables.groups_a_node[row]))) for row in (sender, receiver))
         size, degree = tables.rows[sender].microbatch, kinds[receiver].tp_degree
-        return request.cost.boundary_s(nodes[sender], nodes[receiver], size, tp_degree=degree, groups=groups)
+        return request.cost.boundary_s(
+            nodes[sender], nodes[receiver], size, tp_degree=degree, leaving=leaving, arriving=arriving
+        )
 
     def seconds(one: int, other: int) -> float:
         gpus = number * (kinds[one].tp_degree + kinds[other].tp_degree)

@@ -2,7 +2,8 @@
 
 Where stages work ahead early ones may take longer than late ones, so which kind comes where decides how many blocks each holds. For a limit
 on the bottleneck, the stages that reach furthest from the pipeline's end are the best of their kind and number, since what is left to the
-others is then least; so a dynamic program over numbers of groups finds the best order, for many limits side by side.
+others is then least; so a dynamic program over numbers of groups finds the best order, for many limits side by side. Stages that could
+reach so far that those before them would have no block leave them one each.
 """
 
 import itertools
@@ -44,7 +45,7 @@ class _Reach:
     def __init__(self, tables: Tables, groups: Mapping[int, int], microbatches: int, max_stages: int):
         self.tables, self.microbatches = tables, microbatches
         self.rows, self.most = list(groups), list(groups.values())
-        self.deepest = min(sum(self.most), max_stages)
+        self.deepest = min(sum(self.most), max_stages, tables.num_blocks)
         self.fits = tables.fitting(max_stages)
 
     def least_s(self) -> float:
@@ -67,7 +68,7 @@ class _Reach:
                 kind = int(last[at][i])
                 at = _less(at, kind)
                 rows.append(self.rows[kind])
-                ends.append(int(starts[at][i]))
+                ends.append(max(int(starts[at][i]), len(rows) + 1))
             yield float(limits[i]), Shape(tuple(rows), tuple(ends))
 
     def _starts(self, limits: Floats) -> tuple[dict[Numbers, Ints], dict[Numbers, Ints]]:
@@ -97,12 +98,12 @@ class _Reach:
         layers = tables.num_layers
         hidden = min(1.0, tables.begun_ahead * after / max(self.microbatches - 1, 1))
         room = np.maximum(limits / (1 - tables.forward_share[row] * hidden) - tables.stage_overhead_s, 0.0)
-        end = np.minimum(ends, layers)
+        end = np.clip(ends, 2, layers)
         timely = np.searchsorted(sums, (sums[end] - room) * (1 - 1e-12), side="left")
         start = np.maximum(timely, np.searchsorted(self.fits[row, after], end, side="left"))
         start = np.where(start == 1, 2, start)
-        most = np.where(ends == layers, layers - 2, ends - 1)
-        return np.asarray(np.where((ends > 0) & (ends <= layers) & (start <= most), start, layers + 1))
+        most = np.where(ends == layers, layers - 2, end - 1)
+        return np.asarray(np.where((ends <= layers) & (start <= most), start, layers + 1))
 
 
 def _less(numbers: Sequence[int], kind: int) -> Numbers:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Gradient sync of differently cut pipelines over links of limited speed, against the cost model: results/gradient_sync.json.
 
-Each worker is a process in a network namespace of its own (root is needed), its interface limited both ways by a token bucket (`tc tbf`);
+Each node is a network namespace (root is needed), its interface limited both ways by a token bucket (`tc tbf`);
 the runtime's own `GradientSync` sums real gradients. No stage does any work: all begin at once. The first case, two equal workers, tells
 what share of the nominal bandwidth an all-reduce reaches; the others are predicted with it.
 """
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,11 +51,13 @@ SPEC = model_spec_from_config("m", {**TINY["llama"], **CHANGES}, precision="fp32
 
 @dataclass(frozen=True)
 class Case:
-    """`cuts`: the layers of each pipeline's stages; `megabits`: the speed of each stage's link."""
+    """`cuts`: the layers of each pipeline's stages; `megabits`: the speed of each stage's link; together: numbers of the pipelines whose
+    stages are all on one node."""
 
     what: str
     cuts: tuple[tuple[int, ...], ...]
     megabits: tuple[tuple[int, ...], ...]
+    together: tuple[int, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -62,21 +65,27 @@ class Case:
         for p, cut in enumerate(self.cuts):
             starts = [sum(cut[:s]) for s in range(len(cut))]
             stages = (
-                Stage(start, size, (f"p{p}s{s}/0",)) for s, (start, size) in enumerate(zip(starts, cut, strict=True))
+                Stage(start, size, (f"p{p}/{s}" if p in self.together else f"p{p}s{s}/0",))
+                for s, (start, size) in enumerate(zip(starts, cut, strict=True))
             )
             pipelines.append(Pipeline(tuple(stages), 1, 1))
         return Plan("m", len(pipelines), 1, 4, tuple(pipelines))
 
     @property
     def speeds(self) -> dict[str, int]:
-        """Megabits a second of each worker's link."""
-        return dict(zip(self.plan.workers, (speed for each in self.megabits for speed in each), strict=True))
+        """Megabits a second of each node's link."""
+        nodes = (worker.split("/")[0] for worker in self.plan.workers)
+        return dict(zip(nodes, (speed for each in self.megabits for speed in each), strict=True))
 
     def predicted(self, efficiency: float) -> StepTimeline:
         """By the cost model, where links reach that share of their speed."""
         parameters = replace(CostParameters(), efficiency_inter=efficiency, all_reduce_efficiency=1.0)
-        kinds = {s: NodeType(f"{s}", f"{s}", 1, 1, 1.0, s * 1e6 / 8, max_nodes=9) for s in self.speeds.values()}
-        fleet = Fleet(0, tuple(Node(worker.split("/")[0], kinds[speed]) for worker, speed in self.speeds.items()))
+        sizes = Counter(worker.split("/")[0] for worker in self.plan.workers)
+        kinds = {
+            (speed, size): NodeType(f"{speed}-{size}", "gpu", size, 1, 1.0, speed * 1e6 / 8, max_nodes=9)
+            for speed, size in ((self.speeds[node], size) for node, size in sizes.items())
+        }
+        fleet = Fleet(0, tuple(Node(node, kinds[speed, sizes[node]]) for node, speed in self.speeds.items()))
         ready = dict.fromkeys(self.plan.workers, 0.0)
         return simulate_sync(sync_jobs(self.plan, SPEC, parameters), ready, ready, fleet, Links(parameters))
 
@@ -89,6 +98,8 @@ CASES = [
     Case("two fast links, unlike cuts", ((4, 4), (2, 3, 3)), ((400, 400), (100, 100, 100))),
     Case("one slow link among fast ones", ((4, 4), (1, 5, 2)), ((400, 400), (400, 400, 100))),
     Case("equal links, two cuts", ((4, 4), (3, 5)), ((200, 200), (200, 200))),
+    Case("a node of four, four nodes of one", ((2,) * 4,) * 2, ((400,) * 4, (100,) * 4), (0,)),
+    Case("a slow node of four, four nodes of one", ((2,) * 4,) * 2, ((100,) * 4, (100,) * 4), (0,)),
     Case("equal links, three cuts", ((4, 4), (3, 5), (6, 2)), ((200, 200), (200, 200), (200, 200))),
 ]
 
@@ -115,10 +126,11 @@ def main() -> None:
     rows, efficiency = list[dict[str, Any]](), 1.0
     with namespace_network() as network:
         for case in CASES:
-            nodes = {worker: f"node-{i}" for i, worker in enumerate(case.plan.workers)}
-            for worker, node in nodes.items():
-                network.add(node)
-                network.limit(node, case.speeds[worker])
+            numbers = {name: i for i, name in enumerate(case.speeds)}
+            for name, i in numbers.items():
+                network.add(f"node-{i}")
+                network.limit(f"node-{i}", case.speeds[name])
+            nodes = {worker: f"node-{numbers[worker.split('/')[0]]}" for worker in case.plan.workers}
             seconds = measured_step_s(network, nodes, step_of, case)
             if not rows:
                 efficiency = case.predicted(1.0).gradients_end_s / seconds

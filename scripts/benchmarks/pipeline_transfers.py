@@ -4,13 +4,15 @@
 Each node is a network namespace (root is needed), its interface limited both ways by a token bucket (`tc tbf`); hidden states really cross.
 The stages' work is EMULATED: each forward and backward sleeps until the stated time is over. Cases are measured in turn, each by the same
 processes: 1F1B against up to two and three more microbatches in flight at each stage than at the next; and, of two stages with two
-tensor-parallel ranks each on two nodes, whole hidden states for each rank against slices.
+tensor-parallel ranks each on two nodes, whole hidden states for each rank against slices. Three pipelines whose first stages share a node
+show what its link does to theirs.
 """
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,9 +25,12 @@ from autohet.runtime.executor import Executor
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.place import place_of
+from planner.boundary_costs import BoundaryCosts
+from planner.cluster import Fleet, Node, NodeType
+from planner.communication import Links
+from planner.parameters import CostParameters
 from planner.pipeline_simulation import PipelineTimes, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage
-from planner.transfers import transfers_between
 from tests.harness.namespaces import namespace_network, why_no_namespaces
 from tests.harness.shaped_workers import CPU, measured_step_s
 
@@ -38,7 +43,7 @@ FORWARD_S, BACKWARD_S = 0.1, 0.2
 @dataclass(frozen=True)
 class Case:
     """What is measured: `stages` on nodes of their own, `ranks` each. sliced False: the ranks are named as if all were on one node, so that
-    each takes the whole."""
+    each takes the whole. pipelines: so many side by side, their first stages on one node, whose link has `first_megabits`."""
 
     what: str
     stages: int
@@ -47,26 +52,55 @@ class Case:
     megabits: int
     more: int = 1
     sliced: bool = True
+    pipelines: int = 1
+    first_megabits: int = 0
 
-    def workers(self, stage: int) -> tuple[str, ...]:
-        return tuple(f"n{stage if self.sliced else 0}/{self.ranks * stage + rank}" for rank in range(self.ranks))
+    def node(self, pipeline: int, stage: int) -> str:
+        return f"node-{0 if stage == 0 else (self.stages - 1) * pipeline + stage}"
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Node of each worker."""
+        real = (worker.split("/")[0] for worker in self.plan_on(self.node).workers)
+        return dict(zip(self.plan.workers, real, strict=True))
 
     @property
     def plan(self) -> Plan:
-        stages = tuple(Stage(s, 1, self.workers(s)) for s in range(self.stages))
+        """As the runtime gets it."""
+        return self.plan_on(self.node if self.sliced else lambda p, s: "n0")
+
+    def plan_on(self, node: Callable[[int, int], str]) -> Plan:
         most = tuple(self.more * (self.stages - 1 - s) + 1 for s in range(self.stages))
-        return Plan("m", self.microbatches, 1, HIDDEN[1], (Pipeline(stages, self.microbatches, 1, most),))
+        pipelines, taken = [], Counter[str]()
+        for p in range(self.pipelines):
+            stages = []
+            for s in range(self.stages):
+                name = node(p, s)
+                stages.append(Stage(s, 1, tuple(f"{name}/{taken[name] + rank}" for rank in range(self.ranks))))
+                taken[name] += self.ranks
+            pipelines.append(Pipeline(tuple(stages), self.microbatches, 1, most))
+        return Plan("m", self.pipelines * self.microbatches, 1, HIDDEN[1], tuple(pipelines))
+
+    def speed(self, node: str) -> int:
+        """Megabits a second of a node's link."""
+        return self.first_megabits if self.first_megabits and node == "node-0" else self.megabits
 
     def predicted_s(self) -> float:
-        """By the simulation of one pipeline; what leaves a node shares its interface."""
-        plan = self.plan
-        pipeline = plan.pipelines[0]
-        sent = sum(1 / transfer.slices for transfer in transfers_between(*pipeline.stages[:2]))
-        cross = sent * 4 * torch.Size(HIDDEN).numel() * 8 / (self.megabits * 1e6)
-        between = (cross,) * (self.stages - 1)
+        """By the cost model's transfers and its simulation of each pipeline, where links reach all of their speed."""
+        plan = self.plan_on(self.node)
+        sizes = Counter(worker.split("/")[0] for worker in plan.workers)
+        nodes = (
+            Node(name, NodeType(name, "gpu", size, 1, 1e12, self.speed(name) * 1e6 / 8)) for name, size in sizes.items()
+        )
+        links = Links(replace(CostParameters(), efficiency_inter=1.0, latency_inter_s=0.0, latency_intra_s=0.0))
+        costs = BoundaryCosts(Fleet(0, tuple(nodes)), links, lambda _: 4.0 * torch.Size(HIDDEN).numel(), self.sliced)
         work = (FORWARD_S,) * self.stages, (BACKWARD_S,) * self.stages
-        times = PipelineTimes(*work, between, between, "none", pipeline.most_in_flight)
-        return simulate_pipeline(times, self.microbatches).total_s
+        seconds = []
+        for pipeline in plan.pipelines:
+            between = (tuple(each) for each in costs.of(plan, pipeline))
+            times = PipelineTimes(*work, *between, "none", pipeline.most_in_flight)
+            seconds.append(simulate_pipeline(times, self.microbatches).total_s)
+        return max(seconds)
 
 
 CASES = [
@@ -75,6 +109,8 @@ CASES = [
     Case("2 stages of 2 ranks, 200 Mbit/s, whole", 2, 2, 12, 200, 1, sliced=False),
     Case("2 stages of 2 ranks, 200 Mbit/s, slices", 2, 2, 12, 200, 1),
     Case("2 stages of 2 ranks, 200 Mbit/s, slices, 2 more", 2, 2, 12, 200, 2),
+    Case("3 pipelines from a node of 300 Mbit/s to three of 100", 2, 1, 12, 100, 1, pipelines=3, first_megabits=300),
+    Case("3 pipelines from a node of 100 Mbit/s to three of 100", 2, 1, 12, 100, 1, pipelines=3, first_megabits=100),
 ]
 
 
@@ -110,13 +146,12 @@ def main() -> None:
         raise SystemExit(why)
     rows = []
     with namespace_network() as network:
-        for stage in range(max(case.stages for case in CASES)):
-            network.add(f"node-{stage}")
+        for name in sorted({name for case in CASES for name in case.nodes.values()}):
+            network.add(name)
         for case in CASES:
-            for stage in range(case.stages):
-                network.limit(f"node-{stage}", case.megabits)
-            nodes = {worker: f"node-{stage}" for stage in range(case.stages) for worker in case.workers(stage)}
-            seconds, predicted = measured_step_s(network, nodes, step_of, case), case.predicted_s()
+            for name in set(case.nodes.values()):
+                network.limit(name, case.speed(name))
+            seconds, predicted = measured_step_s(network, case.nodes, step_of, case), case.predicted_s()
             row = {"on": case.what, "measured_s": round(seconds, 3), "predicted_s": round(predicted, 3)}
             rows.append(row | {"predicted_over_measured": round(predicted / seconds, 4)})
             print(rows[-1], flush=True)

@@ -158,3 +158,12 @@ def test_a_bound_is_a_bound(
     except InfeasibleError:
         return
     assert max(bounds(asked)) <= best * (1 + 1e-9)
+
+
+def test_the_bound_of_few_gpus_counts_two_tp_degrees_on_one_node_type() -> None:
+    """Two stages of one node type, of one GPU and of two, beside a slower GPU that is not worth its transfers."""
+    of = with_nics(fleet(("A10G", 1, 1), ("A100", 1, 3)), {"A10G": 2.0e8, "A100": 2.1e8})
+    asked = request(of, 2, tied(model(3, 1024, 64)), max_microbatch_sequences=1)
+    best = plan_with("exhaustive", asked)
+    assert {s.tp_degree for p in best.plan.pipelines for s in p.stages} == {1, 2}
+    assert max(bounds(asked)) <= best.prediction.step_time_s * (1 + 1e-9)

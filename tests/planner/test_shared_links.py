@@ -1,0 +1,60 @@
+"""NICs that several transfers or all-reduces share: each as fast as what it gets of the sender's and of the receiver's."""
+
+import pytest
+
+from planner.cluster import NodeType
+from planner.gradient_groups import SyncJob
+from planner.plan import Pipeline, Plan, Stage
+from planner.step_simulation import simulate_sync
+from planner.strategies import Request
+from tests.planner.cases import fleet, model, request, with_nics
+
+LARGE, SMALL = "A100", "T4"
+
+
+def _asked(large_nic: float, small_nic: float) -> Request:
+    """One node of four GPUs and four of one."""
+    of = with_nics(fleet((LARGE, 1, 4), (SMALL, 4, 1)), {LARGE: large_nic, SMALL: small_nic})
+    return request(of, 8, model(2))
+
+
+def _plan() -> Plan:
+    """Four pipelines from the large node to a small one each."""
+    each = (Pipeline((Stage(0, 1, (f"a100-0/{i}",)), Stage(1, 1, (f"t4-{i}/0",))), 2, 1) for i in range(4))
+    return Plan("tiny", 8, 1, 128, tuple(each))
+
+
+def _transfers_s(large_nic: float, small_nic: float) -> tuple[float, float]:
+    asked, plan = _asked(large_nic, small_nic), _plan()
+    times = [asked.cost.pipeline_times(plan, pipeline) for pipeline in plan.pipelines]
+    assert len(set(times)) == 1
+    return times[0].send_forward_s[0], times[0].send_backward_s[0]
+
+
+SHARES = [(4e9, 1.0), (2e9, 2.0), (1e9, 4.0)]
+"""The large node's NIC, and how many times as long four at a time take as one between two small nodes."""
+
+
+@pytest.mark.parametrize(("large_nic", "times"), SHARES)
+def test_small_nodes_share_what_a_large_one_sends_and_takes_in(large_nic: float, times: float) -> None:
+    asked = _asked(large_nic, 1e9)
+    small, num_bytes = _small(asked), asked.cost.activation_message_bytes(1)
+    latency_s = asked.cost.links.latency(False)
+    alone_s = asked.cost.links.message_s(small, small, False, num_bytes) - latency_s
+    assert _transfers_s(large_nic, 1e9) == pytest.approx((times * alone_s + latency_s,) * 2)
+
+
+@pytest.mark.parametrize(("large_nic", "times"), SHARES)
+def test_rings_between_a_large_node_and_small_ones_go_at_the_lesser_share(large_nic: float, times: float) -> None:
+    asked = _asked(large_nic, 1e9)
+    jobs = [SyncJob((f"a100-0/{i}", f"t4-{i}/0"), 1e9) for i in range(4)]
+    ready = {worker: 0.0 for job in jobs for worker in job.members}
+    links = asked.cost.links
+    members = [("a", _small(asked)), ("b", _small(asked))]
+    alone_s = links.all_reduce_s(members, 1e9)
+    found_s = simulate_sync(jobs, ready, ready, asked.fleet, links).gradients_end_s
+    assert found_s == pytest.approx(times * alone_s, rel=1e-3)
+
+
+def _small(asked: Request) -> NodeType:
+    return asked.fleet.node_of("t4-0/0").node_type
