@@ -33,7 +33,8 @@ _BISECTIONS = 12
 _ALL = 16
 _PARTS = (1, 2, 3, 4, 6, 8)
 _ROUGHLY = 1.1
-_PARTED_GPUS = 512  # beyond, other parts find nothing
+_PARTED_GPUS = 512  # beyond, parts of one size
+_PART_GPUS = 256
 _REGROUPED = (3, 8)
 
 
@@ -44,8 +45,9 @@ def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> li
     wanted, gpus = request.min_node_disjoint_holders, len(request.fleet.workers)
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
     search = _Search(request, tables, keep, known_s, prunes=gpus > FEW_GPUS and wanted == 1)
-    most = max(2, *(len(resource.node_names) for resource in tables.resources)) if gpus <= _PARTED_GPUS else 1
-    others = [parts for parts in _PARTS if 1 < parts <= most and parts != wanted]
+    most = max(2, *(len(resource.node_names) for resource in tables.resources))
+    several = _PARTS if gpus <= _PARTED_GPUS else (-(-gpus // _PART_GPUS),)
+    others = [parts for parts in several if 1 < parts <= most and parts != wanted]
     share = 4 if gpus <= MOST_GPUS else 8
     plans = [search.plans(parts) for parts in dict.fromkeys((wanted, 1))] + [search.plans(p, share) for p in others]
     return list(itertools.chain.from_iterable(plans))
@@ -58,8 +60,8 @@ class _Search:
     def __init__(self, request: Request, tables: Tables, keep: int, known_s: float, prunes: bool):
         self.request, self.tables, self.keep, self.prunes = request, tables, keep, prunes
         self._most_s = FAR_BEHIND * known_s if prunes else np.inf
-        small = len(request.fleet.workers) <= MOST_GPUS
-        self.most_mixes, self.most_regrouped = _MIXES[small], _REGROUPED[small]
+        self.small = len(request.fleet.workers) <= MOST_GPUS
+        self.most_mixes, self.most_regrouped = _MIXES[self.small], _REGROUPED[self.small]
         self.batch, self.depth = request.global_batch_sequences, request.deepest(tables.num_blocks)
         self.groups = int(tables.groups_a_node.max())
         self.mixes = _mixes(request, tables)
@@ -84,7 +86,7 @@ class _Search:
             after_s = partial(sync.after_one_s, timing, number)
             better = _draft(timing, refine_shape(timing, shape, count, after_s), number, self.batch) or draft
             more = request.mixed_tp and i < self.most_regrouped
-            others = regrouped(timing, better, self.batch, self.depth, after_s) if more else None
+            others = regrouped(timing, better, self.batch, self.depth, after_s, not self.small) if more else None
             for each in (better, *([] if others is None else [others])):
                 plan = place_by_stage(self.tables, each, parts, request.spec.name, self.batch, request.sequence_length)
                 if plan is not None:

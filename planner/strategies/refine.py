@@ -50,13 +50,13 @@ def fastest_of(
     """(seconds, shape) of the fastest by the simulation, among the best few that fit by the closed form given with each and that may
     take less than `below`."""
     known = quick if after_s is None else ((seconds + after_s(shape), shape) for seconds, shape in quick)
-    ranked = sorted((entry for entry in known if entry[0] < below), key=_by_time)
+    ranked = sorted((entry for entry in known if entry[0] < below), key=by_time)
     near = itertools.islice((shape for _, shape in ranked if fits(estimator, shape, microbatches)), _SIMULATED)
     timed = [(estimator.pipeline_s(s, microbatches) + (after_s(s) if after_s else 0.0), s) for s in near]
-    return min(timed, key=_by_time, default=None)
+    return min(timed, key=by_time, default=None)
 
 
-def _by_time(entry: tuple[float, Shape]) -> tuple[float, tuple[int, ...]]:
+def by_time(entry: tuple[float, Shape]) -> tuple[float, tuple[int, ...]]:
     """Seconds, then cuts: equal times are broken alike in every process."""
     return entry[0], entry[1].ends
 

@@ -2,28 +2,35 @@
 half or twice the size do."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.refine import After, draft_fits, fastest_of
+from planner.strategies.refine import After, by_time, draft_fits, fastest_of, fits
 from planner.strategies.tables import Tables
 
 _ROUNDS = 3
 _FEW = 4  # groups changed: one to so many, half of them, all of them
 _WORTH = 1e-3
+_ORDERS = 24
+_KEPT = 4
+_NEAR = 1.01
 
 
 def regrouped(
-    estimator: Estimator, draft: Draft, batch: int, max_stages: int, after_s: After | None = None
+    estimator: Estimator, draft: Draft, batch: int, max_stages: int, after_s: After | None = None, reorder: bool = False
 ) -> Draft | None:
-    """Each pipeline with the groups that make it fastest for its microbatches, with what follows it; None where none gains."""
+    """Each pipeline with the groups that make it fastest for its microbatches, with what follows it; None where none gains. reorder:
+    whether to begin with other orders of its node types as well, since which is best depends on the groups."""
     balancer = Balancer(estimator.tables, max_stages)
-    better = {
-        shape: _regroup(estimator, balancer, shape, count, max_stages, after_s) for shape, count in draft.pipelines
-    }
+    better = dict[Shape, Shape]()
+    for shape, count in draft.pipelines:
+        if shape not in better:
+            starts = [shape, *(_in_other_orders(estimator, balancer, shape, count, after_s) if reorder else ())]
+            found = [_regroup(estimator, balancer, start, count, max_stages, after_s) for start in starts]
+            better[shape] = min(found, key=by_time)[1]
     if all(shape == other for shape, other in better.items()):
         return None
     moved = assign_microbatches(estimator, [better[shape] for shape, _ in draft.pipelines], batch)
@@ -32,21 +39,46 @@ def regrouped(
 
 def _regroup(
     estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, max_stages: int, after_s: After | None
-) -> Shape:
+) -> tuple[float, Shape]:
+    """(seconds, shape) of what changes of a few groups at a time lead to."""
     best, seconds = shape, estimator.pipeline_s(shape, microbatches) + (after_s(shape) if after_s else 0.0)
     for _ in range(_ROUNDS):
         options = list(dict.fromkeys(_variants(estimator.tables, best.rows, max_stages)))
         if not options:
-            return best
-        cuts = balancer.cut_each(options)
-        held = np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
-        shapes = [Shape(options[i], tuple(cuts.ends[i, : len(options[i])].tolist())) for i in held]
-        quick = ((estimator.quick_s(other, microbatches), other) for other in shapes)
+            break
+        quick = ((estimator.quick_s(other, microbatches), other) for other in _cut(balancer, options))
         fastest = fastest_of(estimator, quick, microbatches, seconds, after_s)
         if fastest is None or fastest[0] > seconds * (1 - _WORTH):
-            return best
+            break
         seconds, best = fastest
-    return best
+    return seconds, best
+
+
+def _in_other_orders(
+    estimator: Estimator, balancer: Balancer, shape: Shape, microbatches: int, after_s: After | None
+) -> list[Shape]:
+    """The best few, of those hardly behind the best of them."""
+    tables = estimator.tables
+    kinds = [tables.kinds[tables.rows[row].kind].resource for row in shape.rows]
+    orders = [
+        tuple(row for kind in order for row, of in zip(shape.rows, kinds) if of == kind)
+        for order in itertools.islice(itertools.permutations(dict.fromkeys(kinds)), _ORDERS)
+    ]
+    others = [rows for rows in dict.fromkeys(orders) if rows != shape.rows]
+    quick = [
+        (estimator.quick_s(other, microbatches) + (after_s(other) if after_s else 0.0), other)
+        for other in (_cut(balancer, others) if others else ())
+        if fits(estimator, other, microbatches)
+    ]
+    near = _NEAR * min((seconds for seconds, _ in quick), default=0.0)
+    return [other for seconds, other in sorted(quick, key=by_time)[:_KEPT] if seconds <= near]
+
+
+def _cut(balancer: Balancer, pipelines: Sequence[tuple[int, ...]]) -> list[Shape]:
+    """Those that hold the model."""
+    cuts = balancer.cut_each(pipelines)
+    held = np.flatnonzero(np.isfinite(cuts.bottleneck_s)).tolist()
+    return [Shape(pipelines[i], tuple(cuts.ends[i, : len(pipelines[i])].tolist())) for i in held]
 
 
 def _variants(tables: Tables, rows: tuple[int, ...], max_stages: int) -> Iterator[tuple[int, ...]]:
