@@ -21,7 +21,7 @@ from planner.strategies.recut import recut
 from planner.strategies.request import Answer, Request, SearchReport
 
 # a step's share above what the previous plan's rate lets expect: from where on new pipelines, a whole search are tried
-_HARDLY, _CLEARLY = 0.03, 0.06
+_HARDLY, _CLEARLY = 0.04, 0.06
 _SYNC_SHARE = 0.07
 _TRIES = 600
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
