@@ -71,11 +71,7 @@ class Links:
     table: LinkTable | None = None
 
     def bandwidth(
-        self,
-        sender: NodeType,
-        receiver: NodeType,
-        same_node: bool,
-        message_bytes: float, leaving: float = 1.0,
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
         arriving: float = 1.0,
     ) -> float:  # fmt: skip
         """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive at the receiver's (inside a node:
@@ -119,9 +115,8 @@ class Links:
         if len(nodes) < count:
             slowest = max(volume / self.bandwidth(k, k, True, chunk) for k in kinds)
         if len(nodes) > 1:
-            ends = list(
-                dict.fromkeys((kind, flows[n] if isinstance(flows, Mapping) else flows) for n, kind in nodes.items())
-            )
+            shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
+            ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
             reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
             rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
             slowest = max(slowest, volume / (reached * min(rates)))
