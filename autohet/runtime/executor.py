@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import Work
 
 from autohet.runtime.groups import Group
@@ -65,7 +66,8 @@ class Executor:
         targets that counted (int64 scalar). Raises PeerLost or Interrupted; then the step has not happened.
         """
         self._batch, self._phase, self._before_last_backward = batch, on_phase, before_last_backward
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, tuple[Tensor, Tensor | GradientEdge]] = {}
+        self._outputs: dict[int, Tensor] = {}
         self._arrived: dict[tuple[Kind, int], tuple[Tensor, Work | None]] = {}
         self._sending: dict[Kind, deque[tuple[Group, Work | None, Tensor]]] = defaultdict(deque)
         self._gradients: dict[int, Tensor] = {}
@@ -89,7 +91,7 @@ class Executor:
 
     def _forget(self) -> None:
         """Let go of what this step brought: of a generation that has ended, an operation or a caller's method would keep all groups."""
-        for kept in (self._kept, self._arrived, self._sending, self._gradients, self._inputs):
+        for kept in (self._kept, self._outputs, self._arrived, self._sending, self._gradients, self._inputs):
             kept.clear()
         del self._batch, self._phase, self._before_last_backward
 
@@ -143,8 +145,10 @@ class Executor:
             loss = self.stage.loss_sum(out, targets)
             self._loss += loss.detach()
             self._num_targets += (targets >= 0).sum()  # no .item(): on CUDA the host must not wait here
-            out = loss
-        self._kept[m] = (given, out)
+            self._kept[m] = (given, loss)
+        else:  # the way back alone: what has been sent need not stay in memory until its gradient comes
+            self._kept[m] = (given, get_gradient_edge(out))
+            self._outputs[m] = out.detach()
         if self.pacer is not None:
             self.pacer.after_forward(started)
 
@@ -154,10 +158,7 @@ class Executor:
         if m == self.place.pipeline.num_microbatches - 1:
             self._before_last_backward()
         given, out = self._kept.pop(m)
-        if self.place.is_last:
-            torch.autograd.backward(out)
-        else:
-            torch.autograd.backward(out, self._gradients.pop(m))
+        torch.autograd.backward(out, None if self.place.is_last else self._gradients.pop(m))
         if not self.place.is_first:
             assert given.grad is not None
             self._gradients[m] = given.grad
@@ -165,7 +166,7 @@ class Executor:
             self.pacer.after_backward(started)
 
     def _send_activation(self, m: int) -> None:
-        tensor = self._kept[m][1].detach().contiguous()
+        tensor = self._outputs.pop(m).contiguous()
         self._send(Kind.SEND_ACTIVATION, self._forward_group, tensor, self.place.gives_forward, 2 * m)
 
     def _send_gradient(self, m: int) -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autohet.runtime.executor import Executor
 from autohet.runtime.pacing import Pace, Pacer
@@ -113,6 +114,24 @@ def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(before: i
     gradient = (torch.cat(gathered) if gathered else torch.full((96,), 7.0)).view(12, 8)
     wanted = sum(gradient.T @ tokens[m].view(12, 5) for m in range(2))
     assert torch.allclose(layer.weight.grad, wanted, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+
+
+def test_what_was_sent_leaves_memory_before_its_gradient_comes() -> None:
+    stages = Stage(0, 1, ("a/0",)), Stage(1, 1, ("b/0",))
+    place = place_of(Plan("m", 6, 1, 4, (Pipeline(stages, 6, 1, most_in_flight=(4, 1)),)), "a/0")
+    assert place is not None
+    layer, made, alive = torch.nn.Linear(5, 8), list[StorageWeakRef](), list[int]()
+
+    def stage(x: Tensor) -> Tensor:
+        alive.append(sum(not output.expired() for output in made))
+        out: Tensor = layer(x)
+        made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    executor = Executor(place, stage, Wire(), Wire(), None, (1, 4, 8), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    executor.run(lambda m: (torch.randn(1, 4, 5), torch.zeros(1, 4, dtype=torch.int64)), lambda phase: None)
+    assert alive == [0, 1, 2, 2, 2, 2], "only those whose send may be under way"
+    assert layer.weight.grad is not None
 
 
 def test_pipelines_take_consecutive_parts_of_the_batch() -> None:
