@@ -27,6 +27,9 @@ class _Loads:
     arriving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
 
 
+_Seconds = tuple[list[float], list[float]]
+
+
 class BoundaryCosts:
     """Boundaries on one fleet. message_bytes(microbatch size): of the hidden states, or of their gradient. sliced: whether they cross
     from node to node in slices (`planner.transfers`), or whole to each rank."""
@@ -35,7 +38,7 @@ class BoundaryCosts:
         self.fleet, self.links, self.message_bytes, self.sliced = fleet, links, message_bytes, sliced
         self._crossings: dict[tuple[Stage, Stage], _Crossing] = {}
         self._seconds: dict[tuple[NodeType, NodeType, bool, int, int, float, float], float] = {}
-        self._loads: tuple[Plan, _Loads] | None = None
+        self._latest: dict[int, tuple[Pipeline, _Seconds]] = {}
 
     def hop_s(
         self, sender: NodeType, receiver: NodeType, microbatch: int, same_node: bool, slices: int, leaving: float,
@@ -51,10 +54,21 @@ class BoundaryCosts:
             known = self._seconds[key] = known + self.links.all_gather_s(receiver, slices, size)
         return known
 
-    def of(self, plan: Plan, pipeline: Pipeline) -> tuple[list[float], list[float]]:
-        """Seconds of a pipeline's boundaries, of hidden states and of gradients: the slowest transfer of each."""
-        loads, size = self._loads_of(plan), pipeline.microbatch_sequences
-        forward, backward = [], []
+    def of(self, plan: Plan, pipeline: Pipeline) -> _Seconds:
+        """Seconds of a pipeline's boundaries, of hidden states and of gradients: the slowest transfer of each. Those of the latest plan are
+        remembered: it is asked for with other microbatches in flight, which keep its stages."""
+        latest = self._latest
+        same = len(latest) == len(plan.pipelines) and all(
+            id(p.stages) in latest and latest[id(p.stages)][0].microbatch_sequences == p.microbatch_sequences
+            for p in plan.pipelines
+        )
+        if not same:
+            loads = self._loads_of(plan)
+            self._latest = {id(p.stages): (p, self._of(p, loads)) for p in plan.pipelines}
+        return self._latest[id(pipeline.stages)][1]
+
+    def _of(self, pipeline: Pipeline, loads: _Loads) -> _Seconds:
+        size, forward, backward = pipeline.microbatch_sequences, list[float](), list[float]()
         for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
             forward.append(self._boundary_s(self._crossing(a, b), loads, i, True, size))
             backward.append(self._boundary_s(self._crossing(b, a), loads, i, False, size))
@@ -90,8 +104,6 @@ class BoundaryCosts:
 
     def _loads_of(self, plan: Plan) -> _Loads:
         """Of the same boundary of all pipelines: they run in step and share NICs."""
-        if self._loads is not None and self._loads[0] is plan:
-            return self._loads[1]
         loads = _Loads()
         for pipeline in plan.pipelines:
             for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
@@ -99,5 +111,4 @@ class BoundaryCosts:
                     for found, there in ((loads.leaving, crossing.leaving), (loads.arriving, crossing.arriving)):
                         for node, load in there:
                             found[node, i, forward] = found.get((node, i, forward), 0.0) + load
-        self._loads = (plan, loads)
         return loads

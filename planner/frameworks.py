@@ -20,9 +20,16 @@ class Framework:
 
 FRAMEWORKS: Mapping[str, Framework] = {
     OURS: Framework(
-        "this project's runtime: transfers beside its work, in slices between nodes, fp32 gradients, one sum over all holders"
-        " of a tied embedding",
-        {"transfers": "none", "sliced_boundaries": True, "sync_bytes_per_parameter": 4.0, "tied_sync": "union"},
+        "this project's runtime: transfers beside its work, in slices between nodes, fp32 gradients that lie in the buffers of"
+        " their sums, one sum over all holders of a tied embedding",
+        {
+            "transfers": "none",
+            "sliced_boundaries": True,
+            "sync_bytes_per_parameter": 4.0,
+            "tied_sync": "union",
+            "flat_gradients": False,
+            "border_messages": 5.0,
+        },
     ),
     "deepspeed": Framework(
         "DeepSpeed's pipeline engine: sender and receiver both wait for a transfer, fp32 gradients",

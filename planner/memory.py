@@ -15,9 +15,10 @@ from planner.parameters import CostParameters
 
 Floats = NDArray[np.float64]
 
-# Compute copy (its own only beside a 16-bit one), fp32 gradient, the two moments of AdamW, fp32 master of a 16-bit
-# copy, and one flat fp32 buffer for the gradients' all-reduce.
-STATE_BYTES = {"fp32": 4 + 4 + 8 + 4, "tf32": 4 + 4 + 8 + 4, "bf16": 2 + 4 + 4 + 8 + 4, "fp16": 2 + 4 + 4 + 8 + 4}
+# Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of AdamW.
+STATE_BYTES = {"fp32": 4 + 4 + 8, "tf32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
+LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
+FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -26,7 +27,7 @@ class MemoryTerms:
     """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
     state_bytes: held all step long. activation_bytes: kept for each microbatch in flight. peak_bytes: extra while
-    the layer runs (logits and their gradient; recomputed activations of one block).
+    the layer runs (logits and their gradient; recomputed activations of one block; a weight's gradient of one microbatch).
     """
 
     state_bytes: Floats
@@ -45,7 +46,7 @@ def memory_terms(
 ) -> MemoryTerms:
     """The terms of every layer at one TP degree and microbatch."""
     layers = (spec.embedding, *spec.blocks, spec.head)
-    per_parameter = parameters.state_bytes_per_parameter or STATE_BYTES[dtype]
+    per_parameter = parameters.state_bytes_per_parameter or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
     state = np.array([layer.parameters_per_worker(tp_degree) * per_parameter for layer in layers])
     if spec.tied_embeddings:
         state[-1] += spec.tied_parameters / tp_degree * per_parameter
@@ -55,11 +56,18 @@ def memory_terms(
     )
     peak = np.array([backward_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers])
     peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype)
+    peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
     if recompute:
         whole = kept[1:-1].copy()
         kept[1:-1] = np.minimum(whole, tokens * spec.hidden_size * VALUE_BYTES[dtype])
         peak[1:-1] += whole
     return MemoryTerms(state, kept, peak)
+
+
+def _largest_tensors(spec: ModelSpec) -> list[float]:
+    """Scalars of each layer's largest weight, whose gradient of one microbatch is whole before it is added to the others'."""
+    blocks = [block.parameters * LARGEST_OF_BLOCK for block in spec.blocks]
+    return [spec.embedding.parameters, *blocks, spec.head.parameters + spec.tied_parameters]
 
 
 def activation_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int) -> float:

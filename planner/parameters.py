@@ -38,8 +38,11 @@ class CostParameters:
     memory_efficiency: reached share of a device's memory bandwidth. step_overhead_s: once a step.
 
     Memory.
-    state_bytes_per_parameter: None takes the precision's own (memory.py). activation_scale: kept activations over the
-    formula's. context_bytes, context_share of the device's memory: CUDA context, communicators, library workspace.
+    state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients: whether all-reduces need a flat fp32 buffer
+    beside the gradients; else gradients lie in it, where no other holder has finer slices of them. border_messages: hidden states
+    and gradients of them that a stage keeps for each neighbour beside the microbatches in flight: received ahead, in use, on their way.
+    activation_scale: kept activations over the formula's.
+    context_bytes, context_share of the device's memory: CUDA context, communicators, library workspace.
     memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
     """
 
@@ -62,6 +65,8 @@ class CostParameters:
     memory_efficiency: float = 0.75
     step_overhead_s: float = 0.0
     state_bytes_per_parameter: float | None = None
+    flat_gradients: bool = True
+    border_messages: float = 0.0
     activation_scale: float = 1.0
     context_bytes: float = 1.0 * 2**30
     context_share: float = 0.03

@@ -78,7 +78,9 @@ class StageCosts:
         times = [self.layer_times(kind.gpu_type, stage.tp_degree, size) for kind in kinds]
         memory = self.memory(stage.tp_degree, size)
         fixed = max(map(self.fixed_bytes, kinds))
+        borders = (index > 0) + (index < count - 1)
         held = float(memory.state_bytes[chosen].sum() + memory.peak_bytes[chosen].max()) + fixed
+        held += borders * self.parameters.border_messages * self.message_bytes(size)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             held -= float(memory.state_bytes[0]) * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
         return StageTerms(

@@ -27,6 +27,7 @@ from planner.strategies.narrow import narrowed
 from planner.strategies.placement import place
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.refine import FAR_BEHIND
+from planner.strategies.rehouse import rehoused
 from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.rivals import MOST_GPUS, grids, rival_plans
 from planner.strategies.symmetric import draft_of
@@ -71,6 +72,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     starts = drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None]
     alike = alike_plans(request, tables, min(map(engine.estimator.draft_s, starts), default=math.inf))
     quickest = choose(request, alike)[0] if len(request.fleet.workers) > FEW_GPUS else None
+    quickest = None if quickest is None else _rehoused(request, quickest)
     found = engine.run(tuple(starts), quickest.prediction.step_time_s if quickest else math.inf)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     fewer = [] if hurry() or not effort.fewer else _without_slowest(request, tables, effort)
@@ -80,6 +82,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         *_placed(request, tables, found),
         *rivals,
         *alike,
+        *([quickest.plan] if quickest else ()),
         *apart,
         *fewer,
         *(beside.plans if beside else ()),
@@ -93,6 +96,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         best = _anneal(request, tables, plans, best, effort.tries, hurry)
     elif len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, early_shifts, _ROUNDS)
+    if quickest is None or best.plan != quickest.plan:
+        best = _rehoused(request, best)
     best = _share_anew(request, best)
     bound = beside.lower_bound_s if beside else found.lower_bound_s
     if request.thorough_bound and effort.bounded:
@@ -145,6 +150,11 @@ def _anneal(
     walked = [annealer.walk(plan, tries // gpus, hurry) for plan in several]
     found = choose(request, [best.plan, *walked])[0] or best
     return min(best, found, key=lambda costed: costed.prediction.step_time_s)
+
+
+def _rehoused(request: Request, best: Costed) -> Costed:
+    """With the stages of each node type beside other ones."""
+    return _climb(request, best, lambda plan: rehoused(plan, request.fleet), _ROUNDS)
 
 
 def _share_anew(request: Request, best: Costed) -> Costed:

@@ -41,6 +41,8 @@ _NUMBERS = (
 )  # likely ones first: what is far behind them is left early
 _NEAR = 1.06
 _CLOSE = 1.05
+_HOPELESS = 1.02  # times a step time known before: relaxations above it lead to nothing better on many GPUs
+_MANY_GPUS = 128
 _LOOKED_AT = (1.02, 1.15)  # times the step time, at which columns are compared
 _PART_GPUS = 256
 _WHOLE_GPUS = 1024
@@ -120,11 +122,13 @@ class _Part:
 
     def drafts(self) -> Iterator[Draft]:
         """What the packings of the best few numbers give, best relaxation first, each also with its node types in one order."""
-        levels = self._levels() if len(self.columns) else []
+        known = self.problem.below_s
+        most = _HOPELESS * known if int(self.problem.supply.sum()) > _MANY_GPUS else np.inf
+        levels = [level for level in self._levels() if level.seconds <= most]
         if not levels:
             return
         pool = self._promising(levels)
-        packer, best, known = Packer(pool.usage, self.supply), np.inf, self.problem.below_s
+        packer, best = Packer(pool.usage, self.supply), np.inf
         kept = 0.0  # the least that drafts so far took, over what their relaxation promised
         for seconds, number, sync in self._packable(packer, pool, levels):
             if np.isfinite(min(best, known)) and self.problem.hurry():
@@ -170,8 +174,9 @@ class _Part:
 
     def _levels(self) -> list[_Level]:
         """The best numbers of pipelines by the relaxation over columns."""
-        found, best = list[_Level](), np.inf
-        columns = self.columns
+        found, best, columns = list[_Level](), np.inf, self.columns
+        if not len(columns):
+            return found
         packer, (held, rows, early) = Packer(columns.usage, self.supply), self._held(columns)
         update = self._update_s(held.max(axis=1, initial=0.0))
         for number in self._numbers():

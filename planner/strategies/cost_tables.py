@@ -25,12 +25,10 @@ def tables_of(request: Request) -> Tables:
     for index, kind in enumerate(kinds):
         node_type = resources[kind.resource].node_type
         for size in microbatch_sizes(request):
-            row = _row(
-                cost.layer_costs(node_type, kind.tp_degree, size), index, size, _tied_bytes(cost, kind, node_type, size),
-                cost.tied_sync_bytes(kind.tp_degree),
-            )  # fmt: skip
-            if _holds_a_block(row):
-                rows.append(row)
+            costs = cost.layer_costs(node_type, kind.tp_degree, size)
+            if _block_bytes(costs) <= costs.limit_bytes:
+                tied = _tied_bytes(cost, kind, node_type, size)
+                rows.append(_row(costs, index, size, tied, cost.tied_sync_bytes(kind.tp_degree)))
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
     holders = request.min_node_disjoint_holders
@@ -80,16 +78,19 @@ def _no_kind(request: Request) -> str:
     )
 
 
-def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float = 0.0) -> Row:
-    """The peaks of equal blocks become part of what every stage holds, the head's excess part of the head."""
+def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float) -> Row:
+    """The peaks of equal blocks become part of what every stage holds, the head's excess part of the head. So do both borders of a stage:
+    the embedding and the head take one off each."""
     common = float(costs.peak_bytes[1:-1].max())
     state = costs.state_bytes.copy()
     state[0] += max(0.0, float(costs.peak_bytes[0]) - common)
     state[-1] += max(0.0, float(costs.peak_bytes[-1]) - common)
+    state[[0, -1]] -= costs.border_bytes
     return Row(
         kind=kind, microbatch=size, forward_s=costs.forward_s, backward_s=costs.backward_s, state_bytes=state,
-        activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes, fixed_bytes=costs.fixed_bytes + common,
-        limit_bytes=costs.limit_bytes, tied_bytes=tied, tied_sync_bytes=tied_sync,
+        activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes,
+        fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes, limit_bytes=costs.limit_bytes,
+        tied_bytes=tied, tied_sync_bytes=tied_sync,
     )  # fmt: skip
 
 
@@ -101,18 +102,20 @@ def _tied_bytes(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> 
     return float(state * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters))
 
 
-def _holds_a_block(row: Row) -> bool:
-    return bool((row.state_bytes[1:-1] + row.activation_bytes[1:-1]).min() + row.fixed_bytes <= row.limit_bytes)
+def _block_bytes(costs: LayerCosts) -> float:
+    """Of a worker with the smallest block alone."""
+    block = (costs.state_bytes + costs.activation_bytes)[1:-1].min()
+    return float(block + costs.peak_bytes[1:-1].max()) + costs.fixed_bytes
 
 
 def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Kind, ...]) -> str:
     size = microbatch_sizes(request)[0]
     found = []
-    for index, kind in enumerate(kinds):
+    for kind in kinds:
         node_type = resources[kind.resource].node_type
-        row = _row(request.cost.layer_costs(node_type, kind.tp_degree, size), index, size, 0.0)
-        need = float((row.state_bytes[1:-1] + row.activation_bytes[1:-1]).min() + row.fixed_bytes)
-        found.append((need - row.limit_bytes, need, node_type.name, kind.tp_degree, row.limit_bytes))
+        costs = request.cost.layer_costs(node_type, kind.tp_degree, size)
+        need = _block_bytes(costs)
+        found.append((need - costs.limit_bytes, need, node_type.name, kind.tp_degree, costs.limit_bytes))
     over, need, name, tp, limit = min(found)
     return (
         f"one layer with microbatch {size} needs {need / GIB:.2f} GiB a GPU on node type '{name}' at TP {tp},"

@@ -8,7 +8,7 @@ from planner.strategies.drafts import Draft, Shape
 from planner.strategies.tables import Tables
 
 
-class _Nodes:
+class Nodes:
     """Free GPUs of one resource's nodes. A tensor-parallel group never leaves its node."""
 
     def __init__(self, names: Sequence[str], num_gpus: int, taken: Set[str]):
@@ -97,8 +97,8 @@ def _degree(tables: Tables, row: int) -> int:
     return tables.kinds[tables.rows[row].kind].tp_degree
 
 
-def _free_nodes(tables: Tables, taken: Set[str]) -> list[_Nodes]:
-    return [_Nodes(r.node_names, r.node_type.num_gpus, taken) for r in tables.resources]
+def _free_nodes(tables: Tables, taken: Set[str]) -> list[Nodes]:
+    return [Nodes(r.node_names, r.node_type.num_gpus, taken) for r in tables.resources]
 
 
 def _by_pipeline(
@@ -140,7 +140,7 @@ def _resource(tables: Tables, row: int) -> int:
     return tables.kinds[tables.rows[row].kind].resource
 
 
-def _place_pipeline(tables: Tables, shape: Shape, nodes: list[_Nodes], in_order: bool) -> list[tuple[str, ...]] | None:
+def _place_pipeline(tables: Tables, shape: Shape, nodes: list[Nodes], in_order: bool) -> list[tuple[str, ...]] | None:
     by_stage: dict[int, tuple[str, ...]] = {}
     last: dict[int, int] = {}
     wanted: dict[int, int] = {}

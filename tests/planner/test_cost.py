@@ -11,6 +11,7 @@ from planner.cluster import Fleet, Node, NodeType
 from planner.communication import Links, read_links
 from planner.cost import CostModel
 from planner.errors import ConfigError
+from planner.frameworks import framework_parameters
 from planner.gradient_groups import sync_jobs
 from planner.model_spec import LayerSpec, ModelSpec
 from planner.parameters import CostParameters
@@ -71,10 +72,33 @@ def test_memory_counts_state_and_activations_in_flight():
     found = model(fleet).memory_by_worker(Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),)))
     tokens, per_parameter = 32, 20
     block_kept = tokens * 120 * 4
-    backward = tokens * 40 * 4
-    assert found["t4-0/0"] == pytest.approx((800 + 2000) * per_parameter + 2 * 2 * block_kept + backward, rel=1e-6)
-    logits = tokens * 100 * 2 * 8
-    assert found["t4-0/1"] == pytest.approx((2000 + 808) * per_parameter + 2 * block_kept + logits, rel=1e-6)
+    backward = tokens * 40 * 4 + 1000 / 3 * 4
+    assert found["t4-0/0"] == pytest.approx((800 + 2000) * per_parameter + 2 * 2 * block_kept + backward, abs=1)
+    logits = tokens * 100 * 2 * 8 + 808 * 4
+    assert found["t4-0/1"] == pytest.approx((2000 + 808) * per_parameter + 2 * block_kept + logits, abs=1)
+
+
+def test_this_runtime_needs_no_flat_gradients_but_messages_at_its_borders():
+    stages = (Stage(0, 1, ("t4-0/0",)), Stage(1, 2, ("t4-0/1",)), Stage(3, 1, ("t4-0/2",)))
+    plan = Plan("m", 8, 2, 16, (Pipeline(stages, 4, 2),))
+    theirs = model(fleet_of(node_type())).memory_by_worker(plan)
+    ours = model(fleet_of(node_type()), parameters=framework_parameters("autohet", PARAMETERS)).memory_by_worker(plan)
+    message = 2 * 16 * 8 * 4
+    held = {"t4-0/0": (800 + 1000, 1), "t4-0/1": (2000, 2), "t4-0/2": (1000 + 808, 1)}
+    for worker, (parameters, borders) in held.items():
+        assert ours[worker] - theirs[worker] == pytest.approx(5 * borders * message - 4 * parameters, abs=2)
+
+
+def test_coarser_slices_need_memory_for_their_gradients_beside_the_sums():
+    whole, halves = Stage(0, 4, ("t4-0/0",)), Stage(0, 4, ("t4-0/1", "t4-0/2"))
+    cost = model(fleet_of(node_type()), parameters=framework_parameters("autohet", PARAMETERS))
+    alone, both = (
+        cost.memory_by_worker(Plan("m", 2 * len(stages), 2, 16, tuple(Pipeline((stage,), 1, 2) for stage in stages)))
+        for stages in ([whole], [whole, halves])
+    )
+    split = 800 + 4 * 900 + 800
+    assert both["t4-0/0"] - alone["t4-0/0"] == pytest.approx(4 * split, abs=2)
+    assert both["t4-0/1"] < alone["t4-0/0"]
 
 
 def test_recomputation_trades_memory_for_time():

@@ -159,7 +159,7 @@ def test_one_tp_degree_and_one_microbatch_size_where_asked() -> None:
 
 
 def test_a_model_larger_than_every_group_names_what_it_lacks() -> None:
-    asked = request(fleet(*DEMO), 8, model(24, width=2048))
+    asked = request(fleet(*DEMO), 8, model(28, width=2048))
     plan_with("autohet", asked)  # with pipelines it fits
     with pytest.raises(InfeasibleError, match=r"whole model.*would need .* GiB.*GiB too little.*autohet"):
         plan_with("hap", asked)
