@@ -15,6 +15,7 @@ from planner.redundancy import redundancy
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
+from planner.strategies.bundles import BUNDLED_GPUS, bundled_plans
 from planner.strategies.companion import begin_companion, bound_over_paths_s
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
@@ -90,6 +91,10 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     best, rejected = choose(request, plans)
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
+    if len(request.fleet.workers) > BUNDLED_GPUS and request.mixed_tp and tables.begun_ahead > 1:
+        known_s = best.prediction.step_time_s
+        bundled = bundled_plans(request, tables, best.plan.microbatch_sequences, known_s, hurry)
+        best = choose(request, [best.plan, *bundled])[0] or best
     if len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, lambda plan: interleaved(request, tables, engine.estimator, plan), _ROUNDS)
     if len(request.fleet.workers) <= FEW_GPUS:

@@ -37,10 +37,11 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
 _DEPTHS = (8, 20, 45)
-_FINE = 0.004
+_FINE = (0.004, 0.002)  # of fleets whose search takes as long
 _DEEP = 0.5
 _ROUNDS = 60
-_CLOSE = 2e-3
+_CLOSE = (2e-3, 1e-3)
+_MANY_GPUS = 256
 _ALONE = 10
 _OUTWARD = 0.8
 _NEAR = 1.003
@@ -97,7 +98,7 @@ class Bound:
     """The bound for plans of at least `least` pipelines of one fleet."""
 
     def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int, least: int = 1):
-        self.batch, self.supply = batch, supply.astype(float)
+        self.batch, self.supply, self.many = batch, supply.astype(float), int(supply.sum()) > _MANY_GPUS
         sizes = sorted({row.microbatch for row in tables.rows})
         self.relaxed = [PricedStages(StageTable(tables, size, max_stages), supply, least) for size in sizes]
         self.intervals = [
@@ -112,6 +113,7 @@ class Bound:
         self.fewest: list[float] = []  # microbatches of a pipeline that pays until a price falls far, by size
         self.speed = self._speed()
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
+        self.centre = np.zeros(len(supply))  # the best prices so far
 
     def seconds(
         self, target: float = np.inf, rounds: int = _ROUNDS, hurry: Callable[[], bool] = lambda: False
@@ -122,22 +124,22 @@ class Bound:
         if not self.intervals:
             return 0.0
         most, idle = -np.inf, 0
-        prices = centre = self._first_prices()
+        prices = self.centre = self._first_prices()
         for _ in range(rounds):
             least = self._price(prices)
             idle += 1
             if least > most:
-                most, centre, idle = least, prices, 0
+                most, self.centre, idle = least, prices, 0
             self.best = max(self.best, most)
             if self.best >= target or idle > _IDLE or hurry():
                 break
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            if hoped < most * (1 + _CLOSE):
+            if hoped < most * (1 + _CLOSE[self.many]):
                 break
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
             way = _OUTWARD ** (idle + 1)
-            prices = (1 - way) * centre + way * corner
+            prices = (1 - way) * self.centre + way * corner
         return self.best
 
     def _depths(self, most: int) -> list[tuple[int, int]]:
@@ -174,7 +176,7 @@ class Bound:
         """The bound that these prices give; intervals that limit it are halved while that raises it."""
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        self.fewest = [_FALLEN * stages.fewest_microbatches(prices) for stages in self.relaxed]
+        self.fewest = [_FALLEN * self._fewest(stages, prices) for stages in self.relaxed]
         least = self._look()
         for _ in range(_HALVINGS):
             self.best = max(self.best, least)
@@ -201,13 +203,13 @@ class Bound:
 
     def _solve(self, size: int, intervals: Sequence[Interval]) -> float:
         """The least bound of some intervals of one size, with the cut that each gives."""
-        prices, stages = self.looks[-1], self.relaxed[size]
+        prices = self.looks[-1]
         low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
         scale = np.asarray(self._scale(size, low))
         depths = np.array([(i.least, i.most) for i in intervals])
         syncs = np.array([(i.light, i.heavy) for i in intervals])
         after = self._microbatches_after(size, high, depths[:, 1], syncs[:, 1])
-        cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths, syncs)
+        cost, gpus, fill = self._cheapest(size, 1 / scale, high, prices, after, depths, syncs)
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
@@ -217,6 +219,16 @@ class Bound:
                 ]
                 self.cuts[interval.key] = [*held, found]
         return min(map(self._seconds, intervals))
+
+    def _cheapest(
+        self, size: int, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """As `PricedStages.cheapest`, with what a path uses of each that has a price."""
+        return self.relaxed[size].cheapest(weight, high, prices, after, depths, syncs)
+
+    def _fewest(self, stages: PricedStages, prices: Floats) -> float:
+        """Microbatches of a pipeline that pays."""
+        return stages.fewest_microbatches(prices)
 
     def _microbatches_after(self, size: int, high: Floats, most: Ints, heavy: Floats) -> Floats:
         return self.relaxed[size].microbatches_after(high, self.fewest[size], most, heavy, self.best)
@@ -258,13 +270,38 @@ class Bound:
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The halves that take the place of those that are not narrow enough."""
         spreads = [(interval, self._spread(interval)) for interval in intervals]
-        halved = {id(i): i.halves(spread.index(max(spread))) for i, spread in spreads if _FINE < max(spread) < np.inf}
+        halved = {
+            id(i): i.halves(spread.index(max(spread)))
+            for i, spread in spreads
+            if _FINE[self.many] < max(spread) < np.inf
+        }
         for interval in intervals:
             if id(interval) in halved:
                 self.cuts.pop(interval.key, None)
         halves = [half for both in halved.values() for half in both]
         self.intervals = [*(i for i in self.intervals if id(i) not in halved), *halves]
         return halves
+
+
+class BoundOfFew(Bound):
+    """The bound for plans of two to `most` pipelines: a further price is that of a pipeline, the last one. more: the bound of plans with
+    more pipelines, whose prices are the first ones here."""
+
+    def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int, most: int, more: Bound):
+        super().__init__(tables, batch, supply, max_stages, 2)
+        self.supply, self.more = np.append(self.supply, most), more
+
+    def _first_prices(self) -> Floats:
+        return np.append(self.more.centre, 0.0)
+
+    def _cheapest(
+        self, size: int, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        cost, gpus, fill = super()._cheapest(size, weight, high, prices[:-1], after, depths, syncs)
+        return cost + prices[-1], np.append(gpus, np.ones((len(gpus), 1)), axis=1), fill
+
+    def _fewest(self, stages: PricedStages, prices: Floats) -> float:
+        return super()._fewest(stages, prices[:-1]) + float(prices[-1]) / stages.microbatch
 
 
 class BoundAlone(Bound):
@@ -317,9 +354,15 @@ def lower_bound_s(
     tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1,
     hurry: Callable[[], bool] = lambda: False,
 ) -> float:  # fmt: skip
-    """The least step time of any plan of so many `pipelines` or more: of those of one, which sync nothing, and of all others."""
+    """The least step time of any plan of so many `pipelines` or more. On many GPUs more pipelines than a node has GPUs, whose sums all
+    leave their nodes, are one case and fewer another; one alone, which sums nothing, always is."""
     fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(hurry=hurry)
+    together = max(resource.node_type.num_gpus for resource in tables.resources)
+    apart = int(fleet.sum()) > _MANY_GPUS and pipelines <= together
+    several = Bound(tables, batch, fleet, max_stages, together + 1 if apart else max(2, pipelines))
+    least = several.seconds(hurry=hurry)
+    if apart and least > 0:
+        least = min(least, BoundOfFew(tables, batch, fleet, max_stages, together, several).seconds(least, hurry=hurry))
     if pipelines > 1:
         return least
     alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE, hurry)

@@ -60,13 +60,13 @@ def place(
 def place_by_stage(
     tables: Tables, draft: Draft, parts: int, model: str, batch: int, sequence_length: int
 ) -> Plan | None:
-    """The plan of a draft of equally deep pipelines, divided into so many parts, one after the other: the same stage of all pipelines
-    of a part lies side by side."""
+    """The plan of a draft divided into so many parts of equally deep pipelines, one after the other: the same stage of all pipelines of a
+    part lies side by side."""
     nodes, placed = _free_nodes(tables, frozenset()), [list[tuple[str, ...]]() for _ in draft.pipelines]
     last: dict[int, int] = {}
     shapes = [shape for shape, _ in draft.pipelines]
     for part in parted(len(shapes), parts):
-        for stage, i in itertools.product(range(len(shapes[0].rows)), part):
+        for stage, i in itertools.product(range(len(shapes[part[0]].rows)), part):
             resource = _resource(tables, shapes[i].rows[stage])
             found = nodes[resource].take(_degree(tables, shapes[i].rows[stage]), last.get(resource), 0)
             if found is None:

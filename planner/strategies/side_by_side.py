@@ -74,6 +74,10 @@ class SideBySide:
             early += back
         return summed + updated
 
+    def byte_s(self, number: int, row: int) -> float:
+        """Seconds of a ring over so many stages of one row, for each byte that a worker holds."""
+        return self._rate(number, self._like[row])[1]
+
     def _rate(self, number: int, row: int) -> tuple[float, float]:
         """(latency, seconds a byte) of a ring over so many stages of one row; none where row is -1."""
         if row >= 0 and (number, row) not in self._rates:

@@ -10,7 +10,7 @@ from autohet.cli.bench_planner_synthetic import tied
 from planner.errors import InfeasibleError
 from planner.frameworks import OURS
 from planner.strategies import Request, plan_with
-from planner.strategies.bound import BoundAlone, lower_bound_s
+from planner.strategies.bound import Bound, BoundAlone, BoundOfFew, lower_bound_s
 from planner.strategies.companion import bound_over_paths_s
 from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, request, with_nics
@@ -140,6 +140,7 @@ def test_many_microbatches_over_a_slow_network(
     holders=st.integers(1, 2),
     framework=st.sampled_from([OURS, "deepspeed", "megatron"]),
     rates=st.tuples(*[st.sampled_from([1e8, 1.25e9, 1e10])] * 3),
+    many=st.booleans(),
 )
 def test_a_bound_is_a_bound(
     types: tuple,
@@ -149,7 +150,9 @@ def test_a_bound_is_a_bound(
     holders: int,
     framework: str,
     rates: tuple[float, float, float],
+    many: bool,
 ) -> None:
+    """many: in the two cases that a large fleet is divided into, more pipelines than share a node and fewer."""
     of = with_nics(fleet(*types), dict(zip(("A100", "A10G", "T4"), rates, strict=True)))
     spec = tied(model(layers)) if is_tied else model(layers)
     asked = request(of, batch, spec, framework, max_microbatch_sequences=2, min_node_disjoint_holders=holders)
@@ -157,7 +160,22 @@ def test_a_bound_is_a_bound(
         best = plan_with("exhaustive", asked).prediction.step_time_s
     except InfeasibleError:
         return
-    assert max(bounds(asked)) <= best * (1 + 1e-9)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("planner.strategies.bound._MANY_GPUS", 0 if many else 256)
+        assert max(bounds(asked)) <= best * (1 + 1e-9)
+
+
+def test_pipelines_that_cannot_share_a_node_sum_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pipelines and more do, two might be on one node, but are slow."""
+    of = with_nics(fleet(("A100", 12, 2)), {"A100": 1e8})
+    asked = request(of, 96, model(2), microbatch_sequences=1)
+    tables = tables_of(asked)
+    together = lower_bound_s(tables, 96, [24], 2)
+    monkeypatch.setattr("planner.strategies.bound._MANY_GPUS", 23)
+    apart = lower_bound_s(tables, 96, [24], 2)
+    few = BoundOfFew(tables, 96, np.array([24]), 2, 2, Bound(tables, 96, np.array([24]), 2)).seconds()
+    assert 1.05 * together < apart <= plan_with("autohet", asked).prediction.step_time_s
+    assert few > 3 * together
 
 
 def test_the_bound_of_few_gpus_counts_two_tp_degrees_on_one_node_type() -> None:

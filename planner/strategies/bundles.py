@@ -1,0 +1,145 @@
+"""Plans of a few different pipelines, each several times side by side, so that most gradients are summed inside nodes.
+
+What each set of GPUs does is in the lattice (`lattice.py`), for groups of any sizes and node types in any order; what is left is to
+divide one copy's share of the fleet into such sets (`divisions.py`). The linear program over all sets says what that promises, and the
+prices of GPUs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from planner.plan import Plan
+from planner.strategies.divisions import divisions
+from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.lattice import Lattice
+from planner.strategies.packing import Packer
+from planner.strategies.placement import place, place_by_stage
+from planner.strategies.refine import refine_shape
+from planner.strategies.request import Request
+from planner.strategies.side_by_side import SideBySide
+from planner.strategies.tables import Floats, Ints, Tables
+
+BUNDLED_GPUS = 256  # beyond; up to there equal pipelines lead
+_COPIES = 8
+_A_COPY_GPUS = 128
+_DEGREES = 3
+_SYNC = 0.007  # of the step: how long sums may last after the pipelines
+_LIMITS = 120
+_KEPT = 40
+_LOST = 0.015
+_STATES = 300_000
+_ENTRIES = 8_000_000  # states times limits
+_SETS = 3  # about so many pipelines are different
+_PLACED = 3
+_WORTH = 0.99
+_PACKED = 1.005  # what whole pipelines take, times what fractions of them promise
+
+
+def bundled_plans(
+    request: Request, tables: Tables, size: int, known_s: float, hurry: Callable[[], bool]
+) -> Iterator[Plan]:
+    """The best few by the tables, of pipelines with microbatches of so many sequences; nothing where they promise little less than
+    `known_s`. First with many copies of each pipeline, whose lattice is small, then with half of them at the bottlenecks that were best."""
+    gpus, copies, about_s, limits = len(request.fleet.workers), _COPIES, known_s, None
+    while gpus > copies * _A_COPY_GPUS:
+        copies *= 2
+    for number in (copies, copies // 2):
+        bundle = _Bundle(request, tables, size, about_s, number, limits)
+        if hurry() or bundle.promised_s > _WORTH * known_s:
+            return
+        yield from bundle.plans()
+        about_s, limits = min(known_s, _PACKED * bundle.promised_s), bundle.best_limits()
+
+
+class _Bundle:
+    """Pipelines of which there are so many copies each. step_s: about what a step takes; limits: bottlenecks to try, None: any."""
+
+    def __init__(self, request: Request, tables: Tables, size: int, step_s: float, copies: int, limits: Floats | None):
+        self.request, self.tables, self.copies = request, tables, copies
+        self.batch, self.refined = request.global_batch_sequences, dict[int, Shape]()
+        self.supply = np.array([each.num_gpus // copies for each in tables.resources], dtype=np.int64)
+        self.side = SideBySide(request, tables, _SETS)
+        sync_s = _SYNC * step_s
+        rates = np.array([self.side.byte_s(_SETS * copies, row) for row in range(len(tables.rows))])
+        self.promised_s = np.inf
+        if not (rows := _rows(tables, size, self.supply)):
+            return
+        lattice = Lattice(
+            tables, rows, self.supply, request.deepest(tables.num_blocks), step_s - sync_s, (sync_s, rates),
+            _LIMITS if limits is None else limits, _ENTRIES,
+        )  # fmt: skip
+        self.sets = lattice.sets()
+        if len(self.sets.sequences):
+            relaxed = Packer(self.sets.usage, self.supply).relax(self.sets.sequences)
+            self.prices, self.promised_s = relaxed.prices, step_s * self.batch / copies / relaxed.value
+
+    def best_limits(self) -> Floats:
+        """Those at which some set loses little, by the prices of GPUs."""
+        sets, limits = self.sets, self.sets.lattice.limits
+        lost = np.full(len(limits), np.inf)
+        np.minimum.at(lost, sets.lanes, sets.usage @ self.prices / sets.sequences - 1)
+        best = np.argsort(lost, kind="stable")[:_KEPT]
+        return np.asarray(limits[np.sort(best[lost[best] < _LOST])])
+
+    def plans(self) -> Iterator[Plan]:
+        request, found = self.request, list[tuple[float, int, Draft]]()
+        timing = Estimator(self.tables)
+        for number, chosen in enumerate(divisions(self.sets, self.supply, self.prices)):
+            shapes = [self.sets.shape(i) for i in chosen]
+            draft = self._draft(timing, [s for s in shapes if s is not None], chosen) if None not in shapes else None
+            if draft is not None:
+                after = max(self.side.after_one_s(timing, len(draft.pipelines), s) for s, _ in set(draft.pipelines))
+                found.append((max(timing.pipeline_s(*p) for p in set(draft.pipelines)) + after, number, draft))
+        for _, _, draft in sorted(found)[:_PLACED]:
+            parts = len(draft.pipelines) // self.copies
+            about = request.spec.name, self.batch, request.sequence_length
+            plan = place_by_stage(self.tables, draft, parts, *about) or place(self.tables, draft, *about)
+            if plan is not None:
+                yield plan
+
+    def _draft(self, timing: Estimator, shapes: Sequence[Shape], chosen: Sequence[int]) -> Draft | None:
+        """Each shape so many times, with single blocks moved."""
+        number = len(shapes) * self.copies
+        after_s = partial(self.side.after_one_s, timing, number)
+        for i, shape in zip(chosen, shapes, strict=True):
+            if i not in self.refined:
+                microbatches = max(1, int(self.sets.sequences[i]) // timing.microbatch(shape))
+                self.refined[i] = refine_shape(timing, shape, microbatches, after_s)
+        several = [self.refined[i] for i in chosen for _ in range(self.copies)]
+        draft = assign_microbatches(timing, several, self.batch)
+        return draft if draft is not None and _fits_apart(self.tables, draft) else None
+
+
+def _rows(tables: Tables, size: int, supply: Ints) -> list[int]:
+    """Table rows of the smallest degrees for which the lattice is not too large; none where it is with any."""
+    kinds = [tables.kinds[row.kind] for row in tables.rows]
+    degree = {
+        row: kind.tp_degree
+        for row, kind in enumerate(kinds)
+        if tables.rows[row].microbatch == size and kind.tp_degree <= supply[kind.resource]
+    }
+    for least in sorted(set(degree.values())):
+        if np.prod(supply // least + 1.0) <= _STATES:
+            return [row for row in degree if least <= degree[row] < least * 2**_DEGREES]
+    return []
+
+
+def _fits_apart(tables: Tables, draft: Draft) -> bool:
+    """Whether memory also holds the gradients of slices that are coarser than another holder's, which do not lie in the buffers of their
+    sums."""
+    shapes = dict(draft.pipelines)
+    degrees = [tables.kinds[row.kind].tp_degree for row in tables.rows]
+    finest = np.zeros(tables.num_layers, dtype=np.int64)
+    for shape in shapes:
+        for row, start, end in zip(shape.rows, shape.starts, shape.ends, strict=True):
+            finest[start:end] = np.maximum(finest[start:end], degrees[row])
+    for shape, count in shapes.items():
+        depth = len(shape.rows)
+        for stage, (row, start, end) in enumerate(zip(shape.rows, shape.starts, shape.ends, strict=True)):
+            apart = float(tables.rows[row].sync_bytes[start:end][finest[start:end] > degrees[row]].sum())
+            held = tables.memory_bytes(row, start, end, min(count, depth - stage))
+            if held + apart > tables.rows[row].limit_bytes:
+                return False
+    return True
