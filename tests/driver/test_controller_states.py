@@ -258,7 +258,7 @@ AnyFleet.TestCase.settings = settings(
     derandomize=True,  # what the longer run finds, it finds; this one tells of what has changed
     phases=(Phase.explicit, Phase.generate),  # to shrink an example takes minutes
 )
-TestWhateverHappens = AnyFleet.TestCase
+TestWhateverHappens = pytest.mark.thorough(AnyFleet.TestCase)
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
 from tests.harness.local_fleet import cluster_document
 
+pytestmark = pytest.mark.thorough
+
 CLUSTER = cluster_from_document(cluster_document())  # up to four nodes each of big, small and pair
 
 

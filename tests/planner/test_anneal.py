@@ -16,6 +16,8 @@ from planner.strategies.cost_tables import tables_of
 from planner.strategies.symmetric import draft_of
 from tests.planner.cases import fleet, model, request, slowed, with_nics
 
+pytestmark = pytest.mark.thorough
+
 
 def _seconds(asked: Request, plan: Plan) -> float:
     prediction = asked.cost.predict(plan)

@@ -15,6 +15,8 @@ from planner.strategies.companion import bound_over_paths_s
 from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, request, with_nics
 
+pytestmark = pytest.mark.thorough
+
 
 def bounds(asked: Request) -> tuple[float, float]:
     """Over paths and over columns, as they are proved: an answer cuts them off at its step time."""

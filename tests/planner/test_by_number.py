@@ -10,6 +10,8 @@ from planner.plan import check_plan
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, request
 
+pytestmark = pytest.mark.thorough
+
 MIXED = (("A100", 17, 4), ("T4", 17, 4))
 SMALL = {"A100": 4.0, "A10G": 3.0, "T4": 2.0}
 

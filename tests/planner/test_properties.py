@@ -18,6 +18,8 @@ from planner.plan import check_plan
 from planner.strategies import STRATEGIES, Request, plan_with
 from tests.planner.cases import SECONDS_PER_BLOCK, fleet, model, profile, request
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 SOME = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SMALL = {"autohet", "exhaustive"}

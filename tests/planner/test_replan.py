@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
+
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
@@ -19,6 +21,7 @@ def without(of: Fleet, *names: str) -> Fleet:
     return Fleet(of.generation + 1, tuple(node for node in of.nodes if node.name not in names))
 
 
+@pytest.mark.thorough
 def test_a_lost_node_is_left_out_and_the_batch_is_still_met() -> None:
     whole = fleet(*DEMO)
     previous = plan_with("autohet", request(whole, 24)).plan
@@ -29,6 +32,7 @@ def test_a_lost_node_is_left_out_and_the_batch_is_still_met() -> None:
     assert not any(worker.startswith("a10g-1/") for worker in decision.answer.plan.workers)
 
 
+@pytest.mark.thorough
 def test_an_arrival_is_taken_when_the_horizon_pays_for_it_and_not_otherwise() -> None:
     whole = fleet(*DEMO)
     asked = request(whole, 24)
@@ -43,6 +47,7 @@ def test_an_arrival_is_taken_when_the_horizon_pays_for_it_and_not_otherwise() ->
     assert "would not earn its cost" in soon.reason
 
 
+@pytest.mark.thorough
 def test_the_same_fleet_stays() -> None:
     asked = request(fleet(*DEMO), 24)
     previous = plan_with("autohet", asked).plan

@@ -13,6 +13,8 @@ from planner.strategies.fasop import node_orders
 from planner.strategies.rivals import fastest_types
 from tests.planner.cases import fleet
 
+pytestmark = pytest.mark.thorough
+
 
 def request_of(job, cluster):
     planning = make_planning(Job.from_yaml(f"cluster_configs/jobs/{job}.yaml"))

@@ -63,6 +63,7 @@ def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(types: tup
     assert ours.prediction.step_time_s <= judge.prediction.step_time_s * 1.02
 
 
+@pytest.mark.thorough
 def test_plans_that_one_node_would_hold_do_not_hide_those_of_two_holders() -> None:
     """Three T4 of one node beside one A10G with a slow network: the fastest sets of pipelines lie on the one node."""
     of = with_nics(fleet(("A10G", 1, 1), ("T4", 1, 3)), {"A10G": 1e8, "T4": 1.25e9})

@@ -34,6 +34,7 @@ def test_none_where_there_is_one_processor(monkeypatch: pytest.MonkeyPatch) -> N
     assert beside(math.sqrt, 9.0)() is None
 
 
+@pytest.mark.thorough
 def test_what_goes_on_beside_the_search_of_a_large_fleet_is_the_same_as_in_turn() -> None:
     asked = replace(request_of(GPT_26, fleet_of({"A100-40": 80, "T4": 56}), 272, 1024), clock=time.perf_counter)
     beside_it, failed = begin_companion(asked), begin_companion(replace(asked, beside=lambda work, of: lambda: None))
