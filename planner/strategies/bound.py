@@ -46,6 +46,7 @@ _ALONE = 10
 _OUTWARD = 0.8
 _NEAR = 1.003
 _HALVINGS = 4
+_BEYOND = 1.3  # times the bound: longer bottlenecks do not limit it
 _SEVERAL = 64
 _IDLE = 2
 _FALLEN = 0.9
@@ -170,7 +171,12 @@ class Bound:
         may pay now that did not then, and the interval has to be looked at again."""
         falls = self.falls[interval.look] if interval.look >= 0 else 0.0
         path_s = falls * interval.path_s if falls >= _FALLEN else 0.0
-        return path_s + self._beside_s(interval, self.looks[-1])
+        return self._proved_s(interval, path_s, self.looks[-1])
+
+    def _proved_s(self, interval: Interval, path_s: float, prices: Floats) -> float:
+        """No plan with a pipeline of this interval is faster. Two microbatches take longer than the bottleneck; a pipeline of one alone is
+        in the interval of its step time too."""
+        return max(path_s + self._beside_s(interval, prices), interval.low)
 
     def _price(self, prices: Floats) -> float:
         """The bound that these prices give; intervals that limit it are halved while that raises it."""
@@ -245,7 +251,8 @@ class Bound:
     ) -> tuple[Floats, float]:
         from scipy.optimize import linprog
 
-        cuts = [cut for each in self.cuts.values() for cut in each]
+        near = [cut for (_, low, *_), each in self.cuts.items() if low < _BEYOND * self.best for cut in each]
+        cuts = near or [cut for each in self.cuts.values() for cut in each]
         rows = np.array([np.append(-cut.slope, 1.0) for cut in cuts])
         top = np.array([cut.constant for cut in cuts])
         result = linprog(
@@ -262,7 +269,7 @@ class Bound:
 
     def _near(self) -> list[Interval]:
         """Intervals that limit the bound or soon may, by their last looks."""
-        last = [(i, i.path_s + self._beside_s(i, self.looks[i.look])) for i in self.intervals if i.look >= 0]
+        last = [(i, self._proved_s(i, i.path_s, self.looks[i.look])) for i in self.intervals if i.look >= 0]
         least = min(seconds for _, seconds in last)
         most = max(least, min(self.best, least * 1.05))
         return [i for i, seconds in last if seconds < most * (1 + 0.2 * min(max(self._spread(i)), 1.0))]
@@ -328,6 +335,9 @@ class BoundAlone(Bound):
 
     def _microbatches_after(self, size: int, high: Floats, most: Ints, heavy: Floats) -> Floats:
         return np.full(len(high), max(self.further[size], 1e-9))
+
+    def _proved_s(self, interval: Interval, path_s: float, prices: Floats) -> float:
+        return path_s + self._beside_s(interval, prices)
 
     def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
         return Cut(gpus - self.supply, fill + self.further[interval.size] * interval.low)
