@@ -21,15 +21,15 @@ from planner.strategies.request import Request
 from planner.strategies.side_by_side import SideBySide
 from planner.strategies.tables import Floats, Ints, Tables
 
-BUNDLED_GPUS = 256  # beyond; up to there equal pipelines lead
-_COPIES = 8
-_A_COPY_GPUS = 128
+BUNDLED_GPUS = 128  # beyond
+_A_COPY_GPUS = 96
 _DEGREES = 3
 _SYNC = 0.007  # of the step: how long sums may last after the pipelines
 _LIMITS = 120
 _KEPT = 40
 _LOST = 0.015
-_STATES = 300_000
+_EVERY = 4  # of the first limits, one in so many is tried again
+_STATES = (40_000, 300_000)  # of the first lattice and the second
 _ENTRIES = 8_000_000  # states times limits
 _SETS = 3  # about so many pipelines are different
 _PLACED = 3
@@ -42,21 +42,32 @@ def bundled_plans(
 ) -> Iterator[Plan]:
     """The best few by the tables, of pipelines with microbatches of so many sequences; nothing where they promise little less than
     `known_s`. First with many copies of each pipeline, whose lattice is small, then with half of them at the bottlenecks that were best."""
-    gpus, copies, about_s, limits = len(request.fleet.workers), _COPIES, known_s, None
-    while gpus > copies * _A_COPY_GPUS:
+    copies, about_s, limits = 2, known_s, None
+    while len(request.fleet.workers) > copies * _A_COPY_GPUS:
         copies *= 2
-    for number in (copies, copies // 2):
-        bundle = _Bundle(request, tables, size, about_s, number, limits)
-        if hurry() or bundle.promised_s > _WORTH * known_s:
+    for number, states in zip((copies, copies // 2), _STATES, strict=True):
+        bundle = _Bundle(request, tables, size, about_s, number, limits, states)
+        if hurry() or _WORTH * known_s < bundle.promised_s < np.inf:
             return
-        yield from bundle.plans()
-        about_s, limits = min(known_s, _PACKED * bundle.promised_s), bundle.best_limits()
+        if bundle.promised_s < np.inf:
+            yield from bundle.plans()
+            about_s, limits = min(known_s, _PACKED * bundle.promised_s), bundle.best_limits()
 
 
 class _Bundle:
-    """Pipelines of which there are so many copies each. step_s: about what a step takes; limits: bottlenecks to try, None: any."""
+    """Pipelines of which there are so many copies each. step_s: about what a step takes; limits: bottlenecks to try, None: any.
+    states: sets of GPUs at most."""
 
-    def __init__(self, request: Request, tables: Tables, size: int, step_s: float, copies: int, limits: Floats | None):
+    def __init__(
+        self,
+        request: Request,
+        tables: Tables,
+        size: int,
+        step_s: float,
+        copies: int,
+        limits: Floats | None,
+        states: int,
+    ):
         self.request, self.tables, self.copies = request, tables, copies
         self.batch, self.refined = request.global_batch_sequences, dict[int, Shape]()
         self.supply = np.array([each.num_gpus // copies for each in tables.resources], dtype=np.int64)
@@ -64,7 +75,7 @@ class _Bundle:
         sync_s = _SYNC * step_s
         rates = np.array([self.side.byte_s(_SETS * copies, row) for row in range(len(tables.rows))])
         self.promised_s = np.inf
-        if not (rows := _rows(tables, size, self.supply)):
+        if not (rows := _rows(tables, size, self.supply, states)):
             return
         lattice = Lattice(
             tables, rows, self.supply, request.deepest(tables.num_blocks), step_s - sync_s, (sync_s, rates),
@@ -76,12 +87,13 @@ class _Bundle:
             self.prices, self.promised_s = relaxed.prices, step_s * self.batch / copies / relaxed.value
 
     def best_limits(self) -> Floats:
-        """Those at which some set loses little, by the prices of GPUs."""
+        """Those at which some set loses little, by the prices of GPUs, and a few in between."""
         sets, limits = self.sets, self.sets.lattice.limits
         lost = np.full(len(limits), np.inf)
         np.minimum.at(lost, sets.lanes, sets.usage @ self.prices / sets.sequences - 1)
         best = np.argsort(lost, kind="stable")[:_KEPT]
-        return np.asarray(limits[np.sort(best[lost[best] < _LOST])])
+        some = np.arange(0, len(limits), _EVERY)
+        return np.asarray(limits[np.union1d(best[lost[best] < _LOST], some)])
 
     def plans(self) -> Iterator[Plan]:
         request, found = self.request, list[tuple[float, int, Draft]]()
@@ -112,8 +124,8 @@ class _Bundle:
         return draft if draft is not None and _fits_apart(self.tables, draft) else None
 
 
-def _rows(tables: Tables, size: int, supply: Ints) -> list[int]:
-    """Table rows of the smallest degrees for which the lattice is not too large; none where it is with any."""
+def _rows(tables: Tables, size: int, supply: Ints, states: int) -> list[int]:
+    """Table rows of the smallest degrees for which the lattice has no more states; none where it does with any."""
     kinds = [tables.kinds[row.kind] for row in tables.rows]
     degree = {
         row: kind.tp_degree
@@ -121,7 +133,7 @@ def _rows(tables: Tables, size: int, supply: Ints) -> list[int]:
         if tables.rows[row].microbatch == size and kind.tp_degree <= supply[kind.resource]
     }
     for least in sorted(set(degree.values())):
-        if np.prod(supply // least + 1.0) <= _STATES:
+        if np.prod(supply // least + 1.0) <= states:
             return [row for row in degree if least <= degree[row] < least * 2**_DEGREES]
     return []
 
