@@ -241,9 +241,7 @@ class CostModel:
             usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
             breakdown_s=self._breakdown(simulation),
             memory_bytes_by_worker=self.memory_by_worker(plan),
-            memory_limit_bytes_by_worker={
-                w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
-            },
+            memory_limit_bytes_by_worker=self.memory_limits(plan),
             estimated=self._estimated(plan),
         )
 
@@ -367,6 +365,10 @@ class CostModel:
                 kept = pipeline.in_flight(i) * self._stages.terms(pipeline, i).activation_bytes
                 found.update(dict.fromkeys(stage.workers, int(held + kept)))
         return found
+
+    def memory_limits(self, plan: Plan) -> dict[str, int]:
+        """Bytes that every worker of a plan has."""
+        return {w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers}
 
     def _usd_per_hour(self, plan: Plan) -> float | None:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}

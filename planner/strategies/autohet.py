@@ -93,8 +93,9 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     if len(request.fleet.workers) > BUNDLED_GPUS and request.mixed_tp and tables.begun_ahead > 1:
         known_s = best.prediction.step_time_s
-        bundled = bundled_plans(request, tables, best.plan.microbatch_sequences, known_s, hurry)
-        best = choose(request, [best.plan, *bundled])[0] or best
+        best = _climb(
+            request, best, lambda plan: bundled_plans(request, tables, plan.microbatch_sequences, known_s, hurry), 1
+        )
     if len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, lambda plan: interleaved(request, tables, engine.estimator, plan), _ROUNDS)
     if len(request.fleet.workers) <= FEW_GPUS:

@@ -5,7 +5,8 @@ divide one copy's share of the fleet into such sets (`divisions.py`). The linear
 prices of GPUs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -69,7 +70,7 @@ class _Bundle:
         states: int,
     ):
         self.request, self.tables, self.copies = request, tables, copies
-        self.batch, self.refined = request.global_batch_sequences, dict[int, Shape]()
+        self.batch, self.refined = request.global_batch_sequences, dict[int, Shape | None]()
         self.supply = np.array([each.num_gpus // copies for each in tables.resources], dtype=np.int64)
         self.side = SideBySide(request, tables, _SETS)
         sync_s = _SYNC * step_s
@@ -96,32 +97,45 @@ class _Bundle:
         return np.asarray(limits[np.union1d(best[lost[best] < _LOST], some)])
 
     def plans(self) -> Iterator[Plan]:
-        request, found = self.request, list[tuple[float, int, Draft]]()
-        timing = Estimator(self.tables)
+        """The best few by the tables that memory holds."""
+        timing, found = Estimator(self.tables), list[tuple[float, int, Draft]]()
         for number, chosen in enumerate(divisions(self.sets, self.supply, self.prices)):
-            shapes = [self.sets.shape(i) for i in chosen]
-            draft = self._draft(timing, [s for s in shapes if s is not None], chosen) if None not in shapes else None
+            draft = self._draft(timing, chosen)
             if draft is not None:
                 after = max(self.side.after_one_s(timing, len(draft.pipelines), s) for s, _ in set(draft.pipelines))
                 found.append((max(timing.pipeline_s(*p) for p in set(draft.pipelines)) + after, number, draft))
-        for _, _, draft in sorted(found)[:_PLACED]:
+        yield from itertools.islice(filter(self._fits, self._placed(draft for _, _, draft in sorted(found))), _PLACED)
+
+    def _draft(self, timing: Estimator, chosen: Sequence[int]) -> Draft | None:
+        """The pipeline of each set so many times; None where one has none or the batch is not met."""
+        shapes = [self._refined(timing, i, len(chosen) * self.copies) for i in chosen]
+        if None in shapes:
+            return None
+        several = [shape for shape in shapes if shape is not None for _ in range(self.copies)]
+        return assign_microbatches(timing, several, self.batch)
+
+    def _refined(self, timing: Estimator, i: int, number: int) -> Shape | None:
+        """The pipeline of a set with single blocks moved, as one of so many; remembered for other divisions."""
+        if i not in self.refined:
+            shape, after_s = self.sets.shape(i), partial(self.side.after_one_s, timing, number)
+            if shape is not None:
+                microbatches = max(1, int(self.sets.sequences[i]) // timing.microbatch(shape))
+                shape = refine_shape(timing, shape, microbatches, after_s)
+            self.refined[i] = shape
+        return self.refined[i]
+
+    def _placed(self, drafts: Iterable[Draft]) -> Iterator[Plan]:
+        about = self.request.spec.name, self.batch, self.request.sequence_length
+        for draft in drafts:
             parts = len(draft.pipelines) // self.copies
-            about = request.spec.name, self.batch, request.sequence_length
             plan = place_by_stage(self.tables, draft, parts, *about) or place(self.tables, draft, *about)
             if plan is not None:
                 yield plan
 
-    def _draft(self, timing: Estimator, shapes: Sequence[Shape], chosen: Sequence[int]) -> Draft | None:
-        """Each shape so many times, with single blocks moved."""
-        number = len(shapes) * self.copies
-        after_s = partial(self.side.after_one_s, timing, number)
-        for i, shape in zip(chosen, shapes, strict=True):
-            if i not in self.refined:
-                microbatches = max(1, int(self.sets.sequences[i]) // timing.microbatch(shape))
-                self.refined[i] = refine_shape(timing, shape, microbatches, after_s)
-        several = [self.refined[i] for i in chosen for _ in range(self.copies)]
-        draft = assign_microbatches(timing, several, self.batch)
-        return draft if draft is not None and _fits_apart(self.tables, draft) else None
+    def _fits(self, plan: Plan) -> bool:
+        """Tables do not know that gradients of slices coarser than another holder's need memory beside the buffers of their sums."""
+        limits = self.request.cost.memory_limits(plan)
+        return all(need <= limits[worker] for worker, need in self.request.cost.memory_by_worker(plan).items())
 
 
 def _rows(tables: Tables, size: int, supply: Ints, states: int) -> list[int]:
@@ -136,22 +150,3 @@ def _rows(tables: Tables, size: int, supply: Ints, states: int) -> list[int]:
         if np.prod(supply // least + 1.0) <= states:
             return [row for row in degree if least <= degree[row] < least * 2**_DEGREES]
     return []
-
-
-def _fits_apart(tables: Tables, draft: Draft) -> bool:
-    """Whether memory also holds the gradients of slices that are coarser than another holder's, which do not lie in the buffers of their
-    sums."""
-    shapes = dict(draft.pipelines)
-    degrees = [tables.kinds[row.kind].tp_degree for row in tables.rows]
-    finest = np.zeros(tables.num_layers, dtype=np.int64)
-    for shape in shapes:
-        for row, start, end in zip(shape.rows, shape.starts, shape.ends, strict=True):
-            finest[start:end] = np.maximum(finest[start:end], degrees[row])
-    for shape, count in shapes.items():
-        depth = len(shape.rows)
-        for stage, (row, start, end) in enumerate(zip(shape.rows, shape.starts, shape.ends, strict=True)):
-            apart = float(tables.rows[row].sync_bytes[start:end][finest[start:end] > degrees[row]].sum())
-            held = tables.memory_bytes(row, start, end, min(count, depth - stage))
-            if held + apart > tables.rows[row].limit_bytes:
-                return False
-    return True

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from planner.strategies.drafts import Shape
 from planner.strategies.refine import well_formed
+from planner.strategies.stage_orders import first_layers
 from planner.strategies.tables import Floats, Ints, Tables
 
 Shorts = NDArray[np.int16]
@@ -86,25 +87,18 @@ class Lattice:
         return np.asarray(np.geomspace(least, least * _LONGEST, number))
 
     def _reach(self, row: int, sync_s: float, byte_s: float) -> Shorts:
-        """(depths, lanes, num_layers + 2) the first layer of a stage with so many after it that ends there; beyond the model where it can
-        hold no block. The embedding is not left alone, nor the head."""
-        tables, layers = self.tables, self.tables.num_layers
-        sums, ends = tables.time_sums[row], np.clip(np.arange(layers + 1), 2, layers)
-        fits, ahead = tables.fitting(tables.begun_ahead * self.deepest + 1)[row], range(1, tables.begun_ahead + 1)
-        summed = self._summed(row, sync_s, byte_s)
-        beyond = layers + 1
-        out = np.full((self.deepest + 1, len(self.limits), layers + 2), beyond, dtype=np.int16)
+        """(depths, lanes, num_layers + 2) `first_layers` of a stage with so many after it that ends there; beyond the model where it ends
+        before its beginning or beyond it."""
+        tables, ends = self.tables, np.arange(1, self.tables.num_layers + 1)
+        fits, summed = tables.fitting(tables.begun_ahead * self.deepest + 1)[row], self._summed(row, sync_s, byte_s)
+        shape = (self.deepest + 1, len(self.limits), tables.num_layers + 2)
+        out = np.full(shape, tables.num_layers + 1, dtype=np.int16)
         for after in range(self.deepest):
-            best = np.full((len(self.limits), layers + 1), beyond)
-            for further in {number * after for number in ahead}:
+            for further in {number * after for number in range(1, tables.begun_ahead + 1)}:
                 hidden = np.minimum(1.0, further / (self.microbatches - 1))
                 room = self.limits / (1 - tables.forward_share[row] * hidden) - tables.stage_overhead_s
-                timely = np.searchsorted(sums, (sums[ends] - np.maximum(room, 0.0)[:, None]) * (1 - 1e-12), side="left")
-                held = np.searchsorted(fits[further], ends, side="left")
-                best = np.minimum(best, np.maximum(timely, np.maximum(held, summed)))
-            best = np.where(best == 1, 2, best)
-            last = np.where(np.arange(layers + 1) == layers, layers - 2, np.arange(layers + 1) - 1)
-            out[after, :, 1:-1] = np.where(best <= last, best, beyond)[:, 1:]
+                start = first_layers(tables, row, fits[further], ends, room[:, None], summed[1:])
+                out[after, :, 1:-1] = np.minimum(out[after, :, 1:-1], start)
         return out
 
     def _summed(self, row: int, sync_s: float, byte_s: float) -> Ints:

@@ -93,17 +93,26 @@ class _Reach:
         return starts, last
 
     def _start(self, row: int, after: int, ends: Ints, limits: Floats) -> Ints:
-        """The first layer of a stage with so many after it that ends there; the embedding is not left alone."""
-        tables, sums = self.tables, self.tables.time_sums[row]
-        layers = tables.num_layers
+        """The first layer of a stage with so many after it that ends there."""
+        tables = self.tables
         hidden = min(1.0, tables.begun_ahead * after / max(self.microbatches - 1, 1))
-        room = np.maximum(limits / (1 - tables.forward_share[row] * hidden) - tables.stage_overhead_s, 0.0)
-        end = np.clip(ends, 2, layers)
-        timely = np.searchsorted(sums, (sums[end] - room) * (1 - 1e-12), side="left")
-        start = np.maximum(timely, np.searchsorted(self.fits[row, after], end, side="left"))
-        start = np.where(start == 1, 2, start)
-        most = np.where(ends == layers, layers - 2, end - 1)
-        return np.asarray(np.where((ends <= layers) & (start <= most), start, layers + 1))
+        room = limits / (1 - tables.forward_share[row] * hidden) - tables.stage_overhead_s
+        return first_layers(tables, row, self.fits[row, after], ends, room)
+
+
+def first_layers(tables: Tables, row: int, fits: Ints, ends: Ints, seconds: Floats, earliest: Ints | int = 0) -> Ints:
+    """The first layer, from `earliest` on, of a stage that ends there, takes so many seconds at most and fits memory; beyond the model
+    where it can hold no block. The embedding is not left alone, nor the head.
+
+    fits: by layer, `Tables.fitting` of the row and microbatches in flight. ends, seconds, earliest: of shapes that fit each other.
+    """
+    sums, layers = tables.time_sums[row], tables.num_layers
+    end = np.clip(ends, 2, layers)
+    timely = np.searchsorted(sums, (sums[end] - np.maximum(seconds, 0.0)) * (1 - 1e-12), side="left")
+    start = np.maximum(np.maximum(timely, earliest), np.searchsorted(fits, end, side="left"))
+    start = np.where(start == 1, 2, start)
+    most = np.where(ends == layers, layers - 2, end - 1)
+    return np.asarray(np.where((ends <= layers) & (start <= most), start, layers + 1))
 
 
 def _less(numbers: Sequence[int], kind: int) -> Numbers:

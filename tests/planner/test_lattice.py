@@ -80,7 +80,7 @@ def test_hardly_any_pipeline_does_more_than_the_lattices(types: tuple, layers: i
 
 
 def test_first_stages_hold_what_is_summed_in_time() -> None:
-    """Eight blocks on four GPUs; a block's sum takes a third of a block's time longer than allowed."""
+    """Eight blocks on four GPUs; the sums of two blocks and the embedding take just less than is allowed."""
     asked = request(fleet(("A100", 4, 1)), 64, model(8))
     tables = tables_of(asked)
     step_s, block = 64 * float(tables.time_sums[0, -1]), float(tables.rows[0].sync_bytes[1])
