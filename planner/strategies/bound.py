@@ -37,13 +37,13 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
 _DEPTHS = (8, 20, 45)
-_FINE = (0.004, 0.002)  # of fleets whose search takes as long
+_FINE = (0.004, 0.001)  # of fleets whose search takes as long
 _DEEP = 0.5
 _ROUNDS = 60
-_CLOSE = (2e-3, 1e-3)
+_CLOSE = (2e-3, 5e-4)
 _MANY_GPUS = 256
 _ALONE = 10
-_OUTWARD = 0.8
+_OUTWARD = 0.9
 _NEAR = 1.003
 _HALVINGS = 4
 _BEYOND = 1.3  # times the bound: longer bottlenecks do not limit it

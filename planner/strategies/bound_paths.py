@@ -29,8 +29,6 @@ class PricedStages:
         self.rows, self.resource, self.degree = table.rows[held], table.resource[held], table.degree[held]
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
         toll = np.minimum(tables.boundaries.min(axis=0), tables.boundaries.min(axis=1))[self.rows, None, None]
-        if tables.transfers == "none":  # only with F without them is F at most the sum of the stages' seconds
-            toll = 0.0 * toll
         self.begun_ahead = tables.begun_ahead
         first, last = table.first[:, : table.wide], table.last[:, : table.wide]
         occupied = toll * tables.boundary_share * table.inner
@@ -39,7 +37,10 @@ class PricedStages:
         forward = sums[:, last] - sums[:, first] + (tables.stage_overhead_s + occupied) / 2
         fill = seconds + toll * (first > 0)
         possible = np.isfinite(seconds)
-        self.longer = float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
+        # every transfer that the fill counts occupies a stage beside each microbatch or runs beside its work
+        apart = tables.transfers == "none"
+        self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
+        self.longer = 1.0 if apart else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
         self.sync_s = self._sync(pipelines) if tables.overlaps_warmup else np.zeros_like(fill[:, 0])
         fill[:, 0] += self.sync_s
         order = np.argsort(seconds[:, 0], axis=None)
@@ -56,7 +57,6 @@ class PricedStages:
         self.held_busy = np.where(self.room[0], self.busy, np.inf)
         self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
-        # every transfer that the fill counts occupies a stage beside each microbatch, so F <= sum of the stages' seconds
         self.bounded = tables.overlaps_warmup
         self._limits()
 
@@ -104,14 +104,14 @@ class PricedStages:
             gpus[mine], fill[mine] = paths.totals()
         return least, gpus, fill
 
-    def growth(self, after: Floats) -> tuple[Floats, Floats]:
-        """By what factor a stage may exceed the bottleneck with none after it, and by what share more for each stage after it.
+    def growth(self, high: Floats, after: Floats) -> tuple[Floats, Floats]:
+        """How many times m a stage and a transfer beside it take at most with no stage after it, and by what share more for each after it.
 
         By its own K microbatches and the way to it and back: busy <= m + (F's share of the stages after it) / (K - 1), and what of F its
-        own share exceeds busy by. after: at most K - 1.
+        own share exceeds busy by. high: at least m. after: at most K - 1.
         """
         own = 1 / np.maximum(1 - (self.longer - 1) / after, 1e-30)
-        return own, self.longer / after * own
+        return own + self.beside_s / high, self.longer / after * own
 
     def microbatches_after(self, high: Floats, fewest: float, most: Ints, heavy: Floats, step_s: float) -> Floats:
         """(intervals,) microbatches that a pipeline of at most `most` stages and `heavy` seconds of sync does at least after its first: the
@@ -123,10 +123,11 @@ class PricedStages:
         after = np.full(len(high), max(fewest - 1, 1e-9))
         for _ in range(_REPEATS if self.bounded else 0):
             hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
-            own, more = self.growth(after)
+            longest, more = self.growth(high, after)
             with np.errstate(over="ignore"):
-                fill = np.minimum(most / (1 - self.share * hidden), own * np.expm1(most * np.log1p(more)) / more)
-                first_s = high * own * np.exp(most * np.log1p(more))
+                fill = most * (1 / (1 - self.share * hidden) + self.beside_s / high)
+                fill = np.minimum(fill, longest * np.expm1(most * np.log1p(more)) / more)
+                first_s = high * longest * np.exp(most * np.log1p(more))
             sync = np.minimum(heavy, self.most_sync_s[np.searchsorted(self.first_s, first_s, side="right")])
             after = np.maximum(after, (step_s - sync) / high - fill)
         return after
@@ -195,9 +196,9 @@ class _Paths:
 
     def _limits(self, high: Floats) -> Floats:
         """(depths, intervals) seconds that a stage takes at most with so many stages after it."""
-        own, more = self.relaxed.growth(self.after)
+        longest, more = self.relaxed.growth(high, self.after)
         with np.errstate(over="ignore"):
-            factors = own * np.exp(np.arange(self.most)[:, None] * np.log1p(more))
+            factors = longest * np.exp(np.arange(self.most)[:, None] * np.log1p(more)) - self.relaxed.beside_s / high
             return np.asarray(np.minimum(high * (1 + 1e-9) * factors, 1e300))
 
     def _from_depth(self, high: Floats, limits: Floats) -> NDArray[np.int16]:

@@ -1,12 +1,14 @@
 """The search's tables from the cost model: one row for each way to use a node type at each microbatch size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from planner.cluster import NodeType
 from planner.cost import CostModel, LayerCosts
 from planner.errors import ConfigError, InfeasibleError
+from planner.model_spec import ModelSpec
 from planner.strategies.few import FEW_GPUS
 from planner.strategies.request import Request
 from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
@@ -184,8 +186,8 @@ def _least_ring(
     cost: CostModel, resources: tuple[Resource, ...], apart: bool
 ) -> Callable[[int, float, int, int], float]:
     """A worker's ring has links between nodes as fast as its own, or, unless holders must be `apart`, stays in its node, where each
-    other member takes a GPU that its own group leaves. The node's NIC is shared by at least as many rings as its groups have workers
-    on average, and all its other groups may be of one worker."""
+    other member takes a GPU that its own group leaves. On average a ring has so many members in the node that the NIC is shared by
+    that many less of its GPUs; and where nothing stays inside, the NIC carries all that the group holds."""
     rates: dict[tuple[int, int], float] = {}
     overhead = cost.parameters.step_overhead_s
 
@@ -196,13 +198,22 @@ def _least_ring(
         update = num_bytes * rates[resource, degree] + overhead
         if pipelines < 2:
             return update
-        flows = kind.num_gpus / (1 + kind.num_gpus - degree)
+        most = 1 + kind.num_gpus - degree  # pipelines of which a node that has the group may hold a layer
+        inside = not apart and pipelines <= most
+        flows = kind.num_gpus / most if inside else max(kind.num_gpus / most, _held_once(cost.spec, degree))
         across = _least_across_s(cost, resources[resource], pipelines, num_bytes, flows)
-        if not apart and pipelines <= 1 + kind.num_gpus - degree:
+        if inside:
             across = min(across, cost.sync_s([("node", kind)] * pipelines, num_bytes))
         return across + update
 
     return seconds
+
+
+def _held_once(spec: ModelSpec, degree: int) -> float:
+    """Bytes of what a group holds over its workers' own, of the layer that has most of it on every worker."""
+    tied = spec.tied_parameters
+    layers = (spec.embedding, *spec.blocks, replace(spec.head, parameters=spec.head.parameters + tied))
+    return min(layer.parameters / max(layer.parameters_per_worker(degree), 1.0) for layer in layers if layer.parameters)
 
 
 def _least_across_s(cost: CostModel, resource: Resource, members: int, num_bytes: float, flows: float) -> float:
