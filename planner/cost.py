@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from planner.boundary_costs import BoundaryCosts
 from planner.cluster import Fleet, NodeType
 from planner.communication import Links, LinkTable
-from planner.gradient_groups import parameters_apart, sync_jobs
+from planner.gradient_groups import sync_jobs
 from planner.in_flight import MOST_AHEAD, one_each, working_ahead
 from planner.layer_times import LayerTimeModel, LayerTimes, require_dtype
-from planner.memory import FLAT_BYTES, VALUE_BYTES, MemoryTerms, memory_terms
+from planner.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.model_spec import ModelSpec
 from planner.parameters import CostParameters
 from planner.pipeline_simulation import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
@@ -312,42 +312,27 @@ class CostModel:
         transfers run beside the work; else as it is."""
         if self.parameters.transfers != "none":
             return plan
-        pipelines = (
-            replace(p, most_in_flight=self._most_in_flight(plan, p, held, most))
-            for p, held in zip(plan.pipelines, self._held_bytes(plan), strict=True)
-        )
+        pipelines = (replace(p, most_in_flight=self._most_in_flight(plan, p, most)) for p in plan.pipelines)
         return replace(plan, pipelines=tuple(pipelines))
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
         """The plan with each number by which stages may keep more than the next, fewest in flight first; each plan once."""
         return list(dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)))
 
-    def _most_in_flight(
-        self, plan: Plan, pipeline: Pipeline, held_bytes: Sequence[float], most: int
-    ) -> tuple[int, ...]:
+    def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
         depth = len(pipeline.stages)
         both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
-        room = [self._room(pipeline, i, held) for i, held in enumerate(held_bytes)]
+        room = [self._room(pipeline, i) for i in range(depth)]
         # a stage that holds all microbatches has room for any number
         room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
         numbers = working_ahead(both, room, most)
         return () if numbers == one_each(depth) else numbers
 
-    def _room(self, pipeline: Pipeline, index: int, held_bytes: float) -> int:
+    def _room(self, pipeline: Pipeline, index: int) -> int:
         """Microbatches whose activations a stage's workers have memory for."""
         terms = self._stages.terms(pipeline, index)
         limit = min(self.limit_bytes(self.fleet.node_of(worker).node_type) for worker in pipeline.stages[index].workers)
-        return int((limit - held_bytes) / max(1.0, terms.activation_bytes))
-
-    def _held_bytes(self, plan: Plan) -> list[list[float]]:
-        """Bytes of each worker all step long, by pipeline and stage."""
-        held = [[self._stages.terms(p, i).held_bytes for i in range(len(p.stages))] for p in plan.pipelines]
-        if self.parameters.flat_gradients:
-            return held
-        apart = parameters_apart(plan, self.spec)
-        return [
-            [own + FLAT_BYTES * more for own, more in zip(*each, strict=True)] for each in zip(held, apart, strict=True)
-        ]
+        return int((limit - terms.held_bytes) / max(1.0, terms.activation_bytes))
 
     def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
@@ -360,10 +345,11 @@ class CostModel:
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
         found = {}
-        for pipeline, held_bytes in zip(plan.pipelines, self._held_bytes(plan), strict=True):
-            for i, (stage, held) in enumerate(zip(pipeline.stages, held_bytes, strict=True)):
-                kept = pipeline.in_flight(i) * self._stages.terms(pipeline, i).activation_bytes
-                found.update(dict.fromkeys(stage.workers, int(held + kept)))
+        for pipeline in plan.pipelines:
+            for i, stage in enumerate(pipeline.stages):
+                terms = self._stages.terms(pipeline, i)
+                need = terms.held_bytes + pipeline.in_flight(i) * terms.activation_bytes
+                found.update(dict.fromkeys(stage.workers, int(need)))
         return found
 
     def memory_limits(self, plan: Plan) -> dict[str, int]:

@@ -1,14 +1,11 @@
 """Which gradients are summed over whom: layer by layer, over pipelines that are cut differently and may have unequal
 TP degrees."""
 
-import itertools
 from dataclasses import dataclass
 
 from planner.model_spec import ModelSpec
 from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
-
-_Shape = tuple[tuple[int, range], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +40,6 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
         _add(bytes_by_members, stages, units, count * width, replicated * width)
     jobs = [SyncJob(m, b) for m, b in bytes_by_members.items() if len(m) > 1 and b > 0]
     return tuple(jobs + _tied_jobs(plan, spec, units, width, union))
-
-
-def parameters_apart(plan: Plan, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
-    """Scalars that each worker of a stage holds in coarser slices than some other holder, by pipeline and stage: their gradients do not
-    lie in one piece in the buffers of their sums."""
-    if len({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}) == 1:
-        return tuple((0.0,) * len(pipeline.stages) for pipeline in plan.pipelines)
-    shapes = [_shape(pipeline, spec.num_layers) for pipeline in plan.pipelines]
-    finest = [0] * (spec.num_layers + 2)
-    for degree, entries in itertools.chain.from_iterable(dict.fromkeys(shapes)):
-        for entry in entries:
-            finest[entry] = max(degree, finest[entry])
-    if spec.tied_embeddings:  # one tensor
-        finest[0] = finest[-1] = max(finest[0], finest[-1])
-    layers = (spec.embedding, *spec.blocks, spec.head)
-    split = [layer.parameters - layer.replicated_parameters for layer in layers]
-
-    def coarser(shape: _Shape) -> tuple[float, ...]:
-        own = split if len(shape) == 1 else [*split[:-1], split[-1] + spec.tied_parameters]
-        return tuple(sum(own[e] for e in entries if finest[e] > degree) / degree for degree, entries in shape)
-
-    known = {shape: coarser(shape) for shape in dict.fromkeys(shapes)}
-    return tuple(known[shape] for shape in shapes)
-
-
-def _shape(pipeline: Pipeline, num_layers: int) -> _Shape:
-    """TP degree and entries of each stage: 0 the embedding, 1.. the blocks, num_layers + 1 the head."""
-    starts = [stage.first_layer + 1 for stage in pipeline.stages[1:]]
-    bounds = itertools.pairwise([0, *starts, num_layers + 2])
-    return tuple((stage.tp_degree, range(*each)) for stage, each in zip(pipeline.stages, bounds, strict=True))
 
 
 def _runs(plan: Plan, num_layers: int) -> list[tuple[int, int]]:

@@ -39,8 +39,8 @@ class CostParameters:
 
     Memory.
     state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients: whether all-reduces need a flat fp32 buffer
-    beside the gradients; else gradients lie in it, where no other holder has finer slices of them. border_messages: hidden states
-    and gradients of them that a stage keeps for each neighbour beside the microbatches in flight: received ahead, in use, on their way.
+    beside the gradients; else these lie in it. border_messages: hidden states and gradients of them that a stage keeps for each
+    neighbour beside the microbatches in flight: received ahead, in use, on their way.
     activation_scale: kept activations over the formula's.
     context_bytes, context_share of the device's memory: CUDA context, communicators, library workspace.
     memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).

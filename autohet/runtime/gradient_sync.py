@@ -13,10 +13,11 @@ the number of tokens of the global batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,48 +105,50 @@ def group_order(plan: Plan, config: PreTrainedConfig) -> list[tuple[str, ...]]:
     return sorted({bucket.holders for bucket in plan_buckets(plan, config) if len(bucket.holders) > 1})
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Some units side by side of a local gradient, along its split dimension, and where their bucket has them."""
+
+    dim: int
+    start: int
+    length: int
+    view: Tensor
+
+    def of(self, gradient: Tensor) -> Tensor:
+        return gradient.narrow(self.dim, self.start, self.length)
+
+
 class _LocalPiece:
-    """A piece on this worker: its place in the bucket, and where it lies in the local gradient."""
+    """A piece on this worker: its view of the bucket, and which runs of the local gradient that is."""
 
     def __init__(
         self, piece: Piece, spec: ParameterSpec, local_units: tuple[int, ...], flat: Tensor, weight: float
     ) -> None:
-        self.parameter, self.weight, self.dim = piece.parameter, weight, spec.split_dim or 0
+        self.parameter, self.weight = piece.parameter, weight
         self.view = flat[piece.offset : piece.offset + piece.num_elements].view(piece.shape)
         self.is_whole = piece.units == local_units
-        self.runs: list[
-            tuple[int, int]
-        ] = []  # (start, length) along dim of the local gradient; none where it is the bucket's view itself
-        position = 0
-        for unit in () if self.is_whole else local_units:
-            length = spec.cuts[unit + 1] - spec.cuts[unit]
-            if unit in piece.units:
-                self.runs.append((position, length))
-            position += length
+        self.runs = [_Run(0, 0, piece.shape[0], self.view)] if self.is_whole else self._runs(piece, spec, local_units)
 
-    def pack(self, gradient: Tensor) -> None:
-        position = 0
-        for start, length in self.runs:
-            self.view.narrow(self.dim, position, length).copy_(gradient.narrow(self.dim, start, length))
-            position += length
-        if self.weight != 1.0:
-            self.view.mul_(self.weight)
-
-    def unpack(self, gradient: Tensor) -> None:
-        position = 0
-        for start, length in self.runs:
-            gradient.narrow(self.dim, start, length).copy_(self.view.narrow(self.dim, position, length))
-            position += length
+    def _runs(self, piece: Piece, spec: ParameterSpec, local_units: tuple[int, ...]) -> list[_Run]:
+        assert spec.split_dim is not None, f"{piece.parameter} has units apart, but is not split"
+        runs, start, position = list[_Run](), 0, 0
+        for mine, units in itertools.groupby(local_units, piece.units.__contains__):
+            length = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
+            if mine:
+                runs.append(_Run(spec.split_dim, start, length, self.view.narrow(spec.split_dim, position, length)))
+                position += length
+            start += length
+        return runs
 
 
 class GradientSync:
     """This worker's fp32 gradients of one step: accumulated over microbatches, then summed over their holders.
 
     Built by every worker of the plan, in the same order of groups. Per step: `begin`; backward passes, `last_backward` called before the
-    last one (with `overlap`, a bucket's sum starts as soon as that pass has completed it); `finish`. From then on
-    `gradients` (local slices by
-    parameter name) holds the sums, the same bits at every holder, until the next `begin`. Where a worker holds exactly one piece of a
-    parameter, its gradient is a view of the bucket and nothing is copied.
+    last one (with `overlap`, a bucket's sum starts as soon as that pass has completed it); `finish`. From then on `gradient` gives the sums
+    of the local slices, the same bits at every holder, until the next `begin`. Gradients lie in the buckets alone: where a worker holds
+    exactly one piece of a parameter, its gradient is a view of the bucket; where other holders have finer slices, each microbatch's is
+    added to the pieces.
     """
 
     def __init__(
@@ -168,13 +171,11 @@ class GradientSync:
             ]
             for bucket, flat in zip(self.buckets, self._flats, strict=True)
         ]
-        self.gradients = {piece.parameter: piece.view for pieces in self._pieces for piece in pieces if piece.is_whole}
-        self._apart = {
-            name: torch.zeros(p.shape, dtype=torch.float32, device=device)
-            for name, p in self._parameters.items()
-            if name not in self.gradients
-        }
-        self.gradients.update(self._apart)
+        mine = [piece for pieces in self._pieces for piece in pieces]
+        self._whole = {piece.parameter: piece.view for piece in mine if piece.is_whole}
+        self._runs: dict[str, list[_Run]] = defaultdict(list)
+        for piece in mine:
+            self._runs[piece.parameter] += piece.runs
         self._buckets_of = {
             name: [i for i, b in enumerate(self.buckets) if any(p.parameter == name for p in b.pieces)] for name in held
         }
@@ -189,10 +190,10 @@ class GradientSync:
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        for flat in (*self._flats, *self._apart.values()):
+        for flat in self._flats:
             flat.zero_()
         for name, parameter in self._parameters.items():  # fp32: autograd adds straight into the buffer
-            parameter.grad = self.gradients[name] if parameter.dtype == torch.float32 else None
+            parameter.grad = self._whole.get(name) if parameter.dtype == torch.float32 else None
         self._reset()
 
     def last_backward(self) -> None:
@@ -200,8 +201,10 @@ class GradientSync:
         self._is_last = True
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if parameter.dtype != torch.float32 and parameter.grad is not None:
-            self.gradients[name].add_(parameter.grad)
+        found = parameter.grad
+        if found is not None and found is not self._whole.get(name):
+            for run in self._runs[name]:
+                run.view.add_(run.of(found))
             parameter.grad = None
         if self._is_last and self._overlap:
             for index in self._buckets_of[name]:
@@ -213,7 +216,8 @@ class GradientSync:
         """Start a bucket's sum; always in the order of `buckets`, which all holders share."""
         self._next = index + 1
         for piece in self._pieces[index]:
-            piece.pack(self.gradients[piece.parameter])
+            if piece.weight != 1.0:
+                piece.view.mul_(piece.weight)
         group = self._groups[index]
         self._works.append(None if group is None else group.start_all_reduce(self._flats[index]))
 
@@ -230,13 +234,25 @@ class GradientSync:
             group = self._groups[index]
             if group is not None:
                 group.wait(work)
-            for piece in self._pieces[index]:
-                piece.unpack(self.gradients[piece.parameter])
             if bucket.holders[0] == self._me:
                 for part in torch.split(self._flats[index], 1 << 20):
                     total += part.double().square_().sum()
         self._works = [None] * len(self.buckets)
         return total
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the parameters that this worker holds."""
+        return self._parameters.keys()
+
+    def gradient(self, name: str) -> Tensor:
+        """Of the local slice; a copy where it lies in several pieces."""
+        if name in self._whole:
+            return self._whole[name]
+        put_together = torch.empty_like(self._parameters[name], dtype=torch.float32, requires_grad=False)
+        for run in self._runs[name]:
+            run.of(put_together).copy_(run.view)
+        return put_together
 
 
 def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None]:

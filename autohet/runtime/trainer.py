@@ -262,11 +262,11 @@ class StageTrainer:
 
     def _update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
-        gradients = self._sync.gradients
-        for name in sorted(set(gradients) - self._updated):
-            update(self.state, {name: gradients[name]}, self.training, self.step, factor)
+        names = self._sync.names
+        for name in sorted(set(names) - self._updated):
+            update(self.state, {name: self._sync.gradient(name)}, self.training, self.step, factor)
             self._updated.add(name)
-        self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in gradients})
+        self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in names})
 
 
 __all__ = ["PHASES", "StageTrainer", "StepResult", "Vote"]

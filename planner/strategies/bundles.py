@@ -97,14 +97,14 @@ class _Bundle:
         return np.asarray(limits[np.union1d(best[lost[best] < _LOST], some)])
 
     def plans(self) -> Iterator[Plan]:
-        """The best few by the tables that memory holds."""
+        """The best few by the tables."""
         timing, found = Estimator(self.tables), list[tuple[float, int, Draft]]()
         for number, chosen in enumerate(divisions(self.sets, self.supply, self.prices)):
             draft = self._draft(timing, chosen)
             if draft is not None:
                 after = max(self.side.after_one_s(timing, len(draft.pipelines), s) for s, _ in set(draft.pipelines))
                 found.append((max(timing.pipeline_s(*p) for p in set(draft.pipelines)) + after, number, draft))
-        yield from itertools.islice(filter(self._fits, self._placed(draft for _, _, draft in sorted(found))), _PLACED)
+        yield from itertools.islice(self._placed(draft for _, _, draft in sorted(found)), _PLACED)
 
     def _draft(self, timing: Estimator, chosen: Sequence[int]) -> Draft | None:
         """The pipeline of each set so many times; None where one has none or the batch is not met."""
@@ -131,11 +131,6 @@ class _Bundle:
             plan = place_by_stage(self.tables, draft, parts, *about) or place(self.tables, draft, *about)
             if plan is not None:
                 yield plan
-
-    def _fits(self, plan: Plan) -> bool:
-        """Tables do not know that gradients of slices coarser than another holder's need memory beside the buffers of their sums."""
-        limits = self.request.cost.memory_limits(plan)
-        return all(need <= limits[worker] for worker, need in self.request.cost.memory_by_worker(plan).items())
 
 
 def _rows(tables: Tables, size: int, supply: Ints, states: int) -> list[int]:

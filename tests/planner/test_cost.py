@@ -89,18 +89,6 @@ def test_this_runtime_needs_no_flat_gradients_but_messages_at_its_borders():
         assert ours[worker] - theirs[worker] == pytest.approx(5 * borders * message - 4 * parameters, abs=2)
 
 
-def test_coarser_slices_need_memory_for_their_gradients_beside_the_sums():
-    whole, halves = Stage(0, 4, ("t4-0/0",)), Stage(0, 4, ("t4-0/1", "t4-0/2"))
-    cost = model(fleet_of(node_type()), parameters=framework_parameters("autohet", PARAMETERS))
-    alone, both = (
-        cost.memory_by_worker(Plan("m", 2 * len(stages), 2, 16, tuple(Pipeline((stage,), 1, 2) for stage in stages)))
-        for stages in ([whole], [whole, halves])
-    )
-    split = 800 + 4 * 900 + 800
-    assert both["t4-0/0"] - alone["t4-0/0"] == pytest.approx(4 * split, abs=2)
-    assert both["t4-0/1"] < alone["t4-0/0"]
-
-
 def test_recomputation_trades_memory_for_time():
     fleet = fleet_of(node_type())
     stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
