@@ -106,7 +106,8 @@ class CostModel:
             self._tp_communication_s,
         )
         self._stages = StageCosts(
-            fleet, spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.activation_message_bytes
+            fleet, spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.limit_bytes,
+            self.activation_message_bytes,
         )  # fmt: skip
         self._boundaries = BoundaryCosts(
             fleet, self.links, self.activation_message_bytes, self.parameters.sliced_boundaries
@@ -322,17 +323,11 @@ class CostModel:
     def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
         depth = len(pipeline.stages)
         both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
-        room = [self._room(pipeline, i) for i in range(depth)]
+        room = [self._stages.terms(pipeline, i).room for i in range(depth)]
         # a stage that holds all microbatches has room for any number
         room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
         numbers = working_ahead(both, room, most)
         return () if numbers == one_each(depth) else numbers
-
-    def _room(self, pipeline: Pipeline, index: int) -> int:
-        """Microbatches whose activations a stage's workers have memory for."""
-        terms = self._stages.terms(pipeline, index)
-        limit = min(self.limit_bytes(self.fleet.node_of(worker).node_type) for worker in pipeline.stages[index].workers)
-        return int((limit - terms.held_bytes) / max(1.0, terms.activation_bytes))
 
     def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node

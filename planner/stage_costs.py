@@ -18,19 +18,21 @@ from planner.plan import Pipeline, Stage
 @dataclass(frozen=True, slots=True)
 class StageTerms:
     """Seconds of a microbatch and of the update; bytes of each of its workers all step long (held_bytes) and for each microbatch
-    in flight; what of the times is estimated."""
+    in flight; room: microbatches in flight that memory holds; what of the times is estimated."""
 
     forward_s: float
     backward_s: float
     update_s: float
     held_bytes: float
     activation_bytes: float
+    room: int
     estimated: tuple[str, ...]
 
 
 class StageCosts:
     """Stages on one fleet. layer_times(GPU type, TP degree, microbatch size), memory(TP degree, microbatch size): of every layer;
-    fixed_bytes(node type): of a worker whatever its layers; message_bytes(microbatch size): of the hidden states."""
+    fixed_bytes(node type): of a worker whatever its layers; limit_bytes(node type): that a plan may use of it;
+    message_bytes(microbatch size): of the hidden states."""
 
     def __init__(
         self,
@@ -41,11 +43,12 @@ class StageCosts:
         layer_times: Callable[[str, int, int], LayerTimes],
         memory: Callable[[int, int], MemoryTerms],
         fixed_bytes: Callable[[NodeType], float],
+        limit_bytes: Callable[[NodeType], float],
         message_bytes: Callable[[int], float],
     ) -> None:
         self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
         self.layer_times, self.memory = layer_times, memory
-        self.fixed_bytes, self.message_bytes = fixed_bytes, message_bytes
+        self.fixed_bytes, self.limit_bytes, self.message_bytes = fixed_bytes, limit_bytes, message_bytes
         self._known: dict[tuple[Stage, bool, bool, int], StageTerms] = {}
 
     def terms(self, pipeline: Pipeline, index: int) -> StageTerms:
@@ -83,11 +86,13 @@ class StageCosts:
         held += borders * self.parameters.border_messages * self.message_bytes(size)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             held -= float(memory.state_bytes[0]) * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+        activations = float(memory.activation_bytes[chosen].sum())
         return StageTerms(
             *self.seconds(pipeline, index),
             max(kind.slowdown * float(of.update_s[chosen].sum()) for kind, of in zip(kinds, times, strict=True)),
             held,
-            float(memory.activation_bytes[chosen].sum()),
+            activations,
+            int((min(map(self.limit_bytes, kinds)) - held) / max(1.0, activations)),
             tuple(dict.fromkeys(note for of in times for note in of.estimated)),
         )
 
