@@ -44,7 +44,8 @@ class MigrationCost:
 class ReplanDecision:
     """kind "stay": keep `answer.plan`, which is the previous plan; "move": reconfigure to it. reason: a sentence.
 
-    migration_s: predicted seconds of the move; useful_sequences: what the horizon earns with the choice.
+    migration_s: predicted seconds of the move; useful_sequences: what the horizon earns with the choice. searched: whether a whole
+    search is among what was compared.
     """
 
     kind: Literal["stay", "move"]
@@ -52,6 +53,7 @@ class ReplanDecision:
     reason: str
     migration_s: float
     useful_sequences: float
+    searched: bool
 
 
 def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[tuple[str, int, int]]]:
@@ -335,8 +337,9 @@ def _decision(
     idle = searched.idle if searched is not None and searched.plan == best.plan else ()
     answer = Answer("autohet", best.plan, best.prediction, report, searched.rejected if searched else (), idle)
     return ReplanDecision(
-        "stay" if stay else "move", answer, _reason(best, kept, searched, horizon_s), best.seconds, best.useful
-    )
+        "stay" if stay else "move", answer, _reason(best, kept, searched, horizon_s), best.seconds, best.useful,
+        searched is not None,
+    )  # fmt: skip
 
 
 def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizon_s: float) -> str:

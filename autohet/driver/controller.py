@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from autohet.driver import policy
 from autohet.driver.change import Change
@@ -135,7 +136,7 @@ class Controller(Rebuild):
         if arrived:
             return self._on_arrival(state, arrived, seen)
         slowed = self._find_slow() or self._find_forgiven(seen)
-        return self._on_slow(state, slowed, seen) if slowed else state
+        return self._on_slow(state, slowed, seen) if slowed else self._think_again(state, seen)
 
     def _find_slow(self) -> dict[str, float]:
         measured = self.ledger.compute_s(self.members) if self.job.elastic.slow_ratio else {}
@@ -193,10 +194,18 @@ class Controller(Rebuild):
         self.events.emit("slow", self.generation, nodes=list(trouble.nodes), slowdowns=slowed, reason=trouble.reason)
         return self._reconsider(state, trouble, seen)
 
+    def _think_again(self, state: Training, seen: Observation) -> State:
+        """A plan that was the best repair while all stood is compared with a whole search once the job trains again."""
+        if self.proposal is None or self.proposal.searched or self.ledger.open_change is not None:
+            return state
+        self.proposal = replace(self.proposal, searched=True)
+        trouble = policy.Trouble("search", (), (), seen.now, "the plan is a repair and a whole search has been done")
+        return self._reconsider(state, trouble, seen)
+
     def _reconsider(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """Nothing is lost and training goes on: move only where another plan is worth it."""
+        """Nothing is lost and training goes on: move only where another plan is worth it. There is time for a whole search."""
         change = self._change(trouble, seen)
-        proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
+        proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change, thorough=True)
         if proposal is None or proposal.stay:
             reason = why if proposal is None else proposal.reason
             self.events.emit(

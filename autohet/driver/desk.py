@@ -79,13 +79,16 @@ class Desk:
                     num_gpus=kind.num_gpus,
                 )
 
-    def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
+    def _try_plan(
+        self, seen: Observation, usable: Collection[str], change: Change, *, thorough: bool | None = None
+    ) -> tuple[Proposal | None, str]:
+        """The plan for these nodes, or why there is none."""
         num_workers = sum(len(seen.nodes[name].workers) for name in usable)
         if num_workers < self.job.elastic.min_workers:
             return None, f"only {num_workers} workers are left; the job needs {self.job.elastic.min_workers}"
         started = self.planning.clock()
         try:
-            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal)
+            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal, thorough=thorough)
         except ConfigError as error:
             return None, str(error)
         finally:

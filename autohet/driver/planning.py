@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from planner.replan import MigrationCost, replan
 from planner.strategies import Answer, Request, plan_with
 
 REPLANNING_STRATEGY = "autohet"
+MOST_LISTED = 8  # pipelines, in a sentence
 MOVE_FIXED_S = 5.0  # to stop, rebuild groups and take the first step, beside the bytes moved: what reconfigurations took when measured
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan with what is predicted of it. `stay` says that the present plan is better kept, and `reason` why."""
+    """A plan with what is predicted of it. `stay` says that the present plan is better kept, and `reason` why. searched: False where it is
+    the best repair of the plan before, with nothing else looked at."""
 
     plan: Plan
     prediction: Prediction
@@ -32,6 +35,7 @@ class Proposal:
     idle: tuple[str, ...] = ()
     stay: bool = False
     reason: str = ""
+    searched: bool = True
 
     @property
     def predicted_step_s(self) -> float:
@@ -49,10 +53,12 @@ class Proposal:
 
     @property
     def headline(self) -> str:
-        pipelines = self.plan.pipelines
-        shapes = " + ".join(str(len(pipeline.stages)) for pipeline in pipelines)
-        noun = "pipeline" if len(pipelines) == 1 else "pipelines"
-        return f"train on {len(pipelines)} {noun} ({shapes} stages, {len(self.plan.workers)} GPUs)"
+        depths = [len(pipeline.stages) for pipeline in self.plan.pipelines]
+        shapes = " + ".join(map(str, depths))
+        if len(depths) > MOST_LISTED:
+            shapes = " + ".join(f"{number} x {depth}" for depth, number in Counter(depths).items())
+        noun = "pipeline" if len(depths) == 1 else "pipelines"
+        return f"train on {len(depths)} {noun} ({shapes} stages, {len(self.plan.workers)} GPUs)"
 
 
 class Planning:
@@ -68,11 +74,14 @@ class Planning:
         parameters = framework_parameters(OURS, self.inputs.parameters)
         return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
 
-    def propose(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Proposal:
+    def propose(
+        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+    ) -> Proposal:
         """The plan for `fleet` that will have done the most work by the time the fleet is expected to change again.
 
         With a present plan that still can run, the answer may be to stay with it. `redundant` False: any plan that fits
-        will do, one without the wished-for copies of each shard too.
+        will do, one without the wished-for copies of each shard too. `thorough`: whether a whole search is worth its time now; None:
+        as `planner.replan` sees fit.
 
         Raises:
             ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are wrong.
@@ -88,7 +97,7 @@ class Planning:
             request = replace(request, min_node_disjoint_holders=1)
         if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
             return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
-        return self._replan(current, request, cost)
+        return self._replan(current, request, cost, thorough)
 
     def _require_nodes(self, fleet: Fleet) -> None:
         """In the job's words, before a search would say it in its own."""
@@ -101,12 +110,13 @@ class Planning:
                 " it, or add nodes"
             )
 
-    def _replan(self, current: Proposal, request: Request, cost: CostModel) -> Proposal:
+    def _replan(self, current: Proposal, request: Request, cost: CostModel, thorough: bool | None) -> Proposal:
         """By the useful work until the fleet is expected to change again, the move's cost taken off."""
         horizon_s = self.job.parallelism.horizon_s
-        decision = replan(current.plan, request, horizon_s=horizon_s, migration=MigrationCost(fixed_s=MOVE_FIXED_S))
+        migration = MigrationCost(fixed_s=MOVE_FIXED_S)
+        decision = replan(current.plan, request, horizon_s=horizon_s, migration=migration, thorough=thorough)
         proposal = self._proposal(decision.answer, cost)
-        return replace(proposal, stay=decision.kind == "stay", reason=decision.reason)
+        return replace(proposal, stay=decision.kind == "stay", reason=decision.reason, searched=decision.searched)
 
     def request(self, fleet: Fleet, cost: CostModel) -> Request:
         """The job's wishes as one planning problem."""

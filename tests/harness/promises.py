@@ -23,13 +23,15 @@ class RememberedPlanning(Planning):
     answers: dict[Any, Any] = {}  # noqa: RUF012 - shared by all examples, on purpose
     considered: frozenset[str] = frozenset()
 
-    def propose(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Proposal:
+    def propose(
+        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+    ) -> Proposal:
         self.considered = frozenset(node.name for node in fleet.nodes)
         names = tuple((node.name, node.node_type) for node in fleet.nodes)
-        question = (self.job.parallelism.min_pipelines, names, current and current.plan, redundant)
+        question = (self.job.parallelism.min_pipelines, names, current and current.plan, redundant, thorough)
         if question not in self.answers:
             try:
-                self.answers[question] = super().propose(fleet, current, redundant=redundant)
+                self.answers[question] = super().propose(fleet, current, redundant=redundant, thorough=thorough)
             except ConfigError as error:
                 self.answers[question] = error
         answer = self.answers[question]
