@@ -1,14 +1,15 @@
 """A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without listing them.
 
-F is one microbatch's whole way and the sync of the first stage's gradients, which follows its last backward. With K microbatches a
-pipeline takes, for every stage s with q stages after it, at least
+F is one microbatch's whole way, transfers included, and the sync of the first stage's gradients, which follows its last backward. With
+K microbatches a pipeline takes, for every stage s with q stages after it, at least
 * F + (K - 1) t_s - min(K - 1, a q) f_s, where each stage may keep a more microbatches in flight than the next (1F1B: a = 1;
   `Tables.begun_ahead`), and at least
-* its own K microbatches, the way to it and back, and the sync: F + (K - 1) t_s - (seconds of the stages after it).
+* its own K microbatches, the way to it and back, and the sync: F + (K - 1) t_s - (F's share of the stages after it).
 
-Let m = (T - F) / (K - 1). Then every stage has t_s - min(1, a q / (K - 1)) f_s <= m and t_s <= m + (seconds after it) / (K - 1),
-hence t_s <= m (1 + 1 / (K - 1))^q, and the pipeline does K = 1 + (T - F) / m microbatches. At prices p of a GPU that sum to the
-batch over the fleet, no plan meets the batch in time T if no pipeline does more sequences than its GPUs cost:
+Let m = (T - F) / (K - 1). Then every stage has t_s - min(1, a q / (K - 1)) f_s <= m and t_s <= m + (share after it) / (K - 1), hence
+t_s <= (m + c) (1 + 1 / (K - 1))^q - c where transfers, of c at most, run beside the work, and the pipeline does K = 1 + (T - F) / m
+microbatches. At prices p of a GPU that sum to the batch over the fleet, no plan meets the batch in time T if no pipeline does more
+sequences than its GPUs cost:
 
     b (1 + (T - F) / m) <= p . gpus    for all pipelines    <=    T <= min over m of  m (least cost / b - 1),
     least cost = least sum over stages of [ (b / m) (stage's share of F) + p . gpus ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -188,23 +189,26 @@ def _least_ring(
     """A worker's ring has links between nodes as fast as its own, or, unless holders must be `apart`, stays in its node, where each
     other member takes a GPU that its own group leaves. On average a ring has so many members in the node that the NIC is shared by
     that many less of its GPUs; and where nothing stays inside, the NIC carries all that the group holds."""
-    rates: dict[tuple[int, int], float] = {}
     overhead = cost.parameters.step_overhead_s
 
-    def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
+    @cache
+    def update_s(resource: int, degree: int) -> float:
+        return _least_update(cost, resources[resource].node_type, degree)
+
+    @cache
+    def rings(resource: int, degree: int, pipelines: int) -> list[Callable[[float], float]]:
         kind = resources[resource].node_type
-        if (resource, degree) not in rates:
-            rates[resource, degree] = _least_update(cost, kind, degree)
-        update = num_bytes * rates[resource, degree] + overhead
+        most = 1 + kind.num_gpus - degree  # pipelines of which a node that has the group may hold a layer
+        if apart or pipelines > most:
+            flows = max(kind.num_gpus / most, _held_once(cost.spec, degree))
+            return [_across(cost, kind, pipelines, flows)]
+        return [_across(cost, kind, pipelines, kind.num_gpus / most), _ring_s(cost, [("node", kind)] * pipelines, 1.0)]
+
+    def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
+        update = num_bytes * update_s(resource, degree) + overhead
         if pipelines < 2:
             return update
-        most = 1 + kind.num_gpus - degree  # pipelines of which a node that has the group may hold a layer
-        inside = not apart and pipelines <= most
-        flows = kind.num_gpus / most if inside else max(kind.num_gpus / most, _held_once(cost.spec, degree))
-        across = _least_across_s(cost, resources[resource], pipelines, num_bytes, flows)
-        if inside:
-            across = min(across, cost.sync_s([("node", kind)] * pipelines, num_bytes))
-        return across + update
+        return min(ring(num_bytes) for ring in rings(resource, degree, pipelines)) + update
 
     return seconds
 
@@ -216,10 +220,17 @@ def _held_once(spec: ModelSpec, degree: int) -> float:
     return min(layer.parameters / max(layer.parameters_per_worker(degree), 1.0) for layer in layers if layer.parameters)
 
 
-def _least_across_s(cost: CostModel, resource: Resource, members: int, num_bytes: float, flows: float) -> float:
+def _across(cost: CostModel, kind: NodeType, members: int, flows: float) -> Callable[[float], float]:
     """A ring over several nodes as fast as this type's own links: with slower partners a worker takes part in several at a time."""
-    ring = [(str(i), resource.node_type) for i in range(members)]
-    return cost.sync_s(ring, num_bytes, flows=flows)
+    return _ring_s(cost, [(str(i), kind) for i in range(members)], flows)
+
+
+def _ring_s(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float) -> Callable[[float], float]:
+    """Bytes -> seconds of one all-reduce; a straight line where bandwidth does not depend on the size."""
+    if cost.links.table is not None:
+        return lambda num_bytes: cost.sync_s(members, num_bytes, flows=flows)
+    latency, byte_s = ring_rate(cost, members, flows)
+    return lambda num_bytes: latency + byte_s * num_bytes if num_bytes > 0 else 0.0
 
 
 def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) -> Callable[[float, int], float]:
@@ -227,15 +238,15 @@ def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) 
     pipelines crosses the NIC of each once: the time in which all NICs, none with a layer twice, carry as much."""
     widest = max(resource.node_type.num_gpus for resource in resources)
 
+    @cache
+    def rings(pipelines: int) -> list[tuple[Callable[[float], float], int]]:
+        return [(_across(cost, each.node_type, max(pipelines, 2), 1.0), len(each.node_names)) for each in resources]
+
     def seconds(num_bytes: float, pipelines: int) -> float:
         nodes = max(holders, -(-pipelines // widest))
         if nodes < 2:
             return 0.0
-        rings = [
-            (_least_across_s(cost, resource, max(pipelines, 2), num_bytes, 1.0), len(resource.node_names))
-            for resource in resources
-        ]
-        return _filled_s(sorted(rings), nodes)
+        return _filled_s(sorted((ring(num_bytes), count) for ring, count in rings(pipelines)), nodes)
 
     return seconds
 

@@ -65,8 +65,11 @@ def _fullest_s(tables: Tables, columns: Columns, pipelines: int) -> Floats:
     """(n,) least seconds of sync and update of a worker with `columns.sync_bytes`, rounded down to a grid."""
     steps = np.linspace(0.0, float(columns.sync_bytes.max()), _GRID)
     at = np.clip(np.searchsorted(steps, columns.sync_bytes, side="right") - 1, 0, _GRID - 1)
-    rings = np.stack([_rings_s(tables, np.full(len(tables.rows), size), pipelines) for size in steps], axis=1)
-    found = np.where(columns.rows >= 0, rings[columns.rows, at[:, None]], np.inf)
+    rings = np.array(
+        [[tables.least_ring_s(kind.resource, size, kind.tp_degree, pipelines) for size in steps.tolist()] for kind in tables.kinds]
+    )  # fmt: skip
+    kinds = np.array([row.kind for row in tables.rows])[columns.rows]
+    found = np.where(columns.rows >= 0, rings[kinds, at[:, None]], np.inf)
     return np.asarray(found.min(axis=1))
 
 
