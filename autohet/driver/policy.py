@@ -10,6 +10,8 @@ from autohet.driver.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase
 from planner.cluster import Fleet
 
+MOST_NAMED = 6
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -90,10 +92,24 @@ def find_deaths(observation: Observation, members: Collection[str]) -> Trouble |
     if not lost:
         return None
     nodes = tuple(sorted({observation.node_of(worker) for worker in lost}))
-    reasons = "; ".join(f"{worker}: {loss.reason}" for worker, loss in sorted(lost.items()))
+    by_reason: dict[str, list[str]] = {}
+    for worker, loss in sorted(lost.items()):
+        by_reason.setdefault(loss.reason, []).append(worker)
+    reasons = "; ".join(f"{named(workers)}: {reason}" for reason, workers in by_reason.items())
     return Trouble(
         "death", nodes, tuple(sorted(lost)), min(loss.last_heard for loss in lost.values()), f"lost {reasons}"
     )
+
+
+def named(workers: Sequence[str]) -> str:
+    """Workers for a sentence: of a node with several the node, of many the first few."""
+    by_node: dict[str, list[str]] = {}
+    for worker in workers:
+        by_node.setdefault(worker.rsplit("/", 1)[0], []).append(worker)
+    names = [found[0] if len(found) == 1 else f"{node} ({len(found)} workers)" for node, found in by_node.items()]
+    if len(names) > MOST_NAMED:
+        names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
+    return ", ".join(names)
 
 
 def find_failures(observation: Observation, members: Collection[str]) -> Trouble | None:
@@ -106,7 +122,7 @@ def find_failures(observation: Observation, members: Collection[str]) -> Trouble
     if not halted:
         return None
     failed = [f"{worker}: {report.error}" for worker, report in sorted(halted.items()) if report.phase is Phase.FAILED]
-    reason = "; ".join(failed) if failed else f"{', '.join(sorted(halted))} lost contact with a peer"
+    reason = "; ".join(failed) if failed else f"{named(sorted(halted))} lost contact with a peer"
     return Trouble("death", (), tuple(sorted(halted)), observation.now, reason)
 
 

@@ -145,3 +145,14 @@ def test_the_command(tmp_path, capsys):
     assert [result["policy"] for result in document["results"]] == ["local_first", "s3_only"]
     assert all(result["simulated"] and result["steps"] > 0 for result in document["results"])
     assert main([*arguments, "--policies", "magic"]) == 2
+
+
+def test_a_change_ends_with_its_first_step_however_long_the_next_event_is_off(tmp_path):
+    """Steps that take longer than arrivals are waited for: the clock does not jump over the first one of a change."""
+    document = job_document()
+    document["emulation"]["block_forward_s"] = 5.0
+    trace = trace_of(tmp_path, "time_s,node_type,num_nodes\n0,small,3\n20000,small,2\n60000,small,2\n", 0.0)
+    result = simulate(Scenario(Job.from_document(document), CLUSTER, trace, horizon(trace, None)), "local_first")
+    (change,) = result["reconfigurations"]
+    assert change["predicted_step_s"] > 10
+    assert change["seconds"]["first_step"] == pytest.approx(change["predicted_step_s"], abs=0.01)
