@@ -13,6 +13,7 @@ from planner.strategies.tables import Floats, Ints
 
 _TOGETHER = 64
 _REPEATS = 12
+_LONGEST_TRANSFER = 3.0  # times the shortest block
 
 
 class PricedStages:
@@ -29,6 +30,11 @@ class PricedStages:
         self.rows, self.resource, self.degree = table.rows[held], table.resource[held], table.degree[held]
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
         toll = np.minimum(tables.boundaries.min(axis=0), tables.boundaries.min(axis=1))[self.rows, None, None]
+        apart = tables.transfers == "none"
+        if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
+            toll = np.minimum(
+                toll, _LONGEST_TRANSFER / (self.speed * self.degree).max() * self.microbatch / self.blocks
+            )
         self.begun_ahead = tables.begun_ahead
         first, last = table.first[:, : table.wide], table.last[:, : table.wide]
         occupied = toll * tables.boundary_share * table.inner
@@ -38,7 +44,6 @@ class PricedStages:
         fill = seconds + toll * (first > 0)
         possible = np.isfinite(seconds)
         # every transfer that the fill counts occupies a stage beside each microbatch or runs beside its work
-        apart = tables.transfers == "none"
         self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
         self.longer = 1.0 if apart else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
         self.sync_s = self._sync(pipelines) if tables.overlaps_warmup else np.zeros_like(fill[:, 0])
