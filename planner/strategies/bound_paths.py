@@ -32,9 +32,8 @@ class PricedStages:
         toll = np.minimum(tables.boundaries.min(axis=0), tables.boundaries.min(axis=1))[self.rows, None, None]
         apart = tables.transfers == "none"
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
-            toll = np.minimum(
-                toll, _LONGEST_TRANSFER / (self.speed * self.degree).max() * self.microbatch / self.blocks
-            )
+            shortest = float(tables.time_sums[self.rows, -1].min(initial=np.inf)) / self.blocks
+            toll = np.minimum(toll, _LONGEST_TRANSFER * shortest)
         self.begun_ahead = tables.begun_ahead
         first, last = table.first[:, : table.wide], table.last[:, : table.wide]
         occupied = toll * tables.boundary_share * table.inner
