@@ -126,9 +126,8 @@ class SimulatedWorkforce:
         moments += [died + self.costs.detect_s for died in self._dead.values()]
         if run is not None:
             moments += [run.ready_at] if run.phase is Phase.BUILDING else []
-            awaited = (
-                run.stop or run.step == run.order.start_step
-            )  # the step after which all stand; the first, which ends a change
+            # the step after which all stand, and the first of a change, which ends it
+            awaited = run.stop or run.step == run.order.start_step
             moments += [run.step_ends_at] if run.phase is Phase.TRAINING and awaited else []
             moments += [at for at, _ in run.uploads if at > self.now]
         calm = self.now - self._stirred_at > self._settle_s and (run is None or run.phase is Phase.TRAINING)
