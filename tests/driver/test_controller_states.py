@@ -68,14 +68,16 @@ class AnyFleet(RuleBasedStateMachine):
         nodes=st.integers(2, 4),
         resumed=st.booleans(),
         thin=st.booleans(),
+        hasty=st.booleans(),
         ticks=st.integers(0, 40),
     )
     def start(
-        self, takes: dict[str, Any], min_pipelines: int, nodes: int, resumed: bool, thin: bool, ticks: int
+        self, takes: dict[str, Any], min_pipelines: int, nodes: int, resumed: bool, thin: bool, hasty: bool, ticks: int
     ) -> None:
         job, inputs, config = inputs_of(min_pipelines)
         self.workforce = workforce = FaultyWorkforce(SMALL, worker_start_s=3.0, **takes)
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
+        planning.hasty = hasty
         self.controller = CheckedController(job, workforce, planning, OrderBook(job, config), EventLog(None))
         if resumed:
             self.resume(planning, config)
