@@ -61,6 +61,11 @@ class Node:
         return tuple(f"{self.name}/{index}" for index in range(self.node_type.num_gpus))
 
 
+def node_of(worker: str) -> str:
+    """The name of a worker's node, also of one that is in no fleet any more."""
+    return worker.rsplit("/", 1)[0]
+
+
 @dataclass(frozen=True)
 class Fleet:
     """What is alive in one generation. Node names are unique."""

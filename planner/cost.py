@@ -242,7 +242,9 @@ class CostModel:
             usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
             breakdown_s=self._breakdown(simulation),
             memory_bytes_by_worker=self.memory_by_worker(plan),
-            memory_limit_bytes_by_worker=self.memory_limits(plan),
+            memory_limit_bytes_by_worker={
+                w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
+            },
             estimated=self._estimated(plan),
         )
 
@@ -346,10 +348,6 @@ class CostModel:
                 need = terms.held_bytes + pipeline.in_flight(i) * terms.activation_bytes
                 found.update(dict.fromkeys(stage.workers, int(need)))
         return found
-
-    def memory_limits(self, plan: Plan) -> dict[str, int]:
-        """Bytes that every worker of a plan has."""
-        return {w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers}
 
     def _usd_per_hour(self, plan: Plan) -> float | None:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}

@@ -11,13 +11,14 @@ from transformers import PreTrainedConfig
 from autohet.runtime.job import ModelSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
+from planner.cluster import node_of
 from planner.plan import Plan, check_plan
 from recovery.holdings import Holding, Source, require_restorable_step
 from recovery.layout import Layout, ShardId
 from recovery.links import Links
 from recovery.schedule import TIERS, TransferSchedule, WorkerPart, schedule
 
-__all__ = ["POLICIES", "SCENARIOS", "Scenario", "config_of_size", "node_of", "policy_schedule"]
+__all__ = ["POLICIES", "SCENARIOS", "Scenario", "config_of_size", "policy_schedule"]
 
 NUM_LAYERS = 12
 STEP = 20
@@ -104,10 +105,6 @@ SCENARIOS: Mapping[str, Scenario] = {
                  (((4, ("n0/0",)), (4, ("n0/1",)), (2, ("n1/0",)), (2, ("n1/1",))),)),
     )
 }  # fmt: skip
-
-
-def node_of(worker: str) -> str:
-    return worker.rsplit("/", 1)[0]
 
 
 def config_of_size(state_bytes: float) -> PreTrainedConfig:

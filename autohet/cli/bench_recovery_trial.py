@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from autohet.cli.bench_recovery_cases import CHECKPOINT_STEP, STEP, Scenario, missing_shards, node_of, policy_schedule
+from autohet.cli.bench_recovery_cases import CHECKPOINT_STEP, STEP, Scenario, missing_shards, policy_schedule
 from autohet.cli.bench_recovery_workers import Result, Task, WorkerProcesses
+from planner.cluster import node_of
 from recovery.layout import ShardId
 from recovery.links import Links
 

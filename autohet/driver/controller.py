@@ -198,7 +198,6 @@ class Controller(Rebuild):
         """A plan that was the best repair while all stood is compared with a whole search once the job trains again."""
         if self.proposal is None or self.proposal.searched or self.ledger.open_change is not None:
             return state
-        self.proposal = replace(self.proposal, searched=True)
         trouble = policy.Trouble("search", (), (), seen.now, "the plan is a repair and a whole search has been done")
         return self._reconsider(state, trouble, seen)
 
@@ -206,6 +205,7 @@ class Controller(Rebuild):
         """Nothing is lost and training goes on: move only where another plan is worth it. There is time for a whole search."""
         change = self._change(trouble, seen)
         proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change, thorough=True)
+        self.proposal = self.proposal and replace(self.proposal, searched=True)
         if proposal is None or proposal.stay:
             reason = why if proposal is None else proposal.reason
             self.events.emit(

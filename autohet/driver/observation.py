@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerReport
-from planner.cluster import Node
+from planner.cluster import Node, node_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Observation:
     stop_reason: str | None = None
 
     def node_of(self, worker: str) -> str:
-        return worker.rsplit("/", 1)[0]
+        return node_of(worker)
 
 
 class Workforce(Protocol):

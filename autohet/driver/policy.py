@@ -8,7 +8,7 @@ from statistics import median, median_low
 
 from autohet.driver.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase
-from planner.cluster import Fleet
+from planner.cluster import Fleet, node_of
 
 MOST_NAMED = 6
 
@@ -105,7 +105,7 @@ def named(workers: Sequence[str]) -> str:
     """Workers for a sentence: of a node with several the node, of many the first few."""
     by_node: dict[str, list[str]] = {}
     for worker in workers:
-        by_node.setdefault(worker.rsplit("/", 1)[0], []).append(worker)
+        by_node.setdefault(node_of(worker), []).append(worker)
     names = [found[0] if len(found) == 1 else f"{node} ({len(found)} workers)" for node, found in by_node.items()]
     if len(names) > MOST_NAMED:
         names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
@@ -175,7 +175,7 @@ def find_slow(
     typical = median_low(median(steps) for steps in shares.values())
     found: dict[str, float] = {}
     for worker, steps in shares.items():
-        node = worker.rsplit("/", 1)[0]
+        node = node_of(worker)
         known = slowdowns.get(node, 1.0)
         if min(steps) >= ratio * typical:
             found[node] = max(found.get(node, 1.0), round(known * median(steps) / typical, 2))

@@ -28,7 +28,7 @@ from autohet.driver.silence import Heard, Witnesses
 from autohet.driver.worker_actor import WorkerActor
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
-from planner.cluster import Cluster, Node
+from planner.cluster import Cluster, Node, node_of
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
@@ -282,7 +282,7 @@ class RayWorkforce:
     def hire(self, workers: Sequence[str]) -> None:
         now = self.clock()
         for worker in workers:
-            name = worker.rsplit("/", 1)[0]
+            name = node_of(worker)
             if name not in self._seats:
                 continue
             if worker in self._workers:

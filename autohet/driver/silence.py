@@ -18,6 +18,7 @@ from typing import Any
 from autohet.driver.agent_calls import AgentCalls
 from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.process_state import ProcessState
+from planner.cluster import node_of
 
 LOOK_PERIOD_S = 0.5
 """Between two looks of an agent at the same processes."""
@@ -35,7 +36,7 @@ class Heard:
 
     @property
     def node(self) -> str:
-        return self.worker.rsplit("/", 1)[0]
+        return node_of(self.worker)
 
 
 class Witnesses:

@@ -14,7 +14,7 @@ from typing import Any
 from autohet.driver.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.driver.spot_trace import TraceEvent
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerReport
-from planner.cluster import Node, NodeType
+from planner.cluster import Node, NodeType, node_of
 from planner.plan import Plan
 from recovery.holdings import Holding, Source
 from recovery.layout import ShardId
@@ -187,14 +187,14 @@ class SimulatedWorkforce:
         """The machine is gone: those that train with it stand at once, Ray notices later."""
         self._dead[name] = self.now
         run = self._run
-        if run is not None and run.phase in MOVING and any(_node(w) == name for w in run.orders):
+        if run is not None and run.phase in MOVING and any(node_of(w) == name for w in run.orders):
             run.phase = Phase.HALTED
 
     def _forget(self, name: str, died: float) -> None:
         self._stirred_at = self.now
         self._nodes.pop(name, None)
         self._notices.pop(name, None)
-        for worker in [worker for worker in self._live if _node(worker) == name]:
+        for worker in [worker for worker in self._live if node_of(worker) == name]:
             del self._live[worker]
             self._starts.pop(worker, None)
             self._losses[worker] = Loss(worker, "its node died", self.now, died)
@@ -224,7 +224,7 @@ class SimulatedWorkforce:
 
     def hire(self, workers: Sequence[str]) -> None:
         for worker in workers:
-            if worker not in self._live and _node(worker) in self._nodes:
+            if worker not in self._live and node_of(worker) in self._nodes:
                 self._losses.pop(worker, None)
                 self._live[worker] = (None, 0)
                 self._starts[worker] = self.now + self.costs.process_start_s
@@ -249,7 +249,7 @@ class SimulatedWorkforce:
         tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
         self._restored = (order.plan.workers[0], RestoreRecord(tiers, 0.0, restore_s))
         self._inventories, self._stirred_at = None, self.now
-        if any(_node(worker) in self._dead for worker in orders):
+        if any(node_of(worker) in self._dead for worker in orders):
             self._run.phase = Phase.HALTED
 
     def _ready(self, run: _Run) -> None:
@@ -263,7 +263,7 @@ class SimulatedWorkforce:
         by_node: dict[str, int] = {}
         for worker, order in orders.items():
             num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
-            by_node[_node(worker)] = by_node.get(_node(worker), 0) + num_bytes
+            by_node[node_of(worker)] = by_node.get(node_of(worker), 0) + num_bytes
         return max(by_node.values()) / self.costs.s3_bytes_per_s
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
@@ -300,7 +300,7 @@ class SimulatedWorkforce:
                 source = Source("memory", peer, worker, step, order.generation)
                 found.append(Holding(source, frozenset(shards)))
             if duties:  # the nodes' own snapshots of that round complete it
-                source = Source("memory", _node(worker), worker, step, order.generation)
+                source = Source("memory", node_of(worker), worker, step, order.generation)
                 found.append(Holding(source, order.layout.shards_by_worker.get(worker, frozenset())))
         self._copies = [copy for copy in self._copies if copy.source.kind == "disk"] + found
 
@@ -309,7 +309,7 @@ class SimulatedWorkforce:
             step, f"simulated/step-{step:08d}", SimulatedManifest(step, generation, layout.shards)
         )
         disks = [
-            Holding(Source("disk", _node(worker), worker, step, generation), shards)
+            Holding(Source("disk", node_of(worker), worker, step, generation), shards)
             for worker, shards in layout.shards_by_worker.items()
         ]
         self._copies = [copy for copy in self._copies if copy.source.kind != "disk"] + disks
@@ -323,10 +323,6 @@ class SimulatedWorkforce:
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Nobody looks."""
-
-
-def _node(worker: str) -> str:
-    return worker.rsplit("/", 1)[0]
 
 
 def _push_s(orders: Mapping[str, GenerationOrder]) -> float:

@@ -17,7 +17,7 @@ from autohet.driver.spot_trace import TraceEvent
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
-from planner.cluster import Cluster, Fleet
+from planner.cluster import Cluster, Fleet, node_of
 from planner.errors import ConfigError
 from planner.plan import Plan
 from recovery.holdings import Holding
@@ -90,7 +90,7 @@ def _endless(job: Job) -> Job:
 
 def _step_times(planning: Planning) -> Callable[[Plan, Mapping[str, NodeView]], float]:
     def step_s(plan: Plan, nodes: Mapping[str, NodeView]) -> float:
-        used = sorted({worker.rsplit("/", 1)[0] for worker in plan.workers})
+        used = sorted({node_of(worker) for worker in plan.workers})
         fleet = Fleet(0, tuple(nodes[name].node for name in used))
         return planning.make_cost(fleet).predict(plan).step_time_s
 

@@ -202,7 +202,10 @@ def _least_ring(
         if apart or pipelines > most:
             flows = max(kind.num_gpus / most, _held_once(cost.spec, degree))
             return [_across(cost, kind, pipelines, flows)]
-        return [_across(cost, kind, pipelines, kind.num_gpus / most), _ring_s(cost, [("node", kind)] * pipelines, 1.0)]
+        return [
+            _across(cost, kind, pipelines, kind.num_gpus / most),
+            _all_reduce_s(cost, [("node", kind)] * pipelines, 1.0),
+        ]
 
     def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
         update = num_bytes * update_s(resource, degree) + overhead
@@ -222,10 +225,10 @@ def _held_once(spec: ModelSpec, degree: int) -> float:
 
 def _across(cost: CostModel, kind: NodeType, members: int, flows: float) -> Callable[[float], float]:
     """A ring over several nodes as fast as this type's own links: with slower partners a worker takes part in several at a time."""
-    return _ring_s(cost, [(str(i), kind) for i in range(members)], flows)
+    return _all_reduce_s(cost, [(str(i), kind) for i in range(members)], flows)
 
 
-def _ring_s(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float) -> Callable[[float], float]:
+def _all_reduce_s(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float) -> Callable[[float], float]:
     """Bytes -> seconds of one all-reduce; a straight line where bandwidth does not depend on the size."""
     if cost.links.table is not None:
         return lambda num_bytes: cost.sync_s(members, num_bytes, flows=flows)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cluster import NodeType
+from planner.cluster import NodeType, node_of
 from planner.strategies.balance import Balancer
 from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.staged import Group, Stager
@@ -160,4 +160,4 @@ class Lender:
 
 def _nodes(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     """Runs of groups on one node."""
-    return [tuple(run) for _, run in itertools.groupby(groups, key=lambda group: group[0].rsplit("/", 1)[0])]
+    return [tuple(run) for _, run in itertools.groupby(groups, key=lambda group: node_of(group[0]))]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Fleet
+from planner.cluster import Fleet, node_of
 from planner.plan import Pipeline, Plan
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.placement import stages_on
@@ -63,7 +63,7 @@ class Stager:
         return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
 
     def row(self, group: Group, microbatch: int) -> int | None:
-        nodes = {worker.rsplit("/", 1)[0] for worker in group}
+        nodes = {node_of(worker) for worker in group}
         if len(nodes) != 1:
             return None
         kind = self._kind.get((self.fleet.node_of(group[0]).node_type, len(group)))

@@ -8,6 +8,7 @@ from autohet.driver.planning import Proposal
 from autohet.driver.policy import named
 from planner.plan import Pipeline, Plan, Stage
 from tests.driver.test_controller import KIND, make, run, trained
+from tests.driver.test_second_thoughts import decisions
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
 
@@ -30,8 +31,7 @@ def test_a_node_of_several_workers_dies_in_one_word():
     run(controller, trained(controller, 5))
     workforce.kill("small-2")
     run(controller, lambda: controller.ended)
-    reasons = [event["reason"] for event in controller.events.records if event["kind"] == "decision"]
-    assert any("lost small-2 (2 workers): killed" in reason for reason in reasons), reasons
+    assert any("lost small-2 (2 workers): killed" in reason for reason in decisions(controller))
 
 
 @pytest.mark.parametrize(
