@@ -13,10 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.strategies.simplex import Simplex
 from planner.strategies.tables import Floats, Ints
 
 _TRIES = 10
-_PLAIN = {"presolve": False}  # the programs are tiny
+_ROUNDS = 60
+_TOGETHER = 48  # columns exchanged among themselves before all are priced again
 
 
 @dataclass(frozen=True)
@@ -35,54 +37,28 @@ class Packer:
         self.usage = usage
         self.supply = supply
         self.possible = np.asarray((usage <= supply).all(axis=1), dtype=np.bool_)
-        self._share = (usage / np.maximum(supply, 1)).sum(axis=1)
-        self._pool: list[int] = []
-        self._prices = np.zeros(len(supply) + 1)
+        self._share = np.maximum((usage / np.maximum(supply, 1)).sum(axis=1), 1e-12)
+        self._program = Simplex(np.concatenate([usage, np.ones((len(usage), 1))], axis=1))
 
     def relax(self, value: Floats, target: float | None = None, at_most: int | None = None) -> Relaxed:
         """Maximum of value over fractional packings. Stops early, with some number on the same side of `target`, once that is
         reached or cannot be. at_most: number of pipelines.
         """
-        from scipy.optimize import linprog
-
-        usable = np.flatnonzero((value > 0) & self.possible)
-        if len(usable) == 0:
-            return Relaxed(0.0, np.zeros(len(self.supply)), {})
-        mine, worth = self.usage[usable], value[usable]
-        most = float(self.supply.sum()) if at_most is None else float(at_most)
-        limits = np.append(self.supply, most)
-        if target is not None and self._at_most(worth - mine @ self._prices[:-1], limits) < target * (1 - 1e-6):
-            return Relaxed(0.0, self._prices[:-1], {})
-        pool = [i for i in self._pool if value[i] > 0 and self.possible[i]]
-        pool = sorted({*pool, int(usable[np.argmax(worth / self._share[usable])]), *self._singles(value, usable)})
-        for _ in range(60):
-            matrix = np.vstack([self.usage[pool].T, np.ones(len(pool))])
-            result = linprog(-value[pool], A_ub=matrix, b_ub=limits, bounds=(0, None), method="highs", options=_PLAIN)
-            self._prices = -np.asarray(result.ineqlin.marginals)
-            left = worth - mine @ self._prices[:-1]
-            gain = left - self._prices[-1]
-            found = float(-result.fun)
+        program, worth = self._program, np.where(self.possible, np.maximum(value, 0.0), 0.0)
+        limits = np.append(self.supply, self.supply.sum() if at_most is None else at_most).astype(float)
+        program.restart(worth, limits)
+        for _ in range(_ROUNDS if len(worth) else 0):
+            *prices, each = np.maximum(program.prices, 0.0)
+            left, found = worth - self.usage @ prices, program.found
+            gain = left - each
             if float(gain.max()) <= 1e-7 * max(1.0, found):
                 break
-            if target is not None and (found >= target or self._at_most(left, limits) < target * (1 - 1e-6)):
+            no_more = float(limits[:-1] @ prices) + float(limits[-1]) * max(0.0, float(left.max()))
+            if target is not None and (found >= target or no_more < target * (1 - 1e-6)):
                 break
-            best = np.argpartition(-gain, min(12, len(gain) - 1))[:12]
-            pool = sorted({*pool, *(int(usable[i]) for i in best if gain[i] > 0)})
-        self._pool = [pool[i] for i in np.flatnonzero(result.x > 1e-12)]
-        amounts = {pool[i]: float(result.x[i]) for i in np.flatnonzero(result.x > 1e-9)}
-        return Relaxed(found, self._prices[:-1], amounts)
-
-    def _at_most(self, left: Floats, limits: Floats) -> float:
-        """No packing is worth more, by the last prices of GPUs. left: (n,) value less the price of each column's GPUs."""
-        return float(self._prices[:-1] @ limits[:-1]) + float(limits[-1]) * max(0.0, float(left.max()))
-
-    def _singles(self, value: Floats, usable: Ints) -> list[int]:
-        out = []
-        for r in range(len(self.supply)):
-            mine = usable[self.usage[usable, r] > 0]
-            if len(mine):
-                out.append(int(mine[np.argmax(value[mine] / self.usage[mine, r])]))
-        return out
+            merit = gain if found > 0 else worth / self._share
+            program.exchange(np.argpartition(-merit, min(_TOGETHER, len(merit) - 1))[:_TOGETHER])
+        return Relaxed(program.found, np.maximum(program.prices[:-1], 0.0), program.amounts)
 
     def whole(
         self,
