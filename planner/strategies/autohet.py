@@ -77,7 +77,6 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     found = engine.run(tuple(starts), quickest.prediction.step_time_s if quickest else math.inf)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     fewer = [] if hurry() or not effort.fewer else _without_slowest(request, tables, effort)
-    beside = companion() if companion is not None else None
     plans = [
         *known,
         *_placed(request, tables, found),
@@ -86,16 +85,16 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         *([quickest.plan] if quickest else ()),
         *apart,
         *fewer,
-        *(beside.plans if beside else ()),
     ]
     best, rejected = choose(request, plans)
+    if best is not None:
+        best = _bundled(request, tables, best, hurry)
+    beside = companion() if companion is not None else None
+    if beside is not None and beside.plans:
+        best, more = choose(request, [*([best.plan] if best else []), *beside.plans])
+        rejected += more
     if best is None:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
-    if len(request.fleet.workers) > BUNDLED_GPUS and request.mixed_tp and tables.begun_ahead > 1:
-        known_s = best.prediction.step_time_s
-        best = _climb(
-            request, best, lambda plan: bundled_plans(request, tables, plan.microbatch_sequences, known_s, hurry), 1
-        )
     if len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, lambda plan: interleaved(request, tables, engine.estimator, plan), _ROUNDS)
     if len(request.fleet.workers) <= FEW_GPUS:
@@ -116,6 +115,14 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
     )
+
+
+def _bundled(request: Request, tables: Tables, best: Costed, hurry: Callable[[], bool]) -> Costed:
+    """Of many GPUs, or a few different pipelines, each several times side by side."""
+    if len(request.fleet.workers) <= BUNDLED_GPUS or not request.mixed_tp or tables.begun_ahead <= 1:
+        return best
+    size, known_s = best.plan.microbatch_sequences, best.prediction.step_time_s
+    return _climb(request, best, lambda _: bundled_plans(request, tables, size, known_s, hurry), 1)
 
 
 def _without_slowest(request: Request, tables: Tables, effort: Effort) -> list[Plan]:

@@ -33,15 +33,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.strategies.bound_paths import PricedStages
+from planner.strategies.simplex import Simplex
 from planner.strategies.stages import StageTable
 from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
 _DEPTHS = (8, 20, 45)
-_FINE = (0.004, 0.001)  # of fleets whose search takes as long
+_FINE = (0.001, 0.0005)  # of fleets whose search takes as long
 _DEEP = 0.5
 _ROUNDS = 60
-_CLOSE = (2e-3, 5e-4)
+_CLOSE = (5e-4, 2e-4)
 _MANY_GPUS = 256
 _ALONE = 10
 _OUTWARD = 0.9
@@ -51,6 +52,7 @@ _BEYOND = 1.3  # times the bound: longer bottlenecks do not limit it
 _SEVERAL = 64
 _IDLE = 2
 _FALLEN = 0.9
+_STEPS = 60  # of Newton's method, a few of which are needed
 
 
 @dataclass(frozen=True)
@@ -244,23 +246,30 @@ class Bound:
         return Cut(gpus * self._scale(interval.size, interval.low), fill - interval.low)
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """The prices that allow the largest T by the cuts of the present intervals, and that T."""
-        return self._program([[*self.supply, 0.0]], [self.batch], None)
+        """The prices that allow the largest T by the cuts of the present intervals, and that T.
 
-    def _program(
-        self, equal: list[list[float]] | None, to: list[float] | None, most: float | None
-    ) -> tuple[Floats, float]:
-        from scipy.optimize import linprog
+        Its dual packs paths into the fleet: at that T the best packing is worth the batch. Newton's method, since what a packing is
+        worth is linear in T.
+        """
+        slopes, constants = self._cuts()
+        program, seconds = Simplex(slopes), self.best
+        for _ in range(_STEPS):
+            program.restart(np.maximum(seconds - constants, 0.0), self.supply)
+            program.exchange(np.arange(len(slopes)))
+            before, packed = seconds, program.amounts
+            amounts = np.array(list(packed.values()))
+            seconds = 2 * seconds
+            if packed:
+                seconds = (self.batch + float(constants[list(packed)] @ amounts)) / float(amounts.sum())
+            if abs(seconds - before) <= 1e-9 * before:
+                break
+        return np.maximum(program.prices, 0.0), seconds
 
+    def _cuts(self) -> tuple[Floats, Floats]:
+        """Slopes and constants of the cuts that may limit the bound."""
         near = [cut for (_, low, *_), each in self.cuts.items() if low < _BEYOND * self.best for cut in each]
         cuts = near or [cut for each in self.cuts.values() for cut in each]
-        rows = np.array([np.append(-cut.slope, 1.0) for cut in cuts])
-        top = np.array([cut.constant for cut in cuts])
-        result = linprog(
-            np.append(np.zeros(len(self.supply)), -1.0), A_ub=rows, b_ub=top, A_eq=equal, b_eq=to,
-            bounds=[*[(0, None)] * len(self.supply), (None, most)], method="highs",
-        )  # fmt: skip
-        return np.asarray(np.maximum(result.x[:-1], 0.0)), -float(result.fun)
+        return np.array([cut.slope for cut in cuts]), np.array([cut.constant for cut in cuts])
 
     def _spread(self, interval: Interval) -> tuple[float, float, float]:
         """What bottlenecks, depths and sync of an interval may make of the step time at most, as shares of it."""
@@ -344,8 +353,13 @@ class BoundAlone(Bound):
         return Cut(gpus - self.supply, fill + self.further[interval.size] * interval.low)
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far."""
-        return self._program(None, None, 2 * self.best)
+        """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far. The dual mixes paths
+        that need no more GPUs than the fleet has."""
+        slopes, constants = self._cuts()
+        program, most = Simplex(np.concatenate([slopes, np.ones((len(slopes), 1))], axis=1)), 2 * self.best
+        program.restart(most - constants, np.append(np.zeros(len(self.supply)), 1.0))
+        program.exchange(np.arange(len(slopes)))
+        return np.maximum(program.prices[:-1], 0.0), most - program.found
 
 
 def _falls(before: Floats, prices: Floats) -> float:

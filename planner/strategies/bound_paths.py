@@ -183,7 +183,7 @@ class _Paths:
         syncs: Floats,
     ):
         self.relaxed, self.after, self.depths = stages, after, depths
-        self.most = int(depths[:, 1].max())
+        self.most, self.fewest = int(depths[:, 1].max()), int(max(float(after.min()), 0.0))
         limits = self._limits(high)
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
         self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
@@ -219,21 +219,43 @@ class _Paths:
 
     def _room(self, depth: int) -> NDArray[np.bool_]:
         """(rows, place, size) whether memory allows a stage with so many stages after it."""
-        few = int(min(depth, max(float(self.after.min()), 0.0)))
-        return np.asarray(self.relaxed.room[_band(few)][:, :, : self.wide])
+        return np.asarray(self.relaxed.room[self._band(depth)][:, :, : self.wide])
 
-    def _least_arc(self, depth: int) -> Floats:
-        """(intervals, place, size) cost of the cheapest stage with so many stages after it; of the last place only where none is."""
-        places = slice(0, 3 if depth == 0 else 2)
-        possible = (self.from_depth[:, :, places] <= depth) & self._room(depth)[:, places]
-        return np.asarray(np.where(possible, self.value[:, :, places], np.inf).min(axis=1))
+    def _band(self, depth: int) -> int:
+        return bisect.bisect_right(BANDS, min(depth, self.fewest)) - 1
+
+    def _least_arcs(self) -> Iterator[Floats]:
+        """(intervals, place, size) cost of the cheapest stage with no stage after it, of all places; then with one after it, two and so on,
+        of the first and inner places. Within a band of memory more stages only become possible."""
+        yield self._least_arc(0, 3)
+        later = np.flatnonzero(self.from_depth[:, :, :2] > 1)
+        depth, value = (values[:, :, :2].ravel()[later] for values in (self.from_depth, self.value))
+        order = np.argsort(depth, kind="stable")
+        later, value = later[order], value[order]
+        begin = np.searchsorted(depth[order], np.arange(self.most + 1))
+        _, rows, _, wide = self.value.shape
+        interval, stage = np.divmod(later, rows * 2 * wide)
+        at = interval * 2 * wide + stage % (2 * wide)
+        arc = self._least_arc(1, 2)
+        for step in range(1, self.most):
+            if self._band(step) != self._band(step - 1):
+                arc = self._least_arc(step, 2)
+            else:
+                mine, arc = slice(begin[step], begin[step + 1]), arc.copy()
+                room = self._room(step)[:, :2].ravel()[stage[mine]]
+                np.minimum.at(arc.reshape(-1), at[mine][room], value[mine][room])
+            yield arc
+
+    def _least_arc(self, depth: int, places: int) -> Floats:
+        possible = (self.from_depth[:, :, :places] <= depth) & self._room(depth)[:, :places]
+        return np.asarray(np.where(possible, self.value[:, :, :places], np.inf).min(axis=1))
 
     def solve(self) -> Floats:
         """(intervals,) least cost."""
         m, n = len(self.after), self.relaxed.blocks
         best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
-        for step in range(self.most):
-            arc, after = self._least_arc(step), self.afters[step + 1]
+        for step, arc in enumerate(self._least_arcs()):
+            after = self.afters[step + 1]
             self.arcs.append(arc)
             first = self._further(step, arc, after, n - step) if step else self._last(arc, after)
             better = (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
@@ -252,7 +274,8 @@ class _Paths:
 
     def _further(self, step: int, arc: Floats, after: Floats, top: int) -> Floats:
         """One stage more from the first block on, or into `after` from each other. top: later blocks leave too few for the stages after."""
-        np.add(self.beyond[step, :, : self.wide, : top - 1], arc[:, 1, :, None]).min(axis=1, out=after[:, 1:top])
+        wide = int(np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)).max(initial=0)) + 1
+        np.add(self.beyond[step, :, :wide, : top - 1], arc[:, 1, :wide, None]).min(axis=1, out=after[:, 1:top])
         return np.asarray((arc[:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
 
     def stages(self) -> Iterator[Traced]:
@@ -282,7 +305,3 @@ class _Paths:
             gpus[at, stages.resource[row]] += stages.degree[row]
             fill[at] += stages.fill[row, place, size]
         return gpus, fill
-
-
-def _band(depth: int) -> int:
-    return bisect.bisect_right(BANDS, depth) - 1

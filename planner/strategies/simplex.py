@@ -13,7 +13,8 @@ _EXCHANGES = 200  # of which the second half by index: no cycles among equal sol
 
 
 class Simplex:
-    """max value . x with usage^T x <= limits, x >= 0. usage: (n, rows), not negative. Beyond the n columns each row has its slack."""
+    """max value . x with usage^T x <= limits, x >= 0, which bounds each x. usage: (n, rows). Beyond the n columns each row has its
+    slack."""
 
     def __init__(self, usage: Floats):
         self._count, rows = usage.shape
