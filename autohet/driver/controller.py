@@ -9,7 +9,7 @@ from autohet.driver import policy
 from autohet.driver.change import Change
 from autohet.driver.observation import Observation
 from autohet.driver.rebuild import Rebuild
-from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing, State, Training, Waiting
+from autohet.driver.states import Building, Closing, Considering, Ended, Quiescing, Sourcing, State, Training, Waiting
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
@@ -27,7 +27,10 @@ class Controller(Rebuild):
         hire = policy.workers_to_hire(seen)
         if hire and isinstance(self.state, (Waiting, Training)):
             self.workforce.hire(hire)
+        before = self.state
         self.state = self._judge_unfit(seen) or self._step(seen)
+        if isinstance(before, Training) and before.considering is not None and self.state is not before:
+            before.considering.search.drop()
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
         return seen
@@ -136,7 +139,11 @@ class Controller(Rebuild):
         if arrived:
             return self._on_arrival(state, arrived, seen)
         slowed = self._find_slow() or self._find_forgiven(seen)
-        return self._on_slow(state, slowed, seen) if slowed else self._think_again(state, seen)
+        if slowed:
+            return self._on_slow(state, slowed, seen)
+        if state.considering is not None:
+            return self._weigh(state, state.considering, seen)
+        return self._think_again(state, seen)
 
     def _find_slow(self) -> dict[str, float]:
         measured = self.ledger.compute_s(self.members) if self.job.elastic.slow_ratio else {}
@@ -202,19 +209,47 @@ class Controller(Rebuild):
         return self._reconsider(state, trouble, seen)
 
     def _reconsider(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
-        """Nothing is lost and training goes on: move only where another plan is worth it. There is time for a whole search."""
-        change = self._change(trouble, seen)
-        proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change, thorough=True)
-        self.proposal = self.proposal and replace(self.proposal, searched=True)
-        if proposal is None or proposal.stay:
-            reason = why if proposal is None else proposal.reason
-            self.events.emit(
-                "decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {reason}"
-            )
+        """Nothing is lost and training goes on: move only where another plan is worth it. There is time for a whole search; what
+        comes meanwhile begins it anew."""
+        if state.considering is not None:
+            state.considering.search.drop()
+            trouble = state.considering.trouble.joined(trouble)
+        usable = policy.usable_nodes(seen)
+        if lack := self._lack(seen, usable):
+            state.considering = None
+            return self._stay(state, trouble, lack)
+        state.considering = Considering(
+            trouble, self.planning.search(self._fleet(seen, usable), self.proposal), self.planning.clock()
+        )
+        return self._weigh(state, state.considering, seen)
+
+    def _weigh(self, state: Training, considering: Considering, seen: Observation) -> State:
+        """What the search has found, once it has."""
+        trouble = considering.trouble
+        try:
+            proposal = considering.search.proposal()
+        except ConfigError as error:
+            state.considering = None
+            return self._stay(state, trouble, str(error))
+        if proposal is None:
             return state
+        state.considering = None
+        if proposal.stay:
+            return self._stay(state, trouble, proposal.reason)
+        if not {seen.node_of(worker) for worker in proposal.plan.workers} <= {*policy.usable_nodes(seen)}:
+            return self._reconsider(state, trouble, seen)
+        change = self._change(trouble, seen)
+        change.replan_s = self.planning.clock() - considering.since
         self._say(proposal, trouble.reason)
         self.workforce.request_stop(self._survivors(seen), checkpoint=False)
         return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
+
+    def _stay(self, state: Training, trouble: policy.Trouble, why: str) -> State:
+        self.proposal = self.proposal and replace(self.proposal, searched=True)
+        self.events.emit(
+            "decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {why}"
+        )
+        return state
 
     # Quiescing -------------------------------------------------------------------------------------------------------
 

@@ -79,21 +79,23 @@ class Desk:
                     num_gpus=kind.num_gpus,
                 )
 
-    def _try_plan(
-        self, seen: Observation, usable: Collection[str], change: Change, *, thorough: bool | None = None
-    ) -> tuple[Proposal | None, str]:
+    def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
         """The plan for these nodes, or why there is none."""
-        num_workers = sum(len(seen.nodes[name].workers) for name in usable)
-        if num_workers < self.job.elastic.min_workers:
-            return None, f"only {num_workers} workers are left; the job needs {self.job.elastic.min_workers}"
+        if lack := self._lack(seen, usable):
+            return None, lack
         started = self.planning.clock()
         try:
-            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal, thorough=thorough)
+            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal)
         except ConfigError as error:
             return None, str(error)
         finally:
             change.replan_s += self.planning.clock() - started
         return proposal, ""
+
+    def _lack(self, seen: Observation, usable: Collection[str]) -> str:
+        """That these nodes are too few for the job; empty where they are not."""
+        num_workers, least = sum(len(seen.nodes[name].workers) for name in usable), self.job.elastic.min_workers
+        return f"only {num_workers} workers are left; the job needs {least}" if num_workers < least else ""
 
     def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
         return policy.fleet_of(seen, usable, self.generation + 1, self.slowdowns)

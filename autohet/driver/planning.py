@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from autohet.runtime.beside import beside
 from autohet.runtime.job import Job
@@ -16,7 +17,7 @@ from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.frameworks import OURS, framework_parameters
 from planner.plan import Plan, check_plan
-from planner.replan import MigrationCost, replan
+from planner.replan import MigrationCost, ReplanDecision, replan
 from planner.strategies import Answer, Request, plan_with
 
 REPLANNING_STRATEGY = "autohet"
@@ -61,6 +62,42 @@ class Proposal:
         return f"train on {len(depths)} {noun} ({shapes} stages, {len(self.plan.workers)} GPUs)"
 
 
+@dataclass(frozen=True)
+class Question:
+    """Whether to stay with a plan, and else which to move to. thorough: as in `Planning.propose`."""
+
+    plan: Plan
+    request: Request
+    horizon_s: float
+    thorough: bool | None
+
+
+def replanned(asked: Question) -> ReplanDecision:
+    """By the useful work until the fleet is expected to change again, the move's cost taken off."""
+    migration = MigrationCost(fixed_s=MOVE_FIXED_S)
+    return replan(asked.plan, asked.request, horizon_s=asked.horizon_s, migration=migration, thorough=asked.thorough)
+
+
+class Search(Protocol):
+    """A whole search while training goes on."""
+
+    def proposal(self) -> Proposal | None:
+        """What it found, None while it goes on. Raises ConfigError where no plan exists."""
+
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+
+
+class _Done:
+    """A search that was over at once."""
+
+    def __init__(self, propose: Callable[[], Proposal]) -> None:
+        self.proposal = propose
+
+    def drop(self) -> None:
+        pass
+
+
 class Planning:
     """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the argument."""
 
@@ -97,7 +134,11 @@ class Planning:
             request = replace(request, min_node_disjoint_holders=1)
         if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
             return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
-        return self._replan(current, request, cost, thorough)
+        return self.concluded(replanned(self.question(current, request, thorough)), cost)
+
+    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+        """As `propose` with `thorough`, while nobody waits."""
+        return _Done(lambda: self.propose(fleet, current, thorough=True))
 
     def _require_nodes(self, fleet: Fleet) -> None:
         """In the job's words, before a search would say it in its own."""
@@ -110,11 +151,10 @@ class Planning:
                 " it, or add nodes"
             )
 
-    def _replan(self, current: Proposal, request: Request, cost: CostModel, thorough: bool | None) -> Proposal:
-        """By the useful work until the fleet is expected to change again, the move's cost taken off."""
-        horizon_s = self.job.parallelism.horizon_s
-        migration = MigrationCost(fixed_s=MOVE_FIXED_S)
-        decision = replan(current.plan, request, horizon_s=horizon_s, migration=migration, thorough=thorough)
+    def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
+        return Question(current.plan, request, self.job.parallelism.horizon_s, thorough)
+
+    def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
         proposal = self._proposal(decision.answer, cost)
         return replace(proposal, stay=decision.kind == "stay", reason=decision.reason, searched=decision.searched)
 

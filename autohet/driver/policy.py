@@ -24,6 +24,13 @@ class Trouble:
     happened_at: float
     reason: str
 
+    def joined(self, other: Trouble) -> Trouble:
+        """One after the other, answered together."""
+        if self.cause == "search":
+            return other
+        nodes = tuple(sorted({*self.nodes, *other.nodes}))
+        return replace(other, nodes=nodes, reason=f"{self.reason}, {other.reason}")
+
 
 def usable_nodes(observation: Observation) -> tuple[str, ...]:
     """Living nodes that may be planned on: agent up, no notice, and a process that answers on every GPU."""

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedConfig
 
 from autohet.driver import ray_cluster
+from autohet.driver.aside import AsidePlanning
 from autohet.driver.controller import Controller
 from autohet.driver.durable import Durable
 from autohet.driver.emulation import EmulatedFleet, first_nodes, is_emulated, read_document
@@ -35,6 +36,7 @@ from autohet.driver.states import Training
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
+from autohet.runtime.planning import planning_inputs
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
@@ -79,7 +81,7 @@ class JobRun:
             {"seed": job.training.seed},
             job.checkpoint.keep,
         )
-        planning = make_planning(job)
+        planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(
             job, run_id(job), self.durable, cluster, worker_threads=1 if job.emulation is not None else 4, clock=clock
         )

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autohet.driver.change import Change
-from autohet.driver.planning import Proposal
+from autohet.driver.planning import Proposal, Search
+from autohet.driver.policy import Trouble
 
 
 @dataclass
@@ -61,10 +62,20 @@ class Building:
 
 
 @dataclass
+class Considering:
+    """Whether another plan is worth a move, asked because of `trouble` at `since` on the planner's clock."""
+
+    trouble: Trouble
+    search: Search
+    since: float
+
+
+@dataclass
 class Training:
     generation: int
     since: float
     declined: frozenset[str] = field(default_factory=frozenset)
+    considering: Considering | None = None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A function in a Python process of its own, while this one goes on: the planner's bound beside its search."""
+"""A function in a Python process of its own, while this one goes on: the planner's bound beside its search, a search beside training."""
 
 import os
 import pickle
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -20,36 +20,53 @@ pickle.dump(work(argument), sys.stdout.buffer)
 """
 
 
-def beside(work: Callable[[_Argument], _Result], argument: _Argument) -> Callable[[], _Result | None]:
-    """Begins `work(argument)` in a fresh interpreter (no fork: this process may have threads and devices) and returns what waits for
-    it. That returns None where there is no second core, the argument cannot travel or the process fails: do it yourself then.
+class Errand(Generic[_Result]):
+    """What the other process does. Called, it waits for the result; that is None where there was no second core, the argument cannot
+    travel or the process failed: do it yourself then."""
+
+    def __init__(self, sent: bytes | None) -> None:
+        self._found: list[_Result] = []
+        self._talker: threading.Thread | None = None
+        if sent is None:
+            return
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", _CHILD]
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        talker = threading.Thread(target=self._talk, args=(sent,), name="beside", daemon=True)
+        self._talker = talker  # at our end nobody waits for it
+        talker.start()
+
+    @property
+    def ended(self) -> bool:
+        return self._talker is None or not self._talker.is_alive()
+
+    def __call__(self) -> _Result | None:
+        if self._talker is not None:
+            self._talker.join()
+        return self._found[0] if self._found else None
+
+    def drop(self) -> None:
+        """Nobody wants the result any more."""
+        if not self.ended:
+            self._child.kill()
+
+    def _talk(self, sent: bytes) -> None:
+        try:
+            answer, _ = self._child.communicate(sent, timeout=LONGEST_S)
+            if self._child.returncode == 0:
+                self._found.append(pickle.loads(answer))
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+def beside(work: Callable[[_Argument], _Result], argument: _Argument) -> Errand[_Result]:
+    """Begins `work(argument)` in a fresh interpreter (no fork: this process may have threads and devices).
 
     work: a function of a module, which the other process imports.
     """
     try:
         sent = pickle.dumps(sys.path) + pickle.dumps((work, argument))
     except (pickle.PicklingError, AttributeError, TypeError):
-        return lambda: None
-    if len(os.sched_getaffinity(0)) < 2:
-        return lambda: None
-    pipe = subprocess.PIPE
-    child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-    found: list[_Result] = []
-
-    def talk() -> None:
-        try:
-            answer, _ = child.communicate(sent, timeout=LONGEST_S)
-            if child.returncode == 0:
-                found.append(pickle.loads(answer))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-    talker = threading.Thread(target=talk, name="beside", daemon=True)  # at our end nobody waits for it
-    talker.start()
-
-    def wait() -> _Result | None:
-        talker.join()
-        return found[0] if found else None
-
-    return wait
+        return Errand(None)
+    return Errand(sent if len(os.sched_getaffinity(0)) >= 2 else None)

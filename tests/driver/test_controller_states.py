@@ -69,15 +69,24 @@ class AnyFleet(RuleBasedStateMachine):
         resumed=st.booleans(),
         thin=st.booleans(),
         hasty=st.booleans(),
+        looks=st.sampled_from([0, 0, 4, 20]),
         ticks=st.integers(0, 40),
     )
     def start(
-        self, takes: dict[str, Any], min_pipelines: int, nodes: int, resumed: bool, thin: bool, hasty: bool, ticks: int
+        self,
+        takes: dict[str, Any],
+        min_pipelines: int,
+        nodes: int,
+        resumed: bool,
+        thin: bool,
+        hasty: bool,
+        looks: int,
+        ticks: int,
     ) -> None:
         job, inputs, config = inputs_of(min_pipelines)
         self.workforce = workforce = FaultyWorkforce(SMALL, worker_start_s=3.0, **takes)
         planning = RememberedPlanning(inputs, clock=lambda: 0.0)
-        planning.hasty = hasty
+        planning.hasty, planning.looks = hasty, looks
         self.controller = CheckedController(job, workforce, planning, OrderBook(job, config), EventLog(None))
         if resumed:
             self.resume(planning, config)

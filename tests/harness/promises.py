@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from autohet.driver import policy
 from autohet.driver.controller import Controller
 from autohet.driver.observation import Observation
-from autohet.driver.planning import Planning, Proposal
+from autohet.driver.planning import Planning, Proposal, Search
 from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing, Training
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -19,12 +20,19 @@ SLACK_S = 3 * TICK_S
 
 
 class RememberedPlanning(Planning):
-    """The real planner, asked once for each question: examples repeat themselves. `considered`: the nodes of its last question. hasty: its
-    answers of small fleets count as repairs that a search has to follow, as on large ones."""
+    """The real planner, asked once for each question: examples repeat themselves. `considered`: the nodes of its last question.
+
+    hasty: its answers of small fleets count as repairs that a search has to follow, as on large ones. looks: how often a search is looked
+    at before it is over.
+    """
 
     answers: dict[Any, Any] = {}  # noqa: RUF012 - shared by all examples, on purpose
     considered: frozenset[str] = frozenset()
     hasty = False
+    looks = 0
+
+    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+        return _SlowSearch(super().search(fleet, current).proposal, self.looks)
 
     def propose(
         self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
@@ -41,6 +49,29 @@ class RememberedPlanning(Planning):
         if isinstance(answer, ConfigError):
             raise answer
         return replace(answer, searched=False) if self.hasty and current is not None and not thorough else answer
+
+
+class _SlowSearch:
+    """Found at once, told after so many looks."""
+
+    def __init__(self, found: Callable[[], Proposal | None], looks: int) -> None:
+        self.looks, self.dropped, self.error = looks, False, None
+        try:
+            self.found = found()
+        except ConfigError as error:
+            self.error = error
+
+    def proposal(self) -> Proposal | None:
+        assert not self.dropped
+        if self.looks > 0:
+            self.looks -= 1
+            return None
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+    def drop(self) -> None:
+        self.dropped = True
 
 
 class CheckedController(Controller):

@@ -1,0 +1,96 @@
+"""A whole search while training goes on: what happens meanwhile is seen at once, and what it found is judged by what is there then."""
+
+import time
+
+from autohet.driver.aside import AsidePlanning
+from autohet.driver.states import Quiescing, Training
+from tests.driver.test_controller import causes, make, run, trained
+from tests.harness.promises import RememberedPlanning
+
+
+def make_slow(looks, nodes=3):
+    """A controller whose searches are over after so many looks; one is under way, for small-9 that has joined."""
+    controller, workforce = make(steps=200, nodes=nodes)
+    controller.planning = RememberedPlanning(controller.planning.inputs)
+    controller.planning.looks = looks
+    run(controller, trained(controller, 5))
+    workforce.join("small-9")
+    run(controller, lambda: considering(controller) is not None)
+    return controller, workforce
+
+
+def considering(controller):
+    return controller.state.considering if isinstance(controller.state, Training) else None
+
+
+def decisions(controller):
+    return [event["reason"] for event in controller.events.records if event["kind"] == "decision"]
+
+
+def test_training_goes_on_until_the_search_is_over_then_the_arrival_is_taken_in():
+    controller, _ = make_slow(looks=30)
+    before = controller.ledger.committed_steps
+    run(controller, lambda: considering(controller) is None)
+    assert isinstance(controller.state, Quiescing)
+    assert controller.ledger.committed_steps > before
+    run(controller, lambda: bool(causes(controller)))
+    assert causes(controller) == ["arrival"]
+    assert "small-9/0" in controller.members
+
+
+def test_a_death_during_a_search_is_answered_at_once_and_the_search_dropped():
+    controller, workforce = make_slow(looks=10**6)
+    search = considering(controller).search
+    workforce.kill(controller.members[0].split("/")[0])
+    run(controller, lambda: bool(causes(controller)), ticks=200)
+    assert search.dropped
+    assert causes(controller) == ["death"]
+    assert "small-9/0" in controller.members  # it is there to be planned on
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+
+
+def test_who_joins_during_a_search_is_searched_for_together_with_the_first():
+    controller, workforce = make_slow(looks=20, nodes=2)
+    search = considering(controller).search
+    workforce.join("small-8")
+    run(controller, lambda: considering(controller) is not None and considering(controller).search is not search)
+    assert search.dropped
+    run(controller, lambda: bool(causes(controller)))
+    assert causes(controller) == ["arrival"]
+    assert {"small-8/0", "small-9/0"} <= set(controller.members)
+    assert any(reason.endswith("since small-9 joined, small-8 joined") for reason in decisions(controller))
+
+
+def test_what_was_found_for_a_node_that_is_leaving_since_is_searched_anew():
+    controller, workforce = make_slow(looks=40)
+    search = considering(controller).search
+    workforce.warn("small-9", 600)
+    run(controller, lambda: considering(controller) is None)
+    assert isinstance(controller.state, Training)
+    assert search.looks == 0
+    assert "stay as it is although small-9 joined" in decisions(controller)[-1]
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    assert causes(controller) == []
+
+
+def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dropped():
+    controller, _ = make(nodes=4)
+    run(controller, trained(controller, 2))
+    planning, current = AsidePlanning(controller.planning.inputs), controller.proposal
+    smaller = controller.planning.make_cost(current.cost.fleet).fleet
+    dropped, search = (planning.search(smaller, current) for _ in range(2))
+    dropped.drop()
+    assert found(dropped, within_s=30) is not None  # what this process found itself, if anybody still asks
+    there, here = found(search, within_s=30), controller.planning.propose(smaller, current, thorough=True)
+    assert (there.plan, there.stay, there.reason, there.searched) == (here.plan, here.stay, here.reason, True)
+    assert there.predicted_step_s == here.predicted_step_s
+
+
+def found(search, within_s):
+    deadline = time.monotonic() + within_s
+    while (proposal := search.proposal()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return proposal
