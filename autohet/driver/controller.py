@@ -205,7 +205,7 @@ class Controller(Rebuild):
         """A plan that was the best repair while all stood is compared with a whole search once the job trains again."""
         if self.proposal is None or self.proposal.searched or self.ledger.open_change is not None:
             return state
-        trouble = policy.Trouble("search", (), (), seen.now, "the plan is a repair and a whole search has been done")
+        trouble = policy.Trouble("search", (), (), seen.now, "the plan so far is only a repair")
         return self._reconsider(state, trouble, seen)
 
     def _reconsider(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:

@@ -77,6 +77,10 @@ class Training:
     declined: frozenset[str] = field(default_factory=frozenset)
     considering: Considering | None = None
 
+    @property
+    def reason(self) -> str:
+        return "" if self.considering is None else f"looking for a better plan, since {self.considering.trouble.reason}"
+
 
 @dataclass
 class Closing:

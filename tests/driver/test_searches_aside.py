@@ -30,6 +30,7 @@ def decisions(controller):
 def test_training_goes_on_until_the_search_is_over_then_the_arrival_is_taken_in():
     controller, _ = make_slow(looks=30)
     before = controller.ledger.committed_steps
+    assert controller.status()["reason"] == "looking for a better plan, since small-9 joined"
     run(controller, lambda: considering(controller) is None)
     assert isinstance(controller.state, Quiescing)
     assert controller.ledger.committed_steps > before
