@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from autohet.cli.bench_planner_search import proved_s
 from autohet.cli.bench_planner_synthetic import tied
@@ -187,3 +188,27 @@ def test_the_bound_of_few_gpus_counts_two_tp_degrees_on_one_node_type() -> None:
     best = plan_with("exhaustive", asked)
     assert {s.tp_degree for p in best.plan.pipelines for s in p.stages} == {1, 2}
     assert max(bounds(asked)) <= best.prediction.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("alone", [False, True])
+def test_prices_are_those_of_an_independent_solver(rounds: int, alone: bool) -> None:
+    """T <= slope . prices + constant for every cut; prices sum to the batch over the fleet, of one pipeline T is held to twice the best."""
+    asked = request(fleet(("A100", 2, 2), ("A10G", 1, 4), ("T4", 2, 2)), 48, model(10), max_microbatch_sequences=2)
+    tables = tables_of(asked)
+    supply = np.array([resource.num_gpus for resource in tables.resources])
+    bound = (BoundAlone if alone else Bound)(tables, 48, supply, tables.num_blocks)
+    bound.seconds(rounds=rounds)
+    prices, seconds = bound._best_prices()
+    slopes, constants = bound._cuts()
+    equal = {} if alone else {"A_eq": [[*supply, 0.0]], "b_eq": [48]}
+    most = 2 * bound.best if alone else None
+    known = linprog(
+        np.append(np.zeros(len(supply)), -1.0), A_ub=np.hstack([-slopes, np.ones((len(slopes), 1))]), b_ub=constants,
+        bounds=[*[(0, None)] * len(supply), (None, most)], method="highs", **equal,
+    )  # fmt: skip
+    assert seconds == pytest.approx(-known.fun, rel=1e-7)
+    assert (prices >= 0).all()
+    assert (slopes @ prices + constants >= seconds * (1 - 1e-9)).all()
+    if not alone:
+        assert prices @ supply == pytest.approx(48)
