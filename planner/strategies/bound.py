@@ -263,7 +263,8 @@ class Bound:
                 seconds = (self.batch + float(constants[list(packed)] @ amounts)) / float(amounts.sum())
             if abs(seconds - before) <= 1e-9 * before:
                 break
-        return np.maximum(program.prices, 0.0), seconds
+        prices = np.maximum(program.prices, 0.0)
+        return prices * self.batch / max(float(prices @ self.supply), 1e-30), seconds  # which alone makes them valid
 
     def _cuts(self) -> tuple[Floats, Floats]:
         """Slopes and constants of the cuts that may limit the bound."""
