@@ -14,6 +14,12 @@ from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
 
+def drop_search(state: State) -> None:
+    """What a state that is left or given up has looked for, nobody wants to know any more."""
+    if isinstance(state, Training) and state.considering is not None:
+        state.considering.search.drop()
+
+
 class Controller(Rebuild):
     """The state machine of one job. `tick` is the only thing that moves it."""
 
@@ -29,8 +35,8 @@ class Controller(Rebuild):
             self.workforce.hire(hire)
         before = self.state
         self.state = self._judge_unfit(seen) or self._step(seen)
-        if isinstance(before, Training) and before.considering is not None and self.state is not before:
-            before.considering.search.drop()
+        if self.state is not before:
+            drop_search(before)
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
         return seen
@@ -215,6 +221,7 @@ class Controller(Rebuild):
             state.considering.search.drop()
             trouble = state.considering.trouble.joined(trouble)
         usable = policy.usable_nodes(seen)
+        state.declined &= {*usable}  # who cannot take part just now is asked about when it can
         if lack := self._lack(seen, usable):
             state.considering = None
             return self._stay(state, trouble, lack)

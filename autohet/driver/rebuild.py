@@ -94,7 +94,7 @@ class Rebuild(Desk):
             self.workforce.release_node(name)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
         self._mourned.clear()
-        self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes)
+        self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes) & seen.nodes.keys()
         self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
         self.orders.confirm()
         self.ledger.begin_generation(state.generation, change)

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from autohet.driver import ray_cluster
 from autohet.driver.aside import AsidePlanning
-from autohet.driver.controller import Controller
+from autohet.driver.controller import Controller, drop_search
 from autohet.driver.durable import Durable
 from autohet.driver.emulation import EmulatedFleet, first_nodes, is_emulated, read_document
 from autohet.driver.events import EventLog
@@ -127,6 +127,7 @@ class JobRun:
         restart may want them.
         """
         ended = self.controller.ended
+        drop_search(self.controller.state)
         try:
             if not at_once:
                 self.workforce.publish(self.controller.status())

@@ -256,7 +256,7 @@ class Bound:
         for _ in range(_STEPS):
             program.restart(np.maximum(seconds - constants, 0.0), self.supply)
             program.exchange(np.arange(len(slopes)))
-            before, packed = seconds, program.amounts
+            before, packed = seconds, {i: x for i, x in program.amounts.items() if constants[i] < seconds}
             amounts = np.array(list(packed.values()))
             seconds = 2 * seconds
             if packed:

@@ -76,6 +76,20 @@ def test_what_was_found_for_a_node_that_is_leaving_since_is_searched_anew():
     assert causes(controller) == []
 
 
+def test_who_cannot_take_part_when_a_search_ends_is_asked_about_once_it_can(monkeypatch):
+    controller, workforce = make_slow(looks=20)
+    process = workforce.processes.pop("small-9/0")
+    monkeypatch.setattr(workforce, "hire", lambda workers: None)  # slow to start again
+    first = considering(controller).search
+    run(controller, lambda: considering(controller) is None or considering(controller).search is not first)
+    run(controller, lambda: considering(controller) is None)
+    assert "stay as it is although small-9 joined" in decisions(controller)[-1]
+    workforce.processes["small-9/0"] = process
+    run(controller, lambda: bool(causes(controller)))
+    assert causes(controller) == ["arrival"]
+    assert "small-9/0" in controller.members
+
+
 def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dropped():
     controller, _ = make(nodes=4)
     run(controller, trained(controller, 2))
@@ -83,7 +97,9 @@ def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dro
     smaller = controller.planning.make_cost(current.cost.fleet).fleet
     dropped, search = (planning.search(smaller, current) for _ in range(2))
     dropped.drop()
-    assert found(dropped, within_s=30) is not None  # what this process found itself, if anybody still asks
+    assert dropped._errand() is None
+    assert dropped._errand._child.returncode < 0
+    assert search._errand() is not None
     there, here = found(search, within_s=30), controller.planning.propose(smaller, current, thorough=True)
     assert (there.plan, there.stay, there.reason, there.searched) == (here.plan, here.stay, here.reason, True)
     assert there.predicted_step_s == here.predicted_step_s
