@@ -152,9 +152,11 @@ class Planning:
             )
 
     def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
+        """What `replanned` is asked, here or in another process."""
         return Question(current.plan, request, self.job.parallelism.horizon_s, thorough)
 
     def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
+        """What follows from its answer for the fleet of this cost model."""
         proposal = self._proposal(decision.answer, cost)
         return replace(proposal, stay=decision.kind == "stay", reason=decision.reason, searched=decision.searched)
 

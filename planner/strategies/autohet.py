@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.cluster import Fleet
+from planner.cluster import Fleet, node_of
 from planner.cost import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
@@ -308,7 +308,7 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
         gpu = resource.node_type.gpu_type
         if index not in usable:
             why = f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of this model at any allowed TP degree"
-        elif not any(worker.split("/")[0] in resource.node_names for worker in used):
+        elif not any(node_of(worker) in resource.node_names for worker in used):
             why = f"a stage on {gpu} would slow its pipeline or the gradient sync more than it would add"
         else:
             why = f"{len(workers)} {gpu} left over: neither one more pipeline nor one more stage with them shortens the step"

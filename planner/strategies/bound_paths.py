@@ -228,8 +228,9 @@ class _Paths:
         """(intervals, place, size) cost of the cheapest stage with no stage after it, of all places; then with one after it, two and so on,
         of the first and inner places. Within a band of memory more stages only become possible."""
         yield self._least_arc(0, 3)
-        later = np.flatnonzero(self.from_depth[:, :, :2] > 1)
-        depth, value = (values[:, :, :2].ravel()[later] for values in (self.from_depth, self.value))
+        depth = self.from_depth[:, :, :2]
+        later = np.flatnonzero((depth > 1) & (depth < self.most))
+        depth, value = depth.ravel()[later], self.value[:, :, :2].ravel()[later]
         order = np.argsort(depth, kind="stable")
         later, value = later[order], value[order]
         begin = np.searchsorted(depth[order], np.arange(self.most + 1))
@@ -247,6 +248,7 @@ class _Paths:
             yield arc
 
     def _least_arc(self, depth: int, places: int) -> Floats:
+        """As `_least_arcs`, with so many stages after it."""
         possible = (self.from_depth[:, :, :places] <= depth) & self._room(depth)[:, :places]
         return np.asarray(np.where(possible, self.value[:, :, :places], np.inf).min(axis=1))
 

@@ -53,6 +53,7 @@ class Packer:
             gain = left - each
             if float(gain.max()) <= 1e-7 * max(1.0, found):
                 break
+            # at these prices no packing is worth more
             no_more = float(limits[:-1] @ prices) + float(limits[-1]) * max(0.0, float(left.max()))
             if target is not None and (found >= target or no_more < target * (1 - 1e-6)):
                 break

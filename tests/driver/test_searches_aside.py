@@ -5,6 +5,7 @@ import time
 from autohet.driver.aside import AsidePlanning
 from autohet.driver.states import Quiescing, Training
 from tests.driver.test_controller import causes, make, run, trained
+from tests.driver.test_second_thoughts import decisions
 from tests.harness.promises import RememberedPlanning
 
 
@@ -21,10 +22,6 @@ def make_slow(looks, nodes=3):
 
 def considering(controller):
     return controller.state.considering if isinstance(controller.state, Training) else None
-
-
-def decisions(controller):
-    return [event["reason"] for event in controller.events.records if event["kind"] == "decision"]
 
 
 def test_training_goes_on_until_the_search_is_over_then_the_arrival_is_taken_in():
@@ -94,13 +91,13 @@ def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dro
     controller, _ = make(nodes=4)
     run(controller, trained(controller, 2))
     planning, current = AsidePlanning(controller.planning.inputs), controller.proposal
-    smaller = controller.planning.make_cost(current.cost.fleet).fleet
-    dropped, search = (planning.search(smaller, current) for _ in range(2))
+    fleet = current.cost.fleet
+    dropped, search = (planning.search(fleet, current) for _ in range(2))
     dropped.drop()
     assert dropped._errand() is None
     assert dropped._errand._child.returncode < 0
+    there, here = found(search, within_s=30), controller.planning.propose(fleet, current, thorough=True)
     assert search._errand() is not None
-    there, here = found(search, within_s=30), controller.planning.propose(smaller, current, thorough=True)
     assert (there.plan, there.stay, there.reason, there.searched) == (here.plan, here.stay, here.reason, True)
     assert there.predicted_step_s == here.predicted_step_s
 
