@@ -15,6 +15,7 @@ from planner.redundancy import redundancy
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
+from planner.strategies.assembly import ASSEMBLED_GPUS, assembled_plan
 from planner.strategies.bundles import BUNDLED_GPUS, bundled_plans
 from planner.strategies.companion import begin_companion, bound_over_paths_s
 from planner.strategies.cost_tables import GIB, check_request, tables_of
@@ -40,6 +41,7 @@ _FEWER_GPUS = 192
 _WALKS = 4  # of up to `_FEWEST` GPUs, of more one
 _WALKS_APART = 8  # where each layer has to lie on several nodes: fewer changes keep that
 _ROUNDS = 3
+_NOTHING = Found((), 0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     alike = alike_plans(request, tables, min(map(engine.estimator.draft_s, starts), default=math.inf))
     quickest = choose(request, alike)[0] if len(request.fleet.workers) > FEW_GPUS else None
     quickest = None if quickest is None else _rehoused(request, quickest)
-    found = engine.run(tuple(starts), quickest.prediction.step_time_s if quickest else math.inf)
+    assembled = _assembled(request, tables, quickest, hurry)
+    known_s = quickest.prediction.step_time_s if quickest else math.inf
+    found = _NOTHING if assembled else engine.run(tuple(starts), known_s)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
     fewer = [] if hurry() or not effort.fewer else _without_slowest(request, tables, effort)
     plans = [
@@ -82,7 +86,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         *_placed(request, tables, found),
         *rivals,
         *alike,
-        *([quickest.plan] if quickest else ()),
+        *(costed.plan for costed in (quickest, assembled) if costed),
         *apart,
         *fewer,
     ]
@@ -117,12 +121,31 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )
 
 
+def _assembled(request: Request, tables: Tables, known: Costed | None, hurry: Callable[[], bool]) -> Costed | None:
+    """Of very many GPUs, what generated pipelines make, where that is better than a known plan."""
+    if known is None or len(request.fleet.workers) <= ASSEMBLED_GPUS or not _unlike(request, tables):
+        return None
+    draft = draft_of(tables, known.plan, request.fleet)
+    if draft is None:
+        return None
+    known_s = known.prediction.step_time_s
+    plan = assembled_plan(request, tables, draft, known_s, hurry)
+    found = None if plan is None else choose(request, [plan])[0]
+    shared = None if found is None else _share_anew(request, found)
+    return shared if shared is not None and shared.prediction.step_time_s < known_s else None
+
+
 def _bundled(request: Request, tables: Tables, best: Costed, hurry: Callable[[], bool]) -> Costed:
     """Of many GPUs, or a few different pipelines, each several times side by side."""
-    if len(request.fleet.workers) <= BUNDLED_GPUS or not request.mixed_tp or tables.begun_ahead <= 1:
+    if not BUNDLED_GPUS < len(request.fleet.workers) <= ASSEMBLED_GPUS or not _unlike(request, tables):
         return best
     size, known_s = best.plan.microbatch_sequences, best.prediction.step_time_s
     return _climb(request, best, lambda _: bundled_plans(request, tables, size, known_s, hurry), 1)
+
+
+def _unlike(request: Request, tables: Tables) -> bool:
+    """Whether pipelines may be unlike in the ways that these need."""
+    return request.mixed_tp and tables.begun_ahead > 1
 
 
 def _without_slowest(request: Request, tables: Tables, effort: Effort) -> list[Plan]:

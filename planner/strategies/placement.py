@@ -1,7 +1,7 @@
 """From drafts to plans: which GPUs of which nodes serve each stage."""
 
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies.drafts import Draft, Shape
@@ -62,18 +62,41 @@ def place_by_stage(
 ) -> Plan | None:
     """The plan of a draft divided into so many parts of equally deep pipelines, one after the other: the same stage of all pipelines of a
     part lies side by side."""
-    nodes, placed = _free_nodes(tables, frozenset()), [list[tuple[str, ...]]() for _ in draft.pipelines]
-    last: dict[int, int] = {}
     shapes = [shape for shape, _ in draft.pipelines]
-    for part in parted(len(shapes), parts):
-        for stage, i in itertools.product(range(len(shapes[part[0]].rows)), part):
-            resource = _resource(tables, shapes[i].rows[stage])
-            found = nodes[resource].take(_degree(tables, shapes[i].rows[stage]), last.get(resource), 0)
-            if found is None:
-                return None
-            last[resource] = found[0]
-            placed[i].append(found[1])
-    return _plan(tables, draft, dict(enumerate(placed)), model, batch, sequence_length)
+    several = parted(len(shapes), parts)
+    order = [(i, s) for part in several for s, i in itertools.product(range(len(shapes[part[0]].rows)), part)]
+    placed = _one_after_another(tables, shapes, order)
+    return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
+
+
+def place_by_copies(
+    tables: Tables, draft: Draft, owners: Sequence[int], model: str, batch: int, sequence_length: int
+) -> Plan | None:
+    """The plan of a draft in which pipelines of one owner are equal: their same stages lie side by side, first stages of all pipelines
+    together. The largest groups come first, so that powers of two leave no hole."""
+    shapes = [shape for shape, _ in draft.pipelines]
+    stages = [(i, s) for i, shape in enumerate(shapes) for s in range(len(shape.rows))]
+    order = sorted(
+        stages, key=lambda at: (-_degree(tables, shapes[at[0]].rows[at[1]]), at[1] > 0, owners[at[0]], *at[::-1])
+    )
+    placed = _one_after_another(tables, shapes, order)
+    return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
+
+
+def _one_after_another(
+    tables: Tables, shapes: Sequence[Shape], order: Iterable[tuple[int, int]]
+) -> dict[int, list[tuple[str, ...]]] | None:
+    """Workers of each pipeline, whose stages (pipeline, stage) fill one node of their type after the other."""
+    nodes, last = _free_nodes(tables, frozenset()), dict[int, int]()
+    placed: dict[int, list[tuple[str, ...]]] = {i: [()] * len(shape.rows) for i, shape in enumerate(shapes)}
+    for i, s in order:
+        row = shapes[i].rows[s]
+        resource = _resource(tables, row)
+        found = nodes[resource].take(_degree(tables, row), last.get(resource), 0)
+        if found is None:
+            return None
+        last[resource], placed[i][s] = found
+    return placed
 
 
 def parted(number: int, parts: int) -> list[range]:

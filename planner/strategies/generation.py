@@ -1,0 +1,156 @@
+"""Pipelines for many GPUs by column generation.
+
+The linear program over the pipelines known so far gives prices of GPUs; the shortest paths at these prices (`bound_paths.py`), one for each
+of many bottlenecks, are the pipelines that may improve it (Gilmore and Gomory 1961). A path's time is the bound's; each is then
+timed by itself, with its sums (`lateness.py`), so that the program's value is what real pipelines in fractions do.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.strategies.bound_paths import Paths, PricedStages, Zone
+from planner.strategies.drafts import Estimator, Shape
+from planner.strategies.lateness import Lateness, ready_s
+from planner.strategies.packing import Packer, Relaxed
+from planner.strategies.refine import well_formed
+from planner.strategies.request import Request
+from planner.strategies.stages import StageTable
+from planner.strategies.tables import Floats, Ints, Tables
+
+_FULL = 0.88  # share of the step in which a pipeline begins microbatches, roughly
+_NARROW = 1e-3
+_TOGETHER = 64
+_ZONES = 7
+_SYNC = 0.0075  # of the step: how long sums may last after the end of a pipeline
+_LIGHT = 4.0  # times the least of any first stage
+
+
+class Column(NamedTuple):
+    """So many copies of a pipeline, side by side."""
+
+    shape: Shape
+    copies: int
+
+
+class Pool:
+    """Columns found so far, of microbatches of one size, with what they use and do.
+
+    pipelines: about how many there will be. copies: how many a column may have. known: pipelines of some plan of steps of `step_s`
+    seconds. Ours are to be ready as soon as these, until they `agree` on something else.
+    """
+
+    def __init__(
+        self, request: Request, tables: Tables, size: int, pipelines: int, copies: Sequence[int], known: Iterable[Shape],
+        step_s: float,
+    ):  # fmt: skip
+        self.tables, self.size, self.timing, self.copies = tables, size, Estimator(tables), tuple(copies)
+        self.supply = np.array([each.num_gpus for each in tables.resources], dtype=np.int64)
+        self.stages = PricedStages(StageTable(tables, size, request.deepest(tables.num_blocks)), self.supply, pipelines)
+        self.speed = np.zeros(len(self.supply))  # sequences a second that a GPU of each resource does at best
+        np.maximum.at(self.speed, self.stages.resource, self.stages.speed)
+        self._lateness = {number: Lateness(request, tables, pipelines, number) for number in self.copies}
+        self._updates = [tables.update_s(np.array([0.0, 1e9]), (r,)) for r in range(len(tables.resources))]
+        self._ready_s = ready_s(tables, set(known))
+        self._allowed_s = max(_SYNC * step_s, _LIGHT * self.stages.sync_range[0])
+        self.columns: list[Column] = []
+        self._known, self._timed = set[Column](), set[int]()
+        self._usage: list[Ints] = []
+        self._lines: list[tuple[float, float]] = []
+
+    @property
+    def usage(self) -> Ints:
+        """(columns, resources) GPUs."""
+        return np.array(self._usage, dtype=np.int64).reshape(len(self.columns), len(self.supply))
+
+    def sequences(self, step_s: float, *, whole: bool = False) -> Floats:
+        """(columns,) that each does in a step of so many seconds; whole: by whole microbatches."""
+        begin, rate = np.array(self._lines).reshape(-1, 2).T
+        done = np.maximum(begin + rate * step_s, 0.0)
+        copies = np.array([column.copies for column in self.columns])
+        return np.asarray(copies * self.size * (np.floor(done + 1e-6) if whole else done))
+
+    def relax(self, step_s: float) -> Relaxed:
+        return Packer(self.usage, self.supply).relax(self.sequences(step_s))
+
+    def agree(self, columns: Iterable[Column], step_s: float) -> None:
+        """From now on all pipelines are to be ready as long before their end as these are."""
+        self._ready_s = ready_s(self.tables, {column.shape for column in columns})
+        self._lines = [self._line(i, step_s) for i in range(len(self.columns))]
+
+    def late_s(self, column: Column) -> float:
+        """How long sums last after the end of its pipelines."""
+        return self._lateness[column.copies].late_s(column.shape, self._ready_s)
+
+    def time(self, columns: Iterable[int], step_s: float) -> None:
+        """From now on by simulation, not by what a pipeline takes at least."""
+        self._timed.update(columns)
+        for i in self._timed:
+            self._lines[i] = self._line(i, step_s)
+
+    def find(
+        self, prices: Floats, step_s: float, limits: Floats, more: float, only: int | None = None
+    ) -> tuple[int, Floats]:
+        """Adds the best pipelines at these prices, in sequences, and bottlenecks: those that lose at most a share `more` of what their
+        GPUs could do beyond the least. How many were new, and (limits,) the least lost at each. only: of so many copies."""
+        before, lost = len(self.columns), np.full(len(limits), np.inf)
+        for copies in self.copies if only is None else (only,):
+            for begin in range(0, len(limits), _TOGETHER):
+                mine = slice(begin, begin + _TOGETHER)
+                lost[mine] = np.minimum(lost[mine], self._find(prices, step_s, limits[mine], more, copies))
+        return len(self.columns) - before, lost
+
+    def _find(self, prices: Floats, step_s: float, limits: Floats, more: float, copies: int) -> Floats:
+        number, stages = len(limits), self.stages
+        depths = np.tile([1, stages.stages], (number, 1))
+        syncs = np.tile([0.0, stages.sync_range[1]], (number, 1))
+        after = np.maximum(_FULL * step_s / limits, 1.0)
+        weight, cost = self.size / (limits * (1 - _NARROW)), prices[stages.resource] * stages.degree
+        paths = Paths(stages, weight, limits, cost, after, depths, syncs, self._zones(copies))
+        lost = paths.solve() / (self.size * (1 + step_s / limits)) - 1
+        for at, shape in enumerate(self._shapes(paths, number)):
+            if lost[at] < max(float(lost.min()), 0.0) + more and well_formed(shape):
+                self.add(Column(shape, copies), step_s)
+        return np.asarray(lost)
+
+    def _zones(self, copies: int) -> list[Zone]:
+        rows, wide, lateness = self.stages.rows, self.stages.busy.shape[2], self._lateness[copies]
+        begins = np.unique((self.tables.num_blocks * np.linspace(0, 0.8, _ZONES) ** 1.5).astype(int)).tolist()
+        return [Zone(begin, lateness.timely(rows, wide, begin, self._ready_s, self._allowed_s)) for begin in begins]
+
+    def _shapes(self, paths: Paths, number: int) -> Iterator[Shape]:
+        blocks, layers = self.tables.num_blocks, self.tables.num_layers
+        rows, ends = [list[int]() for _ in range(number)], [list[int]() for _ in range(number)]
+        for at, row, _, size in paths.stages():
+            for i, each, held in zip(at.tolist(), self.stages.rows[row].tolist(), size.tolist(), strict=True):
+                end = (ends[i][-1] if ends[i] else 1) + held + 1
+                rows[i].append(each)
+                ends[i].append(layers if end == blocks + 1 else end)
+        return (Shape(tuple(mine), tuple(until)) for mine, until in zip(rows, ends, strict=True))
+
+    def add(self, column: Column, step_s: float) -> None:
+        """Unless it is known, or more than the fleet has."""
+        usage = np.zeros(len(self.supply), dtype=np.int64)
+        for row in column.shape.rows:
+            kind = self.tables.kinds[self.tables.rows[row].kind]
+            usage[kind.resource] += kind.tp_degree * column.copies
+        if column not in self._known and (usage <= self.supply).all():
+            self._known.add(column)
+            self.columns.append(column)
+            self._usage.append(usage)
+            self._lines.append(self._line(len(self.columns) - 1, step_s))
+
+    def _line(self, i: int, step_s: float) -> tuple[float, float]:
+        """One copy does a + b t microbatches in a step of t seconds."""
+        column = self.columns[i]
+        begin, rate = self.timing.line(column.shape, step_s, quick=i not in self._timed)
+        return begin - rate * (self.late_s(column) + self._update_s(column.shape)), rate
+
+    def _update_s(self, shape: Shape) -> float:
+        """Of the worker that holds most."""
+        longest = 0.0
+        for stage in zip(shape.rows, shape.starts, shape.ends, strict=True):
+            none, more = self._updates[self.tables.kinds[self.tables.rows[stage[0]].kind].resource]
+            longest = max(longest, float(none + (more - none) / 1e9 * self.tables.stage_sync_bytes(*stage)))
+        return longest

@@ -1,0 +1,188 @@
+"""Generated pipelines against every pipeline that there is, paths in zones against every path, lateness against the simulated sync."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from planner.plan import check_plan
+from planner.strategies.alike import alike_plans
+from planner.strategies.assembly import assembled_plan
+from planner.strategies.autohet import Costed, choose
+from planner.strategies.bound_paths import Paths, PricedStages, Zone
+from planner.strategies.cost_tables import tables_of
+from planner.strategies.drafts import Draft, Shape
+from planner.strategies.generation import Column, Pool
+from planner.strategies.lateness import Lateness, early_s, ready_s
+from planner.strategies.placement import place_by_copies
+from planner.strategies.refine import fits
+from planner.strategies.request import Request
+from planner.strategies.stages import StageTable
+from planner.strategies.symmetric import draft_of
+from planner.strategies.tables import Tables
+from tests.planner.cases import fleet, model, request
+from tests.planner.test_lattice import every_shape
+
+
+def ways(blocks: int, rows: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Every pipeline as (row, first block, blocks) of its stages."""
+    for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, blocks), n) for n in range(blocks)):
+        ends = (*cuts, blocks)
+        for chosen in itertools.product(range(rows), repeat=len(ends)):
+            yield [(row, begin, end - begin) for row, begin, end in zip(chosen, (0, *ends), ends)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_cheapest_path_in_zones_is_the_cheapest_of_all(seed: int) -> None:
+    random, blocks = np.random.default_rng(seed), 5
+    asked = request(fleet(("A100", 1, 1), ("T4", 1, 2)), 64, model(blocks))
+    stages = PricedStages(StageTable(tables_of(asked), 1, blocks), np.array([1, 2]), 2)
+    high = np.array([float(stages.slowest) * random.uniform(0.3, 1)])
+    prices, weight = random.uniform(1, 9, 2), random.uniform(0, 1e3, 1)
+    depths, syncs, after = np.array([[1, blocks]]), np.array([[0.0, stages.sync_range[1]]]), np.array([30.0])
+    zones = [Zone(begin, random.uniform(size=stages.busy.shape) < 0.6) for begin in (0, 1, 3)]
+    cost = prices[stages.resource] * stages.degree
+    anywhere = Paths(stages, weight, high, cost, after, depths, syncs)
+    paths = Paths(stages, weight, high, cost, after, depths, syncs, zones)
+
+    def price(way: list[tuple[int, int, int]]) -> float:
+        total = 0.0
+        for number, (row, begin, size) in enumerate(way):
+            left, place = len(way) - 1 - number, 2 if begin + size == blocks else 1 if begin else 0
+            allowed = [zone for zone in zones if zone.begin <= begin][-1].allowed
+            possible = size <= anywhere.wide and anywhere.from_depth[0][0, row, place, size - 1] <= left
+            if not possible or not allowed[row, place, size - 1] or not anywhere._room(left)[row, place, size - 1]:
+                return np.inf
+            total += float(anywhere.value[0, row, place, size - 1])
+        return total
+
+    least = min(map(price, ways(blocks, len(stages.rows))))
+    assert paths.solve()[0] == pytest.approx(least)
+    if least < np.inf:
+        found = [(int(row[0]), int(size[0]) + 1) for _, row, _, size in paths.stages()]
+        begins = itertools.accumulate((size for _, size in found), initial=0)
+        assert price([(row, begin, size) for (row, size), begin in zip(found, begins)]) == pytest.approx(least)
+
+
+def test_some_fleet_has_a_path_in_zones() -> None:
+    """Of the cases above, so that they compare something."""
+    stages = PricedStages(
+        StageTable(tables_of(request(fleet(("A100", 1, 1), ("T4", 1, 2)), 64, model(5))), 1, 5), np.array([1, 2]), 2
+    )
+    high, after = np.array([float(stages.slowest)]), np.array([30.0])
+    syncs = np.array([[0.0, stages.sync_range[1]]])
+    zones = [Zone(0, np.ones(stages.busy.shape, dtype=np.bool_)), Zone(2, np.zeros(stages.busy.shape, dtype=np.bool_))]
+    cost = np.ones(len(stages.rows))
+    paths = Paths(stages, np.ones(1), high, cost, after, np.array([[1, 5]]), syncs, zones)
+    assert np.isfinite(paths.solve()[0])
+    begins = itertools.accumulate((int(size[0]) + 1 for *_, size in paths.stages()), initial=0)
+    assert all(begin < 2 or begin == 5 for begin in begins)
+
+
+def cut_alike(tables: Tables, kinds: list[tuple[str, int]], blocks: list[int]) -> Shape:
+    """A pipeline of these (GPU type, TP degree), one sequence a microbatch, with so many blocks a stage."""
+    rows = {(kind.name, degree): row for (kind, degree, size), row in tables.row_of.items() if size == 1}
+    ends = [1 + sum(blocks[: i + 1]) for i in range(len(blocks))]
+    return Shape(tuple(rows[each] for each in kinds), (*ends[:-1], tables.num_layers))
+
+
+@pytest.mark.parametrize(("copies", "degree"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_equal_pipelines_are_as_late_as_the_simulation_says(copies: int, degree: int) -> None:
+    number = 8
+    asked = request(fleet(("A100", 4 * degree, 4), ("T4", 4 * degree, 4)), 32 * number, model(12, 2048))
+    tables = tables_of(asked)
+    shape = cut_alike(tables, [("t4", degree)] * 2 + [("a100", degree)] * 2, [2, 2, 4, 4])
+    draft = Draft(((shape, 32),) * number)
+    plan = place_by_copies(tables, draft, [i // copies for i in range(number)], "tiny", 32 * number, 128)
+    assert plan is not None
+    placed = asked.cost.predict(asked.cost.working_ahead(plan)).breakdown_s["grad_sync"]
+    ready = ready_s(tables, [shape])
+    assert Lateness(asked, tables, number, copies).late_s(shape, ready) == pytest.approx(placed, rel=0.1)
+
+
+def test_who_is_ready_late_keeps_the_others_waiting() -> None:
+    """Sums take no time to speak of; the last layer before the coarse pipeline's second stage is what others have longest."""
+    asked = request(fleet(("A100", 4, 4), ("T4", 4, 4)), 256, model(12, 64, 320))
+    tables = tables_of(asked)
+    fine = cut_alike(tables, [("a100", 1)] * 4, [2, 2, 4, 4])
+    coarse = cut_alike(tables, [("a100", 1)] * 2, [6, 6])
+    lateness, (early, late) = Lateness(asked, tables, 8, 8), (early_s(tables, each) for each in (fine, coarse))
+    assert ready_s(tables, [coarse, fine]) == pytest.approx(np.minimum(early, late))
+    waits = lateness.late_s(coarse, ready_s(tables, [fine]))
+    assert waits == pytest.approx(early[6] - late[6])
+    assert lateness.late_s(coarse, ready_s(tables, [coarse])) < waits / 2
+
+
+@pytest.mark.parametrize(
+    ("types", "layers"), [((("A100", 1, 2), ("T4", 1, 2)), 5), ((("A100", 1, 1), ("A10G", 1, 2), ("T4", 1, 1)), 5)]
+)
+def test_generated_pipelines_do_as_much_as_all_there_are(types: tuple, layers: int) -> None:
+    asked = request(fleet(*types), 256, model(layers, 64, 320))
+    tables = tables_of(asked)
+    pool = pool_of(asked, tables, 256 * float(tables.time_sums[0, -1]))
+    step_s, prices = 256 * float(tables.time_sums[0, -1]) / 2, pool.speed
+    limits = np.geomspace(step_s / 2000, step_s / 40, 200)
+    for _ in range(8):
+        pool.find(prices * 256 / float(prices @ pool.supply), step_s, limits, 1.0)
+        prices = prices / 2 + pool.relax(step_s).prices / 2
+    found = pool.relax(step_s).value
+    every = pool_of(asked, tables, step_s)
+    rows = [i for i, row in enumerate(tables.rows) if row.microbatch == 1]
+    some = itertools.product(*(range(count + 1) for count in every.supply))
+    for used in filter(any, some):
+        for shape in every_shape(tables, rows, np.array(used)):
+            if fits(every.timing, shape, 64):
+                every.add(Column(shape, 1), step_s)
+    assert len(every.columns) > 10 * len(pool.columns)
+    assert found == pytest.approx(every.relax(step_s).value, rel=0.02)
+
+
+def pool_of(asked: Request, tables: Tables, step_s: float) -> Pool:
+    """Of single pipelines, where sums take no time to speak of."""
+    first = next(row for row, each in enumerate(tables.rows) if each.microbatch == 1)
+    return Pool(asked, tables, 1, 1, (1,), [Shape((first,), (tables.num_layers,))], step_s)
+
+
+def large() -> tuple[Request, Tables, Costed]:
+    """288 GPUs of three types whose equal pipelines leave something to be gained."""
+    asked = request(fleet(("A100", 17, 8), ("A10G", 12, 8), ("T4", 7, 8)), 1152, model(24, 512))
+    tables = tables_of(asked)
+    known, _ = choose(asked, alike_plans(asked, tables))
+    assert known is not None
+    return asked, tables, known
+
+
+def test_assembled_plans_are_plans_and_the_same_every_time() -> None:
+    asked, tables, known = large()
+    draft = draft_of(tables, known.plan, asked.fleet)
+    assert draft is not None
+    plan, again = (assembled_plan(asked, tables, draft, known.prediction.step_time_s, lambda: False) for _ in range(2))
+    assert plan is not None
+    assert plan == again
+    check_plan(plan, asked.spec.num_layers)
+    assert len(set(plan.workers)) == len(plan.workers)
+    assert sum(pipeline.num_sequences for pipeline in plan.pipelines) == 1152
+    better, _ = choose(asked, [plan])
+    assert better is not None
+    assert better.prediction.step_time_s < known.prediction.step_time_s
+
+
+def test_nothing_is_assembled_where_little_is_promised_or_time_is_up() -> None:
+    asked, tables, known = large()
+    draft = draft_of(tables, known.plan, asked.fleet)
+    assert draft is not None
+    assert assembled_plan(asked, tables, draft, 1e-3 * known.prediction.step_time_s, lambda: False) is None
+    assert assembled_plan(asked, tables, draft, known.prediction.step_time_s, lambda: True) is None
+
+
+def test_copies_lie_side_by_side_and_first_stages_together() -> None:
+    asked = request(fleet(("A100", 8, 8)), 256, model(24, 512))
+    tables, owners = tables_of(asked), [0, 0, 1, 1, 2, 2, 3, 3]
+    shape = cut_alike(tables, [("a100", 1)] * 8, [3] * 8)
+    plan = place_by_copies(tables, Draft(((shape, 32),) * 8), owners, "tiny", 256, 128)
+    assert plan is not None
+    nodes = [[asked.fleet.node_of(stage.workers[0]).name for stage in pipeline.stages] for pipeline in plan.pipelines]
+    assert all(one == other for one, other in zip(nodes[::2], nodes[1::2], strict=True))
+    assert len({each[0] for each in nodes}) == 1
+    assert len({each[1] for each in nodes}) > 1
