@@ -1,20 +1,21 @@
 """Plans of many GPUs out of generated pipelines, a few copies of each side by side.
 
-Column generation (`generation.py`) says what pipelines in fractions would do and what GPUs are worth; more columns at prices nearby give an
-integer program a choice of pipelines that leave no GPU over.
+Column generation (`generation.py`) says what pipelines in fractions would do and what GPUs are worth. With more columns, at prices nearby,
+whole ones divide the fleet so that few GPUs are left over (`divisions.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from planner.plan import Plan
+from planner.strategies.divisions import divisions
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.generation import Column, Pool
-from planner.strategies.packing import fullest
 from planner.strategies.placement import place_by_copies
 from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Tables
+from planner.strategies.tables import Floats, Ints, Tables
 
 ASSEMBLED_GPUS = 256  # beyond
 _COPIES = (2, 4, 8)
@@ -30,31 +31,34 @@ _NEARER = 0.015
 _TOWARDS = 0.5  # prices of few columns swing: part of the way
 _COARSEST = 1.2
 _BEST = 24
-_NEARBY = 32
-_PRICES = 0.07  # standard deviation of their logarithms
+_NEARBY = 40
+_PRICES = 0.05  # standard deviation of their logarithms
 _SHIFT = 0.004
 _WORTH = 0.99
 _LONGER = 1.004  # whole pipelines take a little longer than fractions of them
-_PACKED = 500
-_NODES = 1000
+_PACKED = 1000
+_LEFT = 0.5  # of each column that the linear program has
+_BEAM, _MOST = 1000, 12
+_PLANS = 2
 
 
-def assembled_plan(
+def assembled_plans(
     request: Request, tables: Tables, draft: Draft, known_s: float, hurry: Callable[[], bool]
-) -> Plan | None:
-    """Generated pipelines packed as well as found, with microbatches of the size that the known draft has; None where they promise little
-    less than its `known_s`, or cannot be placed."""
+) -> Iterator[Plan]:
+    """The best few packings of generated pipelines, with microbatches of the size that the known draft has; none where they promise little
+    less than its `known_s`."""
     shapes = [shape for shape, _ in draft.pipelines]
     copies = [number for number in _COPIES if _SHARE * number <= len(shapes)]
-    assembly = _Assembly(request, tables, shapes, copies if len(copies) > 1 else _FEW_COPIES, known_s)
+    assembly = Assembly(request, tables, shapes, copies if len(copies) > 1 else _FEW_COPIES, known_s)
     assembly.generate(hurry)
     if hurry() or assembly.step_s > _WORTH * known_s:
-        return None
+        return
     assembly.widen(hurry)
-    return None if hurry() else assembly.placed(assembly.packed())
+    if not hurry():
+        yield from itertools.islice(filter(None, map(assembly.placed, assembly.packings())), _PLANS)
 
 
-class _Assembly:
+class Assembly:
     """step_s: of fractions of pipelines found so far; of the known plan to begin with. prices: of a GPU of each resource, in sequences."""
 
     def __init__(self, request: Request, tables: Tables, known: Sequence[Shape], copies: Sequence[int], known_s: float):
@@ -107,17 +111,23 @@ class _Assembly:
             limits = self.limits * np.exp(random.uniform(-_SHIFT, _SHIFT))
             self.pool.find(prices, self.step_s, limits, _NEARER, self.pool.copies[number % len(self.pool.copies)])
 
-    def packed(self) -> list[Column]:
-        """The whole columns that do most in a step hardly longer than that of fractions, as often as they are taken."""
-        step_s, usage = _LONGER * self.step_s, self.pool.usage
-        worth = np.maximum(usage @ self.pool.relax(step_s).prices, 1e-9)
-        keep = np.argsort(1 - self.pool.sequences(step_s) / worth, kind="stable")[:_PACKED]
-        self.pool.time(keep.tolist(), step_s)
-        value = self.pool.sequences(step_s, whole=True)
-        number = fullest(usage[keep], value[keep], self.pool.supply, _NODES)
-        return [
-            self.pool.columns[i] for i, taken in zip(keep.tolist(), number.tolist(), strict=True) for _ in range(taken)
-        ]
+    def packings(self) -> Iterator[list[Column]]:
+        """Whole columns that do most in a step hardly longer than that of fractions, best first. Most are what the linear program has;
+        the rest of the fleet is divided."""
+        step_s, pool = _LONGER * self.step_s, self.pool
+        prices = pool.relax(step_s).prices
+        keep = np.argsort(1 - pool.sequences(step_s) / np.maximum(pool.usage @ prices, 1e-9), kind="stable")[:_PACKED]
+        pool.time(keep.tolist(), step_s)
+        usage, value = pool.usage, pool.sequences(step_s, whole=True)
+        taken = [i for i, amount in pool.relax(step_s).amounts.items() for _ in range(int(amount - _LEFT))]
+        left = pool.supply - usage[taken].sum(axis=0)
+
+        def best_within(gpus: Ints) -> Ints:
+            fits = np.all([usage[keep, r] <= gpus[:, [r]] for r in range(len(left))], axis=0)
+            return np.where(fits.any(axis=1), np.where(fits, value[keep], -1.0).argmax(axis=1), -1)
+
+        for members in divisions(usage[keep], value[keep], left, prices, best_within, _BEAM, _MOST):
+            yield [pool.columns[i] for i in (*taken, *keep[list(members)].tolist())]
 
     def placed(self, columns: Sequence[Column]) -> Plan | None:
         shapes = [column.shape for column in columns for _ in range(column.copies)]

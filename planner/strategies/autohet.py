@@ -15,7 +15,7 @@ from planner.redundancy import redundancy
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
-from planner.strategies.assembly import ASSEMBLED_GPUS, assembled_plan
+from planner.strategies.assembly import ASSEMBLED_GPUS, assembled_plans
 from planner.strategies.bundles import BUNDLED_GPUS, bundled_plans
 from planner.strategies.companion import begin_companion, bound_over_paths_s
 from planner.strategies.cost_tables import GIB, check_request, tables_of
@@ -129,10 +129,10 @@ def _assembled(request: Request, tables: Tables, known: Costed | None, hurry: Ca
     if draft is None:
         return None
     known_s = known.prediction.step_time_s
-    plan = assembled_plan(request, tables, draft, known_s, hurry)
-    found = None if plan is None else choose(request, [plan])[0]
-    shared = None if found is None else _share_anew(request, found)
-    return shared if shared is not None and shared.prediction.step_time_s < known_s else None
+    found = (choose(request, [plan])[0] for plan in assembled_plans(request, tables, draft, known_s, hurry))
+    shared = [_share_anew(request, costed) for costed in found if costed is not None]
+    best = min(shared, key=lambda costed: costed.prediction.step_time_s, default=None)
+    return best if best is not None and best.prediction.step_time_s < known_s else None
 
 
 def _bundled(request: Request, tables: Tables, best: Costed, hurry: Callable[[], bool]) -> Costed:

@@ -14,7 +14,7 @@ import numpy as np
 from planner.plan import Plan
 from planner.strategies.divisions import divisions
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.lattice import Lattice
+from planner.strategies.lattice import BestOf, Lattice
 from planner.strategies.packing import Packer
 from planner.strategies.placement import place, place_by_stage
 from planner.strategies.refine import refine_shape
@@ -34,6 +34,7 @@ _STATES = (40_000, 300_000)  # of the first lattice and the second
 _ENTRIES = 8_000_000  # states times limits
 _SETS = 3  # about so many pipelines are different
 _PLACED = 3
+_BEAM, _MOST_SETS = 600, 8
 _WORTH = 0.99
 _PACKED = 1.005  # what whole pipelines take, times what fractions of them promise
 
@@ -99,7 +100,9 @@ class _Bundle:
     def plans(self) -> Iterator[Plan]:
         """The best few by the tables."""
         timing, found = Estimator(self.tables), list[tuple[float, int, Draft]]()
-        for number, chosen in enumerate(divisions(self.sets, self.supply, self.prices)):
+        best_of, sets = BestOf(self.sets), self.sets
+        divided = divisions(sets.usage, sets.sequences, self.supply, self.prices, best_of.within, _BEAM, _MOST_SETS)
+        for number, chosen in enumerate(divided):
             draft = self._draft(timing, chosen)
             if draft is not None:
                 after = max(self.side.after_one_s(timing, len(draft.pipelines), s) for s, _ in set(draft.pipelines))

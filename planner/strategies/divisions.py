@@ -4,15 +4,13 @@ A set loses what its GPUs are worth, at given prices, beyond what it does. Divis
 completed by the best set of what is left.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from planner.strategies.lattice import Sets
 from planner.strategies.tables import Floats, Ints
 
-_BEAM = 600
-_MOST_SETS = 8
 _DIVISIONS = 12
 
 
@@ -25,56 +23,50 @@ class _Grown:
     lost: Floats
 
 
-def divisions(sets: Sets, supply: Ints, prices: Floats) -> list[tuple[int, ...]]:
-    """Divisions of the supply into sets that do most, as indices of sets, best first. prices: sequences that a GPU of each resource is
-    worth."""
-    lost = sets.usage @ prices - sets.sequences
-    order = np.argsort(lost, kind="stable")[:_BEAM]
-    singles = _Grown(order[:, None], sets.usage[order], lost[order])
-    best_of = _BestOf(sets)
+def divisions(
+    usage: Ints,
+    value: Floats,
+    supply: Ints,
+    prices: Floats,
+    best_within: Callable[[Ints], Ints],
+    beam: int,
+    most_sets: int,
+) -> list[tuple[int, ...]]:
+    """Divisions of the supply into at most so many sets that do most, as indices of sets, best first.
+
+    usage: (n, resources) GPUs of each set; value: (n,) sequences that it does; prices: sequences that a GPU of each resource is worth.
+    best_within: the set that does most within each row of GPUs, -1 where none fits. beam: how many are grown side by side.
+    """
+    lost = usage @ prices - value
+    order = np.argsort(lost, kind="stable")[:beam]
+    singles = _Grown(order[:, None], usage[order], lost[order])
     found: dict[tuple[int, ...], float] = {}
     grown = _Grown(np.zeros((1, 0), dtype=np.int64), np.zeros((1, len(supply)), dtype=np.int64), np.zeros(1))
-    for _ in range(_MOST_SETS):
-        last = best_of.within(supply - grown.usage)
+    for _ in range(most_sets):
+        last = best_within(supply - grown.usage)
         done = np.flatnonzero(last >= 0)
-        total = sets.sequences[grown.members[done]].sum(axis=1) + sets.sequences[last[done]]
+        total = value[grown.members[done]].sum(axis=1) + value[last[done]]
         for i in np.argsort(-total, kind="stable")[:_DIVISIONS].tolist():
             members = (*grown.members[done[i]].tolist(), int(last[done[i]]))
             found[tuple(sorted(members))] = float(total[i])
-        grown = _grow(grown, singles, supply)
+        grown = _grow(grown, singles, supply, beam)
         if not len(grown.lost):
             break
     return sorted(found, key=lambda members: (-found[members], members))[:_DIVISIONS]
 
 
-def _grow(grown: _Grown, singles: _Grown, supply: Ints) -> _Grown:
+def _grow(grown: _Grown, singles: _Grown, supply: Ints, beam: int) -> _Grown:
     """One set more: the few that lose least, of those that use equal GPUs the best."""
-    usage = grown.usage[:, None, :] + singles.usage[None, :, :]
-    one, other = np.nonzero((usage <= supply).all(axis=2))
-    usage, lost = usage[one, other], grown.lost[one] + singles.lost[other]
+    left = supply - grown.usage
+    one, other = np.nonzero(np.all([singles.usage[:, r] <= left[:, [r]] for r in range(len(supply))], axis=0))
+    usage, lost = grown.usage[one] + singles.usage[other], grown.lost[one] + singles.lost[other]
     order = np.lexsort((np.arange(len(lost)), lost))
-    _, first = np.unique(usage[order], axis=0, return_index=True)
-    keep = order[np.sort(first)][:_BEAM]
+    _, first = np.unique((usage @ _strides(supply))[order], return_index=True)
+    keep = order[np.sort(first)][:beam]
     members = np.concatenate([grown.members[one[keep]], singles.members[other[keep]]], axis=1)
     return _Grown(members, usage[keep], lost[keep])
 
 
-class _BestOf:
-    """The set that does most within any number of GPUs."""
-
-    def __init__(self, sets: Sets):
-        self._lattice = lattice = sets.lattice
-        value, index = np.zeros(int(np.prod(lattice.dims))), np.full(int(np.prod(lattice.dims)), -1, dtype=np.int64)
-        at = lattice.states(sets.usage)
-        value[at], index[at] = sets.sequences, np.arange(len(at))
-        value, index = value.reshape(lattice.dims), index.reshape(lattice.dims)
-        for axis in range(len(lattice.dims)):
-            values, indices = np.moveaxis(value, axis, 0), np.moveaxis(index, axis, 0)
-            for i in range(1, len(values)):
-                less = values[i] < values[i - 1]
-                values[i][less], indices[i][less] = values[i - 1][less], indices[i - 1][less]
-        self._index = index.ravel()
-
-    def within(self, gpus: Ints) -> Ints:
-        """(n,) of each row of GPUs; -1 where they hold no pipeline."""
-        return np.asarray(self._index[self._lattice.states(gpus)])
+def _strides(supply: Ints) -> Ints:
+    """(resources,) which tell any two sets of GPUs within the supply apart."""
+    return np.append(1, np.cumprod(supply[:-1] + 1)).astype(np.int64)

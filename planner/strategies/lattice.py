@@ -177,3 +177,24 @@ class Lattice:
             ends.append(max(int(self.start[state, lane]), len(rows) + 1))
         found = Shape(tuple(rows), tuple(ends))
         return found if well_formed(found) else None
+
+
+class BestOf:
+    """The set that does most within any number of GPUs."""
+
+    def __init__(self, sets: Sets):
+        self._lattice = lattice = sets.lattice
+        value, index = np.zeros(int(np.prod(lattice.dims))), np.full(int(np.prod(lattice.dims)), -1, dtype=np.int64)
+        at = lattice.states(sets.usage)
+        value[at], index[at] = sets.sequences, np.arange(len(at))
+        value, index = value.reshape(lattice.dims), index.reshape(lattice.dims)
+        for axis in range(len(lattice.dims)):
+            values, indices = np.moveaxis(value, axis, 0), np.moveaxis(index, axis, 0)
+            for i in range(1, len(values)):
+                less = values[i] < values[i - 1]
+                values[i][less], indices[i][less] = values[i - 1][less], indices[i - 1][less]
+        self._index = index.ravel()
+
+    def within(self, gpus: Ints) -> Ints:
+        """(n,) of each row of GPUs; -1 where they hold no pipeline."""
+        return np.asarray(self._index[self._lattice.states(gpus)])

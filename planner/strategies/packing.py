@@ -18,7 +18,6 @@ from planner.strategies.tables import Floats, Ints
 
 _TRIES = 10
 _ROUNDS = 60
-_CLOSE = 1e-4
 _TOGETHER = 48  # columns exchanged among themselves before all are priced again
 
 
@@ -29,18 +28,6 @@ class Relaxed:
     value: float
     prices: Floats
     amounts: dict[int, float]
-
-
-def fullest(usage: Ints, value: Floats, supply: Ints, nodes: int) -> Ints:
-    """(n,) how many of each column fit into the supply and are worth most together, as far as an integer program of so many nodes finds."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    fits = LinearConstraint(usage.T, 0, supply)
-    found = milp(
-        -value, constraints=fits, integrality=np.ones(len(value)), bounds=Bounds(0, np.inf),
-        options={"node_limit": nodes, "mip_rel_gap": _CLOSE},
-    )  # fmt: skip
-    return np.zeros(len(value), dtype=np.int64) if found.x is None else np.round(found.x).astype(np.int64)
 
 
 class Packer:

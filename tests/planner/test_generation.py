@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from planner.plan import check_plan
 from planner.strategies.alike import alike_plans
-from planner.strategies.assembly import assembled_plan
+from planner.strategies.assembly import Assembly, assembled_plans
 from planner.strategies.autohet import Costed, choose
 from planner.strategies.bound_paths import Paths, PricedStages, Zone
 from planner.strategies.cost_tables import tables_of
@@ -157,23 +158,47 @@ def test_assembled_plans_are_plans_and_the_same_every_time() -> None:
     asked, tables, known = large()
     draft = draft_of(tables, known.plan, asked.fleet)
     assert draft is not None
-    plan, again = (assembled_plan(asked, tables, draft, known.prediction.step_time_s, lambda: False) for _ in range(2))
-    assert plan is not None
-    assert plan == again
-    check_plan(plan, asked.spec.num_layers)
-    assert len(set(plan.workers)) == len(plan.workers)
-    assert sum(pipeline.num_sequences for pipeline in plan.pipelines) == 1152
-    better, _ = choose(asked, [plan])
+    known_s = known.prediction.step_time_s
+    plans, again = (list(assembled_plans(asked, tables, draft, known_s, lambda: False)) for _ in range(2))
+    assert plans
+    assert plans == again
+    for plan in plans:
+        check_plan(plan, asked.spec.num_layers)
+        assert len(set(plan.workers)) == len(plan.workers)
+        assert sum(pipeline.num_sequences for pipeline in plan.pipelines) == 1152
+    better, _ = choose(asked, plans)
     assert better is not None
-    assert better.prediction.step_time_s < known.prediction.step_time_s
+    assert better.prediction.step_time_s < known_s
+
+
+@pytest.mark.parametrize("copies", [(1, 2), (2, 4, 8)])
+def test_packings_are_nearly_those_of_an_integer_program(copies: tuple[int, ...]) -> None:
+    asked, tables, known = large()
+    draft = draft_of(tables, known.plan, asked.fleet)
+    assert draft is not None
+    shapes = [shape for shape, _ in draft.pipelines]
+    assembly = Assembly(asked, tables, shapes, copies, known.prediction.step_time_s)
+    assembly.generate(lambda: False)
+    assembly.widen(lambda: False)
+    pool, done = assembly.pool, list[float]()
+    for columns in assembly.packings():
+        indices = [pool.columns.index(column) for column in columns]
+        assert (pool.usage[indices].sum(axis=0) <= pool.supply).all()
+        done.append(float(pool.sequences(assembly.step_s, whole=True)[indices].sum()))
+    value = pool.sequences(assembly.step_s, whole=True)
+    best = milp(
+        -value, constraints=LinearConstraint(pool.usage.T, 0, pool.supply), integrality=np.ones(len(value)), bounds=Bounds(0, np.inf)
+    )  # fmt: skip
+    assert best.success
+    assert 0.96 * -best.fun < max(done) <= -best.fun * (1 + 1e-6)
 
 
 def test_nothing_is_assembled_where_little_is_promised_or_time_is_up() -> None:
     asked, tables, known = large()
     draft = draft_of(tables, known.plan, asked.fleet)
     assert draft is not None
-    assert assembled_plan(asked, tables, draft, 1e-3 * known.prediction.step_time_s, lambda: False) is None
-    assert assembled_plan(asked, tables, draft, known.prediction.step_time_s, lambda: True) is None
+    assert not list(assembled_plans(asked, tables, draft, 1e-3 * known.prediction.step_time_s, lambda: False))
+    assert not list(assembled_plans(asked, tables, draft, known.prediction.step_time_s, lambda: True))
 
 
 def test_copies_lie_side_by_side_and_first_stages_together() -> None:

@@ -10,7 +10,7 @@ from planner.strategies.bundles import bundled_plans
 from planner.strategies.cost_tables import tables_of
 from planner.strategies.divisions import divisions
 from planner.strategies.drafts import Estimator, Shape
-from planner.strategies.lattice import Lattice, Sets
+from planner.strategies.lattice import BestOf, Lattice, Sets
 from planner.strategies.packing import Packer
 from planner.strategies.refine import fits, well_formed
 from planner.strategies.request import Request
@@ -105,7 +105,7 @@ def test_divisions_find_the_best_of_all(seed: int) -> None:
     pay = np.random.default_rng(seed).uniform(1, 2, len(known.usage)) * known.usage.sum(axis=1) ** 1.2
     sets = Sets(lattice, known.usage, pay, known.lanes, np.arange(len(pay)))
     prices = Packer(sets.usage, supply).relax(sets.sequences).prices
-    found = divisions(sets, supply, prices)
+    found = divisions(sets.usage, pay, supply, prices, BestOf(sets).within, 600, 8)
     assert found == sorted(found, key=lambda chosen: -pay[list(chosen)].sum())
     assert all((sets.usage[list(chosen)].sum(axis=0) <= supply).all() for chosen in found)
 
