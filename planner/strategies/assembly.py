@@ -18,9 +18,11 @@ from planner.strategies.request import Request
 from planner.strategies.tables import Floats, Ints, Tables
 
 ASSEMBLED_GPUS = 256  # beyond
-_COPIES = (2, 4, 8)
-_FEW_COPIES = (1, 2)  # where more are too large a part
-_SHARE = 3  # at least so many times the copies of a column are all pipelines
+_COPIES = {
+    0: ((1, 2), (2, 4)),
+    12: ((2, 4),),
+    24: ((2, 4, 8),),
+}  # tried one after the other, from so many known pipelines on
 _LIMITS = 64
 _FEWEST_MICROBATCHES = 16
 _AGREED = (2, 4, 6, 8)  # rounds after which pipelines agree on when each layer is ready
@@ -48,14 +50,13 @@ def assembled_plans(
     """The best few packings of generated pipelines, with microbatches of the size that the known draft has; none where they promise little
     less than its `known_s`."""
     shapes = [shape for shape, _ in draft.pipelines]
-    copies = [number for number in _COPIES if _SHARE * number <= len(shapes)]
-    assembly = Assembly(request, tables, shapes, copies if len(copies) > 1 else _FEW_COPIES, known_s)
-    assembly.generate(hurry)
-    if hurry() or assembly.step_s > _WORTH * known_s:
-        return
-    assembly.widen(hurry)
-    if not hurry():
-        yield from itertools.islice(filter(None, map(assembly.placed, assembly.packings())), _PLANS)
+    for copies in _COPIES[max(least for least in _COPIES if least <= len(shapes))]:
+        assembly = Assembly(request, tables, shapes, copies, known_s)
+        assembly.generate(hurry)
+        if assembly.step_s <= _WORTH * known_s:
+            assembly.widen(hurry)
+            if not hurry():
+                yield from itertools.islice(filter(None, map(assembly.placed, assembly.packings())), _PLANS)
 
 
 class Assembly:
