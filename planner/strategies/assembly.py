@@ -13,6 +13,7 @@ from planner.plan import Plan
 from planner.strategies.divisions import divisions
 from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.generation import Column, Pool
+from planner.strategies.packing import Packer
 from planner.strategies.placement import place_by_copies
 from planner.strategies.request import Request
 from planner.strategies.tables import Floats, Ints, Tables
@@ -30,6 +31,7 @@ _FINER = (2, 4)  # rounds after which bottlenecks lie closer
 _ROUNDS = 14
 _NEAR = 0.03
 _NEARER = 0.015
+_FAR = 1.25  # times the step, at most: what columns do in shorter ones may be nothing
 _TOWARDS = 0.5  # prices of few columns swing: part of the way
 _COARSEST = 1.2
 _BEST = 24
@@ -83,15 +85,18 @@ class Assembly:
         for number in range(_ROUNDS):
             new, lost = self.pool.find(self.prices, self.step_s, self.limits, _NEAR)
             relaxed = self.pool.relax(self.step_s)
-            if relaxed.value <= 0 or hurry():
+            if not self.pool.columns or hurry():
+                self.step_s = np.inf
                 return
-            longer = self.batch / relaxed.value
-            self.step_s *= longer
+            longer = self.batch / max(relaxed.value, 1e-9)
+            self.step_s *= float(np.clip(longer, 1 / _FAR, _FAR))
+            if relaxed.value <= 0:
+                continue
             self.prices = (1 - _TOWARDS) * self.prices + _TOWARDS * longer * relaxed.prices
             if number in _FINER:
                 self._closer(lost)
             if number in _AGREED:
-                self.pool.agree([self.pool.columns[i] for i in relaxed.amounts], self.step_s)
+                self.pool.agree(relaxed.amounts, self.step_s)
             elif number > _AGREED[-1] and not new:
                 return
 
@@ -119,21 +124,25 @@ class Assembly:
         prices = pool.relax(step_s).prices
         keep = np.argsort(1 - pool.sequences(step_s) / np.maximum(pool.usage @ prices, 1e-9), kind="stable")[:_PACKED]
         pool.time(keep.tolist(), step_s)
-        usage, value = pool.usage, pool.sequences(step_s, whole=True)
-        taken = [i for i, amount in pool.relax(step_s).amounts.items() for _ in range(int(amount - _LEFT))]
+        usage, value = pool.usage[keep], pool.sequences(step_s, whole=True)[keep]
+        amounts = Packer(usage, pool.supply).relax(pool.sequences(step_s)[keep]).amounts
+        taken = [i for i, amount in amounts.items() for _ in range(int(amount - _LEFT))]
         left = pool.supply - usage[taken].sum(axis=0)
 
         def best_within(gpus: Ints) -> Ints:
-            fits = np.all([usage[keep, r] <= gpus[:, [r]] for r in range(len(left))], axis=0)
-            return np.where(fits.any(axis=1), np.where(fits, value[keep], -1.0).argmax(axis=1), -1)
+            fits = np.all([usage[:, r] <= gpus[:, [r]] for r in range(len(left))], axis=0)
+            return np.where(fits.any(axis=1), np.where(fits, value, -1.0).argmax(axis=1), -1)
 
-        for members in divisions(usage[keep], value[keep], left, prices, best_within, _BEAM, _MOST):
-            yield [pool.columns[i] for i in (*taken, *keep[list(members)].tolist())]
+        for members in divisions(usage, value, left, prices, best_within, _BEAM, _MOST) or [()]:
+            yield [pool.columns[i] for i in keep[[*taken, *members]].tolist()]
 
     def placed(self, columns: Sequence[Column]) -> Plan | None:
         shapes = [column.shape for column in columns for _ in range(column.copies)]
         owners = [i for i, column in enumerate(columns) for _ in range(column.copies)]
-        ends = _Ends(self.tables, {column.shape: self.pool.late_s(column) for column in columns})
+        late_s = dict[Shape, float]()
+        for column in columns:
+            late_s[column.shape] = max(self.pool.late_s(column), late_s.get(column.shape, 0.0))
+        ends = _Ends(self.tables, late_s)
         draft = assign_microbatches(ends, shapes, self.batch) if shapes else None
         if draft is None:
             return None

@@ -187,15 +187,12 @@ class Estimator:
     def _member(self, shape: Shape, end: float) -> Member:
         """When its stages end: as long before the pipeline's end as with fewer microbatches."""
         tables = self.tables
+        stage_ends = self._far(shape)
         kinds = [tables.kinds[tables.rows[row].kind] for row in shape.rows]
         ends = (*(e - 1 for e in shape.ends[:-1]), tables.num_blocks)
         degrees, resources = tuple(k.tp_degree for k in kinds), tuple(k.resource for k in kinds)
-        return Member(ends, degrees, resources, tuple(end - early for early in self.early_s(shape)))
-
-    def early_s(self, shape: Shape) -> list[float]:
-        """How long before the pipeline's end each stage has done its last backward."""
-        ends = self._far(shape)
-        return [max(ends) - end for end in ends]
+        last = max(stage_ends)
+        return Member(ends, degrees, resources, tuple(end - (last - e) for e in stage_ends))
 
     def line(self, shape: Shape, seconds: float, *, quick: bool) -> tuple[float, float]:
         """(a, b): near so many seconds the pipeline completes a + b t microbatches in t seconds, in fractions. quick: at most."""

@@ -5,7 +5,7 @@ of many bottlenecks, are the pipelines that may improve it (Gilmore and Gomory 1
 timed by itself, with its sums (`lateness.py`), so that the program's value is what real pipelines in fractions do.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from planner.strategies.bound_paths import Paths, PricedStages, Zone
 from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.lateness import Lateness, ready_s
 from planner.strategies.packing import Packer, Relaxed
-from planner.strategies.refine import well_formed
+from planner.strategies.refine import fits, well_formed
 from planner.strategies.request import Request
 from planner.strategies.stages import StageTable
 from planner.strategies.tables import Floats, Ints, Tables
@@ -50,7 +50,11 @@ class Pool:
         self.stages = PricedStages(StageTable(tables, size, request.deepest(tables.num_blocks)), self.supply, pipelines)
         self.speed = np.zeros(len(self.supply))  # sequences a second that a GPU of each resource does at best
         np.maximum.at(self.speed, self.stages.resource, self.stages.speed)
-        self._lateness = {number: Lateness(request, tables, pipelines, number) for number in self.copies}
+        self._request = request
+        self._expect(pipelines)
+        # (rows,) GPUs of a group, with its part of those that groups of its size leave over on a node
+        gpus = np.array([tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus for row in tables.rows])
+        self._group_gpus = -(-gpus // tables.groups_a_node)
         self._updates = [tables.update_s(np.array([0.0, 1e9]), (r,)) for r in range(len(tables.resources))]
         self._ready_s = ready_s(tables, set(known))
         self._allowed_s = max(_SYNC * step_s, _LIGHT * self.stages.sync_range[0])
@@ -74,8 +78,15 @@ class Pool:
     def relax(self, step_s: float) -> Relaxed:
         return Packer(self.usage, self.supply).relax(self.sequences(step_s))
 
-    def agree(self, columns: Iterable[Column], step_s: float) -> None:
-        """From now on all pipelines are to be ready as long before their end as these are."""
+    def _expect(self, pipelines: int) -> None:
+        """That so many share the model."""
+        rows = self.stages.rows.tolist()
+        self._lateness = {n: Lateness(self._request, self.tables, rows, max(1, pipelines), n) for n in self.copies}
+
+    def agree(self, amounts: Mapping[int, float], step_s: float) -> None:
+        """From now on all pipelines are to be ready as long before their end as these columns' are, of which there are so many."""
+        columns = [self.columns[i] for i in amounts]
+        self._expect(round(sum(self.columns[i].copies * amount for i, amount in amounts.items())))
         self._ready_s = ready_s(self.tables, {column.shape for column in columns})
         self._lines = [self._line(i, step_s) for i in range(len(self.columns))]
 
@@ -110,7 +121,8 @@ class Pool:
         paths = Paths(stages, weight, limits, cost, after, depths, syncs, self._zones(copies))
         lost = paths.solve() / (self.size * (1 + step_s / limits)) - 1
         for at, shape in enumerate(self._shapes(paths, number)):
-            if lost[at] < max(float(lost.min()), 0.0) + more and well_formed(shape):
+            near = lost[at] < max(float(lost.min()), 0.0) + more
+            if near and well_formed(shape) and fits(self.timing, shape, int(after[at]) + 1):
                 self.add(Column(shape, copies), step_s)
         return np.asarray(lost)
 
@@ -133,8 +145,8 @@ class Pool:
         """Unless it is known, or more than the fleet has."""
         usage = np.zeros(len(self.supply), dtype=np.int64)
         for row in column.shape.rows:
-            kind = self.tables.kinds[self.tables.rows[row].kind]
-            usage[kind.resource] += kind.tp_degree * column.copies
+            resource = self.tables.kinds[self.tables.rows[row].kind].resource
+            usage[resource] += self._group_gpus[row] * column.copies
         if column not in self._known and (usage <= self.supply).all():
             self._known.add(column)
             self.columns.append(column)

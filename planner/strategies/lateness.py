@@ -17,26 +17,27 @@ from planner.strategies.tables import Floats, Ints, Tables
 
 
 class Lateness:
-    """Of pipelines of which so many copies lie side by side, first stages beside those of all `pipelines`."""
+    """Of pipelines on these table rows, of which so many copies lie side by side, first stages beside those of all `pipelines`."""
 
-    def __init__(self, request: Request, tables: Tables, pipelines: int, copies: int):
+    def __init__(self, request: Request, tables: Tables, rows: Iterable[int], pipelines: int, copies: int):
         self._tables = tables
-        # (2, rows) seconds a byte: first stages, others
-        self._rates = np.array(
-            [
-                [_rate(request, tables, pipelines, most, row) for row in range(len(tables.rows))]
-                for most in (max(copies, pipelines // 2), copies)
-            ]
-        )
+        self._rates = np.zeros((2, len(tables.rows)))  # seconds a byte: first stages, others
+        for row in rows:
+            for at, most in enumerate((max(copies, pipelines // 2), copies)):
+                self._rates[at, row] = _rate(request, tables, pipelines, most, row)
 
     def late_s(self, shape: Shape, ready: Floats) -> float:
         """How long the last sum of a pipeline lasts after the end, or a layer is ready later than all are to be."""
+        early = early_s(self._tables, shape)
+        late = self.sums_s(shape) - np.minimum(early, ready)
+        return max(0.0, float(late.max()), float((ready - early).max()))
+
+    def sums_s(self, shape: Shape) -> Floats:
+        """(num_layers,) how long a stage's link takes to sum its layers up to each."""
         sums, layers = self._tables.sync_sums, np.arange(self._tables.num_layers)
         stage = np.repeat(np.arange(len(shape.rows)), np.diff(shape.ends, prepend=0))
         row, start = (np.array(each)[stage] for each in (shape.rows, shape.starts))
-        summed = self._rates[np.minimum(stage, 1), row] * (sums[row, layers + 1] - sums[row, start])
-        early = early_s(self._tables, shape)
-        return max(0.0, float((summed - np.minimum(early, ready)).max()), float((ready - early).max()))
+        return np.asarray(self._rates[np.minimum(stage, 1), row] * (sums[row, layers + 1] - sums[row, start]))
 
     def timely(self, rows: Ints, wide: int, begin: int, ready: Floats, allowed_s: float) -> NDArray[np.bool_]:
         """(rows, place, blocks - 1) stages of these table rows that start at block `begin` or later, places as in `PricedStages`, whose
@@ -46,7 +47,9 @@ class Lateness:
         inner = first - sums[:, [1]]
         end = sums[:, [last]] - sums[:, np.maximum(last - 1 - sizes, 0)]
         rates = self._rates[:, rows, None]
-        summed = np.stack([rates[0] * first, rates[1] * inner, rates[1] * end], axis=1)
+        whole = sizes == self._tables.num_blocks  # alone, so a first stage too
+        end = np.where(whole, rates[0] * sums[:, [last]], rates[1] * end)
+        summed = np.stack([rates[0] * first, rates[1] * inner, end], axis=1)
         before = float(ready[begin + 1]) if begin else 0.0
         return np.asarray(summed <= before + allowed_s)
 

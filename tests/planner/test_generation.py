@@ -59,26 +59,11 @@ def test_the_cheapest_path_in_zones_is_the_cheapest_of_all(seed: int) -> None:
         return total
 
     least = min(map(price, ways(blocks, len(stages.rows))))
+    assert least < np.inf
     assert paths.solve()[0] == pytest.approx(least)
-    if least < np.inf:
-        found = [(int(row[0]), int(size[0]) + 1) for _, row, _, size in paths.stages()]
-        begins = itertools.accumulate((size for _, size in found), initial=0)
-        assert price([(row, begin, size) for (row, size), begin in zip(found, begins)]) == pytest.approx(least)
-
-
-def test_some_fleet_has_a_path_in_zones() -> None:
-    """Of the cases above, so that they compare something."""
-    stages = PricedStages(
-        StageTable(tables_of(request(fleet(("A100", 1, 1), ("T4", 1, 2)), 64, model(5))), 1, 5), np.array([1, 2]), 2
-    )
-    high, after = np.array([float(stages.slowest)]), np.array([30.0])
-    syncs = np.array([[0.0, stages.sync_range[1]]])
-    zones = [Zone(0, np.ones(stages.busy.shape, dtype=np.bool_)), Zone(2, np.zeros(stages.busy.shape, dtype=np.bool_))]
-    cost = np.ones(len(stages.rows))
-    paths = Paths(stages, np.ones(1), high, cost, after, np.array([[1, 5]]), syncs, zones)
-    assert np.isfinite(paths.solve()[0])
-    begins = itertools.accumulate((int(size[0]) + 1 for *_, size in paths.stages()), initial=0)
-    assert all(begin < 2 or begin == 5 for begin in begins)
+    found = [(int(row[0]), int(size[0]) + 1) for _, row, _, size in paths.stages()]
+    begins = itertools.accumulate((size for _, size in found), initial=0)
+    assert price([(row, begin, size) for (row, size), begin in zip(found, begins)]) == pytest.approx(least)
 
 
 def cut_alike(tables: Tables, kinds: list[tuple[str, int]], blocks: list[int]) -> Shape:
@@ -86,6 +71,23 @@ def cut_alike(tables: Tables, kinds: list[tuple[str, int]], blocks: list[int]) -
     rows = {(kind.name, degree): row for (kind, degree, size), row in tables.row_of.items() if size == 1}
     ends = [1 + sum(blocks[: i + 1]) for i in range(len(blocks))]
     return Shape(tuple(rows[each] for each in kinds), (*ends[:-1], tables.num_layers))
+
+
+def test_stages_that_are_timely_are_those_whose_sums_are() -> None:
+    """First, inner and last stages, and one alone: with a little more or less than their sums take allowed."""
+    asked = request(fleet(("A100", 4, 4), ("T4", 4, 4)), 256, model(6, 512))
+    tables, blocks, kind = tables_of(asked), 6, ("a100", 1)
+    ready = np.zeros(tables.num_layers)
+    row = cut_alike(tables, [kind], [blocks]).rows[0]
+    lateness, rows = Lateness(asked, tables, [row], 8, 2), np.array([row])
+    for begin, size in [(0, 1), (0, 3), (0, 6), (2, 1), (2, 3), (2, 4)]:
+        sizes = [each for each in (begin, size, blocks - begin - size) if each]
+        shape = cut_alike(tables, [kind] * len(sizes), sizes)
+        stage, place = min(begin, 1), 2 if begin + size == blocks else min(begin, 1)
+        longest = lateness.sums_s(shape)[shape.starts[stage] : shape.ends[stage]].max()
+        for factor, timely in ((1.001, True), (0.999, False)):
+            mask = lateness.timely(rows, blocks, begin, ready, factor * longest)
+            assert mask[0, place, size - 1] == timely
 
 
 @pytest.mark.parametrize(("copies", "degree"), [(2, 1), (4, 1), (2, 2), (4, 2)])
@@ -99,7 +101,7 @@ def test_equal_pipelines_are_as_late_as_the_simulation_says(copies: int, degree:
     assert plan is not None
     placed = asked.cost.predict(asked.cost.working_ahead(plan)).breakdown_s["grad_sync"]
     ready = ready_s(tables, [shape])
-    assert Lateness(asked, tables, number, copies).late_s(shape, ready) == pytest.approx(placed, rel=0.1)
+    assert Lateness(asked, tables, shape.rows, number, copies).late_s(shape, ready) == pytest.approx(placed, rel=0.1)
 
 
 def test_who_is_ready_late_keeps_the_others_waiting() -> None:
@@ -108,7 +110,10 @@ def test_who_is_ready_late_keeps_the_others_waiting() -> None:
     tables = tables_of(asked)
     fine = cut_alike(tables, [("a100", 1)] * 4, [2, 2, 4, 4])
     coarse = cut_alike(tables, [("a100", 1)] * 2, [6, 6])
-    lateness, (early, late) = Lateness(asked, tables, 8, 8), (early_s(tables, each) for each in (fine, coarse))
+    lateness, (early, late) = (
+        Lateness(asked, tables, fine.rows, 8, 8),
+        (early_s(tables, each) for each in (fine, coarse)),
+    )
     assert ready_s(tables, [coarse, fine]) == pytest.approx(np.minimum(early, late))
     waits = lateness.late_s(coarse, ready_s(tables, [fine]))
     assert waits == pytest.approx(early[6] - late[6])
