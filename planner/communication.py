@@ -122,6 +122,15 @@ class Links:
             slowest = max(slowest, volume / (reached * min(rates)))
         return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
 
+    def ring_link_s(self, node_type: NodeType, same_node: bool, count: int, num_bytes: float) -> float:
+        """For how long a ring all-reduce over so many members fills a link inside a node, or a node's NIC, whatever one flow alone
+        reaches through it."""
+        volume = 2 * (count - 1) / count * num_bytes
+        if same_node:
+            return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
+        reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
+        return volume / (node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter * reached)
+
     def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
         """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has its part."""
         if count < 2 or num_bytes <= 0:

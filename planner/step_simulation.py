@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Fleet, NodeType
+from planner.cluster import Fleet, Node
 from planner.communication import Links
 from planner.gradient_groups import SyncJob
 
 
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
-    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's own link, as if that did one after the other."""
+    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's link to the others, as if that carried one after
+    the other."""
 
     job: SyncJob
     start_s: float
@@ -33,10 +34,12 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One all-reduce by itself: how long it takes, and for how much of that each member's own link alone would be full."""
+    """One all-reduce by itself: how long it takes, and for how much of that each link that it uses would be full. link_of: of each
+    member, the link that leads to the others: its node's NIC, or its own inside the node."""
 
     seconds: float
-    own_s: Mapping[str, float]
+    link_s: Mapping[str, float]
+    link_of: Mapping[str, str]
 
 
 def simulate_sync(
@@ -44,11 +47,10 @@ def simulate_sync(
 ) -> StepTimeline:
     """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them. Updates start when all
     all-reduces have ended: the global norm needs every gradient."""
-    flows = _crossing_workers(jobs, fleet)
     events, free = list[SyncEvent](), dict(ready_s)
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
-        events += side_by_side(mine, [_ring(job, fleet, links, flows[tied]) for job in mine], free)
+        events += side_by_side(mine, [_ring(job, fleet, links) for job in mine], free)
     begin = max(ready_s.values())
     ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
     summed = max(free.values())
@@ -60,58 +62,37 @@ def side_by_side(jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[st
     """Each all-reduce starts when its last member is free, whatever else its members take part in. free_s: when each worker is free,
     kept up to date.
 
-    It ends when it could by itself, and no sooner than each member's link, which what started before it uses as well, has carried its
+    It ends when it could by itself, and no sooner than each of its links, which what started before it uses as well, has carried its
     share. So all have ended when the slowest all-reduce or the fullest link is done: nothing can be sooner, and where all start
     together, rates in proportion to what each still has to carry reach it.
     """
-    starts = [max(free_s[worker] for worker in ring.own_s) for ring in rings]
-    events, carried = list[SyncEvent](), dict(free_s)
+    starts = [max(free_s[worker] for worker in job.members) for job in jobs]
+    events, carried = list[SyncEvent](), dict[str, float]()
     for i in sorted(range(len(rings)), key=starts.__getitem__):
         start, ring, spans = starts[i], rings[i], dict[str, tuple[float, float]]()
-        for worker, seconds in ring.own_s.items():
-            begin = max(carried[worker], start)
-            carried[worker] = begin + seconds
-            spans[worker] = begin, carried[worker]
+        for link, seconds in ring.link_s.items():
+            begin = max(carried.get(link, start), start)
+            carried[link] = begin + seconds
+            spans[link] = begin, carried[link]
         end = max(start + ring.seconds, *(last for _, last in spans.values()))
-        events.append(SyncEvent(jobs[i], start, end, spans))
+        events.append(SyncEvent(jobs[i], start, end, {worker: spans[link] for worker, link in ring.link_of.items()}))
     for event in events:
         for worker in event.spans:
             free_s[worker] = max(free_s[worker], event.end_s)
     return events
 
 
-def _ring(job: SyncJob, fleet: Fleet, links: Links, crossing: Mapping[str, set[str]]) -> Ring:
-    """A member's own link is as fast as if all members were on nodes like its own."""
-    nodes = {worker: fleet.node_of(worker) for worker in job.members}
-    members = sorted(((node.name, node.node_type) for node in nodes.values()), key=lambda m: m[0])
-    flows = _flows(members, crossing)
-    seconds = links.all_reduce_s(members, job.num_bytes, flows)
-    alike = {(node.node_type, flows[node.name]) for node in nodes.values()}
-    if len(alike) == 1:
-        return Ring(seconds, dict.fromkeys(job.members, seconds))
-    own = {
-        (kind, n): min(seconds, links.all_reduce_s([(name, kind) for name, _ in members], job.num_bytes, n))
-        for kind, n in alike
-    }
-    return Ring(seconds, {w: own[node.node_type, flows[node.name]] for w, node in nodes.items()})
-
-
-def _crossing_workers(jobs: Sequence[SyncJob], fleet: Fleet) -> dict[bool, dict[str, set[str]]]:
-    """Per sort of job: node -> its workers that take part in all-reduces over several nodes."""
-    found: dict[bool, dict[str, set[str]]] = {False: {}, True: {}}
-    for job in jobs:
-        nodes = {worker: fleet.node_of(worker).name for worker in job.members}
-        if len(set(nodes.values())) > 1:
-            for worker, node in nodes.items():
-                found[job.tied].setdefault(node, set()).add(worker)
-    return found
-
-
-def _flows(members: Sequence[tuple[str, NodeType]], crossing: Mapping[str, set[str]]) -> dict[str, float]:
-    """Per node, rings that share its NIC with this one: workers of the node in such rings, over this ring's own workers there."""
-    own: dict[str, int] = {}
-    for node, _ in members:
-        own[node] = own.get(node, 0) + 1
-    if len(own) == 1:
-        return dict.fromkeys(own, 1.0)
-    return {node: len(crossing[node]) / count for node, count in own.items()}
+def _ring(job: SyncJob, fleet: Fleet, links: Links) -> Ring:
+    """A node's NIC carries a ring once, however many members are there; between those, each one's own link does."""
+    by_node: dict[Node, list[str]] = {}
+    for worker in job.members:
+        by_node.setdefault(fleet.node_of(worker), []).append(worker)
+    members = sorted(((n.name, n.node_type) for n, mine in by_node.items() for _ in mine), key=lambda m: m[0])
+    link_s, link_of = dict[str, float](), dict[str, str]()
+    for node, mine in by_node.items():
+        if len(mine) > 1:
+            link_s |= dict.fromkeys(mine, links.ring_link_s(node.node_type, True, len(members), job.num_bytes))
+        if len(by_node) > 1:
+            link_s[node.name] = links.ring_link_s(node.node_type, False, len(members), job.num_bytes)
+        link_of |= {worker: worker if len(by_node) == 1 else node.name for worker in mine}
+    return Ring(links.all_reduce_s(members, job.num_bytes), link_s, link_of)

@@ -235,11 +235,12 @@ def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
 def _least_sync(tables: Tables, mixes: _Mixes, held: Floats, sync: SideBySide) -> Floats:
     """(n,) sync after the pipelines if stages of so many blocks follow each other by what they hold."""
     num_bytes = held * _a_block(tables.sync_sums, mixes.rows)
-    back_s = held * _a_block(tables.time_sums - tables.forward_sums, mixes.rows) * mixes.counts
+    back_s = held * _a_block(tables.time_sums - tables.forward_sums, mixes.rows)
     order = np.argsort(np.where(mixes.rows >= 0, num_bytes, np.inf), axis=1, kind="stable")
-    early = np.cumsum(np.take_along_axis(back_s, order, 1), axis=1) - np.take_along_axis(back_s, order, 1)
-    rows = np.take_along_axis(mixes.rows, order, 1)
-    return sync.after_s(mixes.number, rows, np.take_along_axis(num_bytes, order, 1), early)
+    rows, counts = (np.take_along_axis(each, order, 1) for each in (mixes.rows, mixes.counts))
+    num_bytes, back_s = (np.take_along_axis(each, order, 1) for each in (num_bytes, back_s))
+    early = np.cumsum(back_s * counts, axis=1) - back_s * counts
+    return sync.after_kinds_s(mixes.number, rows, num_bytes, early, counts, back_s)
 
 
 def _a_block(sums: Floats, rows: Ints) -> Floats:

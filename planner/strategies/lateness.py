@@ -1,11 +1,11 @@
 """How long after its pipeline's end a stage's gradients are summed, where several equal pipelines lie side by side.
 
 A layer is summed once every pipeline has done its backward: all are to be ready some time before the end, (num_layers,) seconds, the same
-for all, so that each pipeline can be looked at by itself. Within a stage the last layers are ready first; its link carries them one
-after the other.
+for all, so that each pipeline can be looked at by itself. Within a stage the last layers are ready first; its node's NIC carries them one
+after the other, and those of later stages that it has before.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,36 +22,52 @@ class Lateness:
     def __init__(self, request: Request, tables: Tables, rows: Iterable[int], pipelines: int, copies: int):
         self._tables = tables
         self._rates = np.zeros((2, len(tables.rows)))  # seconds a byte: first stages, others
+        self._stages = np.ones((2, len(tables.rows)), dtype=np.int64)  # of a pipeline on a node
         for row in rows:
             for at, most in enumerate((max(copies, pipelines // 2), copies)):
-                self._rates[at, row] = _rate(request, tables, pipelines, most, row)
+                together = min(int(tables.groups_a_node[row]), most)
+                self._rates[at, row] = _rate(request, tables, pipelines, together, row)
+                self._stages[at, row] = int(tables.groups_a_node[row]) // together
 
     def late_s(self, shape: Shape, ready: Floats) -> float:
         """How long the last sum of a pipeline lasts after the end, or a layer is ready later than all are to be."""
         early = early_s(self._tables, shape)
-        late = self.sums_s(shape) - np.minimum(early, ready)
-        return max(0.0, float(late.max()), float((ready - early).max()))
+        begun = np.minimum(early, ready)
+        late = max(float((sums - begun).max()) for sums in self.sums_s(shape))
+        return max(0.0, late, float((ready - early).max()))
 
-    def sums_s(self, shape: Shape) -> Floats:
-        """(num_layers,) how long a stage's link takes to sum its layers up to each."""
+    def sums_s(self, shape: Shape) -> Iterator[Floats]:
+        """(num_layers,) how long a stage's link takes to sum its layers up to each; then with the stage before, as far as one node may
+        have both, with the two before, and so on."""
         sums, layers = self._tables.sync_sums, np.arange(self._tables.num_layers)
         stage = np.repeat(np.arange(len(shape.rows)), np.diff(shape.ends, prepend=0))
-        row, start = (np.array(each)[stage] for each in (shape.rows, shape.starts))
-        return np.asarray(self._rates[np.minimum(stage, 1), row] * (sums[row, layers + 1] - sums[row, start]))
+        rows, starts = np.array(shape.rows), np.array(shape.starts)
+        row, same = rows[stage], np.ones(len(layers), dtype=bool)
+        for further in range(int(self._stages[:, rows].max())):
+            first = np.maximum(stage - further, 0)
+            same &= (stage >= further) & (rows[first] == row)
+            same &= further < self._stages[np.minimum(first, 1), row]
+            summed = sums[row, layers + 1] - sums[row, starts[first]]
+            yield np.where(same, self._rates[np.minimum(first, 1), row] * summed, 0.0)
 
     def timely(self, rows: Ints, wide: int, begin: int, ready: Floats, allowed_s: float) -> NDArray[np.bool_]:
         """(rows, place, blocks - 1) stages of these table rows that start at block `begin` or later, places as in `PricedStages`, whose
-        sums last no longer than allowed."""
-        sums, sizes, last = self._tables.sync_sums[rows], np.arange(1, wide + 1), self._tables.num_layers
+        sums last no longer than allowed, also those of as many like it as its node has."""
+        rates, further = (each[[0, 1, 1]][:, rows].T[..., None] for each in (self._rates, self._stages - 1))
+        sizes, inside = np.arange(1, wide + 1), (np.arange(3) < 2)[:, None]
+        rates = np.where((sizes < self._tables.num_blocks) | inside, rates, rates[:, :1])  # alone, so a first stage too
+        further = np.where(inside, further, 0)
+        summed = rates * self._by_place(self._tables.sync_sums[rows], wide)
+        begun = np.append(0.0, ready[2:])  # of each block: nothing is before the first one's
+        later = begun[np.minimum(begin + further * sizes, self._tables.num_blocks - 1)]
+        return np.asarray(np.maximum(summed - begun[begin], (further + 1) * summed - later) <= allowed_s)
+
+    def _by_place(self, sums: Floats, wide: int) -> Floats:
+        """(rows, place, blocks - 1) of sums over layers, (rows, layers + 1), what stages at the beginning, inside and at the end have."""
+        sizes, last = np.arange(1, wide + 1), self._tables.num_layers
         first = sums[:, np.minimum(1 + sizes, last)]
-        inner = first - sums[:, [1]]
-        end = sums[:, [last]] - sums[:, np.maximum(last - 1 - sizes, 0)]
-        rates = self._rates[:, rows, None]
-        whole = sizes == self._tables.num_blocks  # alone, so a first stage too
-        end = np.where(whole, rates[0] * sums[:, [last]], rates[1] * end)
-        summed = np.stack([rates[0] * first, rates[1] * inner, end], axis=1)
-        before = float(ready[begin + 1]) if begin else 0.0
-        return np.asarray(summed <= before + allowed_s)
+        end = np.where(sizes == self._tables.num_blocks, 0.0, sums[:, np.maximum(last - 1 - sizes, 0)])
+        return np.stack([first, first - sums[:, [1]], sums[:, [last]] - end], axis=1)
 
 
 def early_s(tables: Tables, shape: Shape) -> Floats:
@@ -69,9 +85,8 @@ def ready_s(tables: Tables, shapes: Iterable[Shape]) -> Floats:
     return np.asarray(np.min([early_s(tables, shape) for shape in shapes], axis=0))
 
 
-def _rate(request: Request, tables: Tables, pipelines: int, most: int, row: int) -> float:
-    """Seconds a byte of a ring over so many pipelines, at most `most` of them side by side."""
-    node = tables.resources[tables.kinds[tables.rows[row].kind].resource].node_type
-    together = min(int(tables.groups_a_node[row]), most)
-    members = [(str(i // together), node) for i in range(pipelines)]
-    return ring_rate(request.cost, members, node.num_gpus / together)[1]
+def _rate(request: Request, tables: Tables, pipelines: int, together: int, row: int) -> float:
+    """Seconds a byte of a ring over so many pipelines, so many of them side by side, while NICs carry nothing else."""
+    kind = tables.kinds[tables.rows[row].kind]
+    members = [(str(i // together), tables.resources[kind.resource].node_type) for i in range(pipelines)]
+    return ring_rate(request.cost, members, float(kind.tp_degree))[1]

@@ -1,5 +1,6 @@
 """What it costs that equal pipelines lie side by side on their nodes: transfers leave a node together, gradients are summed inside it."""
 
+import itertools
 import math
 
 import numpy as np
@@ -36,11 +37,11 @@ def beside(request: Request, tables: Tables, number: int) -> Tables:
 
 class SideBySide:
     """Seconds of gradient sync where the same stage of all pipelines of a part fills one node after the other: a node's NIC carries
-    each gradient once, whatever the number of its holders there. All pipelines end their stages together."""
+    each gradient once, whatever the number of its holders there, one stage's after the other's. All pipelines end their stages together."""
 
     def __init__(self, request: Request, tables: Tables, parts: int):
         self._cost, self._tables, self._parts = request.cost, tables, parts
-        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+        self._rates: dict[tuple[int, int], tuple[float, float, int]] = {}
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
         _, first, kind = np.unique([row.kind for row in tables.rows], return_index=True, return_inverse=True)
         self._like: list[int] = first[kind].tolist()
@@ -54,40 +55,76 @@ class SideBySide:
     def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
         """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
         of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
+        latency, byte_s, stages = self._rates_of(number, rows)
+        summed, late = byte_s * held_bytes, np.zeros(len(rows))
+        for further in range(min(int(stages.max(initial=0.0)), rows.shape[1])):
+            stop = rows.shape[1] - further
+            same = (stages[:, :stop] > further) & (self._alike(rows[:, :stop]) == self._alike(rows[:, further:]))
+            carried = sum(summed[:, i : i + stop] for i in range(further + 1)) + latency[:, :stop]
+            late = np.maximum(late, np.where(same, carried - early_s[:, further:], 0.0).max(axis=1, initial=0.0))
+        return np.asarray(late + self._updated_s(rows, held_bytes))
+
+    def after_kinds_s(
+        self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Ints, back_s: Floats
+    ) -> Floats:
+        """As `after_s`, where each entry stands for so many equal stages, one after the other: early_s of the first, back_s a stage."""
+        latency, byte_s, stages = self._rates_of(number, rows)
+        summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)
+        carried = latency + summed + further * np.maximum(summed - back_s, 0.0)
+        late = np.where(rows >= 0, carried - early_s, 0.0).max(axis=1, initial=0.0)
+        return np.asarray(late + self._updated_s(rows, held_bytes))
+
+    def _alike(self, rows: Ints) -> Ints:
+        return np.where(rows >= 0, np.array(self._like)[rows], -1)
+
+    def _rates_of(self, number: Ints, rows: Ints) -> tuple[Floats, Floats, Floats]:
+        """(n, P) each, as `_rate`."""
         width = len(self._tables.rows) + 1
-        like = np.where(rows >= 0, np.array(self._like)[rows], -1)
-        keys, at = np.unique(number[:, None] * width + like + 1, return_inverse=True)
-        rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 2)
-        rates = rates[at.reshape(rows.shape)]
-        ring = np.where(rows >= 0, rates[..., 0] + rates[..., 1] * held_bytes, 0.0)
-        update = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0).max(axis=1, initial=0.0)
-        return np.asarray(np.maximum(ring - early_s, 0.0).max(axis=1, initial=0.0) + update)
+        keys, at = np.unique(number[:, None] * width + self._alike(rows) + 1, return_inverse=True)
+        rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 3)
+        latency, byte_s, stages = np.moveaxis(rates[at.reshape(rows.shape)], -1, 0)
+        return latency, byte_s, stages
+
+    def _updated_s(self, rows: Ints, held_bytes: Floats) -> Floats:
+        """(n,) the longest update."""
+        each = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0)
+        return np.asarray(each.max(axis=1, initial=0.0))
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """As `after_s`, of so many pipelines of one shape."""
-        summed = updated = early = 0.0
-        for row, start, end, back in zip(shape.rows, shape.starts, shape.ends, timing.stages(shape)[1]):
-            fixed, rate = self._rate(number, self._like[row])
+        summed, before = list[float](), [0.0, *itertools.accumulate(timing.stages(shape)[1])]
+        latest = updated = 0.0
+        kinds = [self._like[row] for row in shape.rows]
+        for row, start, end in zip(shape.rows, shape.starts, shape.ends):
             num_bytes = self._tables.stage_sync_bytes(row, start, end)
-            summed = max(summed, fixed + rate * num_bytes - early)
+            summed.append(self._rate(number, self._like[row])[1] * num_bytes)
             updated = max(updated, self._update[row] * num_bytes)
-            early += back
-        return summed + updated
+        for i, kind in enumerate(kinds):
+            carried, _, stages = self._rate(number, kind)
+            for last in range(i, min(i + stages, len(kinds))):
+                if kinds[last] == kind:
+                    carried += summed[last]
+                    latest = max(latest, carried - before[last])
+        return latest + updated
 
     def byte_s(self, number: int, row: int) -> float:
-        """Seconds of a ring over so many stages of one row, for each byte that a worker holds."""
-        return self._rate(number, self._like[row])[1]
+        """Seconds that a node's NIC takes for so many stages of one row, as many as it has, for each byte that a worker holds."""
+        _, byte_s, stages = self._rate(number, self._like[row])
+        return byte_s * stages
 
-    def _rate(self, number: int, row: int) -> tuple[float, float]:
-        """(latency, seconds a byte) of a ring over so many stages of one row; none where row is -1."""
-        if row >= 0 and (number, row) not in self._rates:
-            node = self._tables.resources[self._tables.kinds[self._tables.rows[row].kind].resource].node_type
-            held = int(self._tables.groups_a_node[row])
+    def _rate(self, number: int, row: int) -> tuple[float, float, int]:
+        """(latency, seconds a byte) of a ring over so many stages of one row while the NIC carries nothing else, and how many of one
+        pipeline share a node; none where row is -1."""
+        if row < 0:
+            return 0.0, 0.0, 0
+        if (number, row) not in self._rates:
+            kind = self._tables.kinds[self._tables.rows[row].kind]
+            node, held = self._tables.resources[kind.resource].node_type, int(self._tables.groups_a_node[row])
             sizes = [len(part) for part in parted(number, self._parts)]
             members = [(f"{part}-{i // held}", node) for part, size in enumerate(sizes) for i in range(size)]
             if held % max(sizes):
                 members[-1] = ("last", node)
             # where stages begin anywhere in a node, few of a ring share one
-            flows = node.num_gpus / math.gcd(max(sizes), held)
-            self._rates[number, row] = ring_rate(self._cost, members, flows)
-        return self._rates[number, row] if row >= 0 else (0.0, 0.0)
+            stages = held // math.gcd(max(sizes), held)
+            self._rates[number, row] = *ring_rate(self._cost, members, float(kind.tp_degree)), stages
+        return self._rates[number, row]

@@ -2,12 +2,13 @@
 """Gradient sync of differently cut pipelines over links of limited speed, against the cost model: results/gradient_sync.json.
 
 Each node is a network namespace (root is needed), its interface limited both ways by a token bucket (`tc tbf`);
-the runtime's own `GradientSync` sums real gradients. No stage does any work: all begin at once. The first case, two equal workers, tells
-what share of the nominal bandwidth an all-reduce reaches; the others are predicted with it.
+the runtime's own `GradientSync` sums real gradients. No stage does any work: all begin at once, or some later. The first case, two equal
+workers, tells what share of the nominal bandwidth an all-reduce reaches; the others are predicted with it.
 """
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,12 +53,13 @@ SPEC = model_spec_from_config("m", {**TINY["llama"], **CHANGES}, precision="fp32
 @dataclass(frozen=True)
 class Case:
     """`cuts`: the layers of each pipeline's stages; `megabits`: the speed of each stage's link; together: numbers of the pipelines whose
-    stages are all on one node."""
+    stages are all on one node; late_s: how long each stage of any pipeline waits first, where not all begin at once."""
 
     what: str
     cuts: tuple[tuple[int, ...], ...]
     megabits: tuple[tuple[int, ...], ...]
     together: tuple[int, ...] = ()
+    late_s: tuple[float, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -86,8 +88,14 @@ class Case:
             for speed, size in ((self.speeds[node], size) for node, size in sizes.items())
         }
         fleet = Fleet(0, tuple(Node(node, kinds[speed, sizes[node]]) for node, speed in self.speeds.items()))
-        ready = dict.fromkeys(self.plan.workers, 0.0)
-        return simulate_sync(sync_jobs(self.plan, SPEC, parameters), ready, ready, fleet, Links(parameters))
+        begin, nothing = self.begin_s, dict.fromkeys(self.plan.workers, 0.0)
+        return simulate_sync(sync_jobs(self.plan, SPEC, parameters), begin, nothing, fleet, Links(parameters))
+
+    @property
+    def begin_s(self) -> dict[str, float]:
+        """When each worker does."""
+        stages = ((s, stage) for pipeline in self.plan.pipelines for s, stage in enumerate(pipeline.stages))
+        return {stage.workers[0]: self.late_s[s] if self.late_s else 0.0 for s, stage in stages}
 
 
 CASES = [
@@ -100,19 +108,25 @@ CASES = [
     Case("equal links, two cuts", ((4, 4), (3, 5)), ((200, 200), (200, 200))),
     Case("a node of four, four nodes of one", ((2,) * 4,) * 2, ((400,) * 4, (100,) * 4), (0,)),
     Case("a slow node of four, four nodes of one", ((2,) * 4,) * 2, ((100,) * 4, (100,) * 4), (0,)),
+    Case("a node of two, one a second later", ((4, 4),) * 2, ((200,) * 2,) * 2, (0,), (1.0, 0.0)),
+    Case("a node of two, one when the other is done", ((4, 4),) * 2, ((200,) * 2,) * 2, (0,), (2.5, 0.0)),
+    Case("two nodes of four, each two late", ((2,) * 4,) * 2, ((400,) * 4,) * 2, (0, 1), (2.5, 2.0, 0.5, 0.0)),
     Case("equal links, three cuts", ((4, 4), (3, 5), (6, 2)), ((200, 200), (200, 200), (200, 200))),
 ]
 
 
 def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], object]:
-    """Sums the gradients of the worker's stage, all at once."""
+    """Sums the gradients of the worker's stage, all at once, when they are ready."""
     plan = case.plan
     specs, held = layout_of_plan(plan, CONFIG).tensors, [held for held in held_units(plan, CONFIG) if held[0] == worker]
     shapes = {name: specs[f"param/{name}"].local_shape(units) for _, name, _, units in held}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     sync = GradientSync(plan, CONFIG, worker, groups, parameters, 1, overlap=False)
 
+    begin_s = case.begin_s[worker]
+
     def step() -> None:
+        time.sleep(begin_s)
         sync.begin()
         sync.finish()
 

@@ -64,7 +64,7 @@ def test_a_slow_node_that_is_left_idle_is_tried_again_after_a_while():
     controller, workforce = make_paced(steps=600, slow_forgiven_s=10.0)
     run(controller, trained(controller, 5))
     node = controller.members[-1].split("/")[0]
-    workforce.slow[node] = 3.0
+    workforce.slow[node] = 6.0
     run(controller, lambda: bool(causes(controller)))
     assert sequences_of(controller, node) == 0
     workforce.slow.clear()

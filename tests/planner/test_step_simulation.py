@@ -19,8 +19,10 @@ ready_at = st.lists(st.floats(0.0, 3.0), min_size=6, max_size=6)
 
 
 def rings_of(entries: list) -> tuple[list[SyncJob], list[Ring]]:
-    rings = [Ring(seconds, {w: share * seconds for w, share in own.items()}) for seconds, own in entries]
-    return [SyncJob(tuple(ring.own_s), 1.0) for ring in rings], rings
+    rings = [
+        Ring(seconds, {w: share * seconds for w, share in own.items()}, {w: w for w in own}) for seconds, own in entries
+    ]
+    return [SyncJob(tuple(ring.link_of), 1.0) for ring in rings], rings
 
 
 @given(entries=drawn, ready=ready_at)
@@ -42,7 +44,7 @@ def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(e
 @given(entries=drawn, ready=ready_at)
 def test_a_link_carries_one_share_after_the_other(entries: list, ready: list) -> None:
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
-    own = {id(job): ring.own_s for job, ring in zip(jobs, rings, strict=True)}
+    own = {id(job): ring.link_s for job, ring in zip(jobs, rings, strict=True)}
     events = side_by_side(jobs, rings, dict(begin))
     for worker in WORKERS:
         mine = sorted((event.spans[worker], event) for event in events if worker in event.spans)
@@ -57,10 +59,10 @@ def test_a_link_carries_one_share_after_the_other(entries: list, ready: list) ->
 def test_the_last_ends_with_the_fullest_link_or_the_slowest_all_reduce(entries: list, ready: list) -> None:
     """The least that any sharing allows: a link has to carry, after any moment, all that starts from then on."""
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
-    starts = [max(begin[worker] for worker in ring.own_s) for ring in rings]
+    starts = [max(begin[worker] for worker in ring.link_s) for ring in rings]
     least = max(start + ring.seconds for start, ring in zip(starts, rings, strict=True))
     for worker, moment in itertools.product(WORKERS, starts):
-        later = [r.own_s.get(worker, 0.0) for r, start in zip(rings, starts, strict=True) if start >= moment]
+        later = [r.link_s.get(worker, 0.0) for r, start in zip(rings, starts, strict=True) if start >= moment]
         least = max(least, moment + sum(later)) if any(later) else least
     assert max(event.end_s for event in side_by_side(jobs, rings, dict(begin))) == pytest.approx(least)
 
@@ -87,3 +89,14 @@ def test_a_fast_link_serves_several_slow_ones_at_a_time() -> None:
 def test_three_that_meet_in_pairs_share_their_links() -> None:
     jobs = [SyncJob(pair, 10e6) for pair in itertools.combinations(("a/0", "b/0", "c/0"), 2)]
     assert seconds_of(jobs, nodes(a=10.0, b=10.0, c=10.0)) == pytest.approx(2.0)
+
+
+def test_a_nic_is_shared_by_those_that_use_it_at_the_time() -> None:
+    """Measured so: the last cases but one of scripts/benchmarks/results/gradient_sync.json."""
+    fleet = Fleet(0, tuple(Node(n, NodeType("two", "T4", 2, 1, 1e9, 10e6)) for n in "ab"))
+    jobs = [SyncJob((f"a/{i}", f"b/{i}"), 10e6) for i in range(2)]
+    parameters = CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
+    for late, end in ((0.0, 2.0), (0.5, 2.0), (1.0, 2.0), (3.0, 4.0)):
+        ready = {worker: late if worker.endswith("1") else 0.0 for worker in fleet.workers}
+        step = simulate_sync(jobs, ready, dict.fromkeys(ready, 0.0), fleet, Links(parameters))
+        assert step.gradients_end_s == pytest.approx(end)
