@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Fleet, Node
+from planner.cluster import Fleet, Node, NodeType
 from planner.communication import Links
 from planner.gradient_groups import SyncJob
 
@@ -47,10 +47,10 @@ def simulate_sync(
 ) -> StepTimeline:
     """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them. Updates start when all
     all-reduces have ended: the global norm needs every gradient."""
-    events, free = list[SyncEvent](), dict(ready_s)
+    events, free, rings = list[SyncEvent](), dict(ready_s), _Rings(fleet, links)
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
-        events += side_by_side(mine, [_ring(job, fleet, links) for job in mine], free)
+        events += side_by_side(mine, [rings.of(job) for job in mine], free)
     begin = max(ready_s.values())
     ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
     summed = max(free.values())
@@ -82,17 +82,38 @@ def side_by_side(jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[st
     return events
 
 
-def _ring(job: SyncJob, fleet: Fleet, links: Links) -> Ring:
-    """A node's NIC carries a ring once, however many members are there; between those, each one's own link does."""
-    by_node: dict[Node, list[str]] = {}
-    for worker in job.members:
-        by_node.setdefault(fleet.node_of(worker), []).append(worker)
-    members = sorted(((n.name, n.node_type) for n, mine in by_node.items() for _ in mine), key=lambda m: m[0])
-    link_s, link_of = dict[str, float](), dict[str, str]()
-    for node, mine in by_node.items():
-        if len(mine) > 1:
-            link_s |= dict.fromkeys(mine, links.ring_link_s(node.node_type, True, len(members), job.num_bytes))
-        if len(by_node) > 1:
-            link_s[node.name] = links.ring_link_s(node.node_type, False, len(members), job.num_bytes)
-        link_of |= {worker: worker if len(by_node) == 1 else node.name for worker in mine}
-    return Ring(links.all_reduce_s(members, job.num_bytes), link_s, link_of)
+class _Rings:
+    """All-reduces by themselves. A node's NIC carries a ring once, however many members are there; between those, each one's own link
+    does."""
+
+    def __init__(self, fleet: Fleet, links: Links):
+        self._fleet, self._links = fleet, links
+        self._known: dict[tuple[object, ...], tuple[float, dict[NodeType, float], dict[NodeType, float]]] = {}
+
+    def of(self, job: SyncJob) -> Ring:
+        by_node: dict[Node, list[str]] = {}
+        for worker in job.members:
+            by_node.setdefault(self._fleet.node_of(worker), []).append(worker)
+        seconds, nic_s, own_s = self._seconds([(n.node_type, len(mine)) for n, mine in by_node.items()], job.num_bytes)
+        link_s, link_of = dict[str, float](), dict[str, str]()
+        for node, mine in by_node.items():
+            if len(mine) > 1:
+                link_s |= dict.fromkeys(mine, own_s[node.node_type])
+            if len(by_node) > 1:
+                link_s[node.name] = nic_s[node.node_type]
+            link_of |= {worker: worker if len(by_node) == 1 else node.name for worker in mine}
+        return Ring(seconds, link_s, link_of)
+
+    def _seconds(
+        self, nodes: list[tuple[NodeType, int]], num_bytes: float
+    ) -> tuple[float, dict[NodeType, float], dict[NodeType, float]]:
+        """Of a ring over so many members on each node: all, of a NIC and of a link inside by node type."""
+        key = (num_bytes, *sorted((kind.name, kind.slowdown, count) for kind, count in nodes))
+        if key not in self._known:
+            members = [(str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)]
+            nic_s, own_s = (
+                {kind: self._links.ring_link_s(kind, inside, len(members), num_bytes) for kind, _ in nodes}
+                for inside in (False, True)
+            )
+            self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s
+        return self._known[key]

@@ -6,6 +6,7 @@ whole ones divide the fleet so that few GPUs are left over (`divisions.py`).
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from planner.strategies.generation import Column, Pool
 from planner.strategies.packing import Packer
 from planner.strategies.placement import place_by_copies
 from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.strategies.tables import Floats, Tables
 
-ASSEMBLED_GPUS = 256  # beyond
+ASSEMBLED_GPUS = 128  # beyond
+_FEW_GPUS = 256  # up to which pipelines are few, and searches short
 _COPIES = {
     0: ((1, 2), (2, 4)),
     12: ((2, 4),),
@@ -30,20 +32,30 @@ _AGREED = (2, 4, 6, 8)  # rounds after which pipelines agree on when each layer 
 _FINER = (2, 4)  # rounds after which bottlenecks lie closer
 _ROUNDS = 14
 _NEAR = 0.03
-_NEARER = 0.015
 _FAR = 1.25  # times the step, at most: what columns do in shorter ones may be nothing
 _TOWARDS = 0.5  # prices of few columns swing: part of the way
 _COARSEST = 1.2
 _BEST = 24
-_NEARBY = 40
 _PRICES = 0.05  # standard deviation of their logarithms
 _SHIFT = 0.004
 _WORTH = 0.99
 _LONGER = 1.004  # whole pipelines take a little longer than fractions of them
-_PACKED = 1000
 _LEFT = 0.5  # of each column that the linear program has
+_DIVIDED = 7  # so few columns are sought by division alone
 _BEAM, _MOST = 1000, 12
-_PLANS = 2
+
+
+class _Effort(NamedTuple):
+    """nearby: so many prices, whose pipelines lose at most a share `near` more than the least. packed: columns that are packed. plans: so
+    many packings are placed."""
+
+    nearby: int
+    near: float
+    packed: int
+    plans: int
+
+
+_OF_FEW, _OF_MANY = _Effort(20, 0.03, 500, 1), _Effort(40, 0.015, 1000, 2)
 
 
 def assembled_plans(
@@ -51,14 +63,20 @@ def assembled_plans(
 ) -> Iterator[Plan]:
     """The best few packings of generated pipelines, with microbatches of the size that the known draft has; none where they promise little
     less than its `known_s`."""
-    shapes = [shape for shape, _ in draft.pipelines]
-    for copies in _COPIES[max(least for least in _COPIES if least <= len(shapes))]:
+    shapes, few = [shape for shape, _ in draft.pipelines], few_pipelines(request)
+    for copies in ((1,),) if few else _COPIES[max(least for least in _COPIES if least <= len(shapes))]:
         assembly = Assembly(request, tables, shapes, copies, known_s)
         assembly.generate(hurry)
         if assembly.step_s <= _WORTH * known_s:
             assembly.widen(hurry)
             if not hurry():
-                yield from itertools.islice(filter(None, map(assembly.placed, assembly.packings())), _PLANS)
+                plans = filter(None, map(assembly.placed, assembly.packings()))
+                yield from itertools.islice(plans, assembly.effort.plans)
+
+
+def few_pipelines(request: Request) -> bool:
+    """Whether hardly any of them will be alike."""
+    return len(request.fleet.workers) <= _FEW_GPUS
 
 
 class Assembly:
@@ -66,8 +84,9 @@ class Assembly:
 
     def __init__(self, request: Request, tables: Tables, known: Sequence[Shape], copies: Sequence[int], known_s: float):
         self.request, self.tables, self.batch = request, tables, request.global_batch_sequences
-        size = tables.rows[known[0].rows[0]].microbatch
-        self.pool = Pool(request, tables, size, len(known), copies, known, known_s)
+        size, few = tables.rows[known[0].rows[0]].microbatch, few_pipelines(request)
+        self.effort = _OF_FEW if few else _OF_MANY
+        self.pool = Pool(request, tables, size, len(known), copies, known, known_s, few)
         self.step_s, self.prices, self.limits = known_s, self._first_prices(), self._first_limits(max(copies), known_s)
 
     def _first_prices(self) -> Floats:
@@ -110,30 +129,30 @@ class Assembly:
     def widen(self, hurry: Callable[[], bool]) -> None:
         """More columns, at prices and bottlenecks nearby: the same in every search."""
         random = np.random.default_rng(0)
-        for number in range(_NEARBY):
+        for number in range(self.effort.nearby):
             if hurry():
                 return
             prices = self.prices * np.exp(random.normal(0, _PRICES, len(self.prices)))
             limits = self.limits * np.exp(random.uniform(-_SHIFT, _SHIFT))
-            self.pool.find(prices, self.step_s, limits, _NEARER, self.pool.copies[number % len(self.pool.copies)])
+            self.pool.find(
+                prices, self.step_s, limits, self.effort.near, self.pool.copies[number % len(self.pool.copies)]
+            )
 
     def packings(self) -> Iterator[list[Column]]:
         """Whole columns that do most in a step hardly longer than that of fractions, best first. Most are what the linear program has;
         the rest of the fleet is divided."""
         step_s, pool = _LONGER * self.step_s, self.pool
         prices = pool.relax(step_s).prices
-        keep = np.argsort(1 - pool.sequences(step_s) / np.maximum(pool.usage @ prices, 1e-9), kind="stable")[:_PACKED]
+        keep = np.argsort(1 - pool.sequences(step_s) / np.maximum(pool.usage @ prices, 1e-9), kind="stable")[
+            : self.effort.packed
+        ]
         pool.time(keep.tolist(), step_s)
         usage, value = pool.usage[keep], pool.sequences(step_s, whole=True)[keep]
         amounts = Packer(usage, pool.supply).relax(pool.sequences(step_s)[keep]).amounts
-        taken = [i for i, amount in amounts.items() for _ in range(int(amount - _LEFT))]
+        several = sum(amounts.values()) > _DIVIDED
+        taken = [i for i, amount in amounts.items() for _ in range(int(amount - _LEFT) if several else 0)]
         left = pool.supply - usage[taken].sum(axis=0)
-
-        def best_within(gpus: Ints) -> Ints:
-            fits = np.all([usage[:, r] <= gpus[:, [r]] for r in range(len(left))], axis=0)
-            return np.where(fits.any(axis=1), np.where(fits, value, -1.0).argmax(axis=1), -1)
-
-        for members in divisions(usage, value, left, prices, best_within, _BEAM, _MOST) or [()]:
+        for members in divisions(usage, value, left, prices, _BEAM, _MOST) or [()]:
             yield [pool.columns[i] for i in keep[[*taken, *members]].tolist()]
 
     def placed(self, columns: Sequence[Column]) -> Plan | None:

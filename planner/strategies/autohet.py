@@ -15,8 +15,7 @@ from planner.redundancy import redundancy
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
-from planner.strategies.assembly import ASSEMBLED_GPUS, assembled_plans
-from planner.strategies.bundles import BUNDLED_GPUS, bundled_plans
+from planner.strategies.assembly import ASSEMBLED_GPUS, assembled_plans, few_pipelines
 from planner.strategies.companion import begin_companion, bound_over_paths_s
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
@@ -24,6 +23,7 @@ from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
 from planner.strategies.engine import SEVERAL_DEGREES_GPUS, Engine, Found
 from planner.strategies.few import FEW_GPUS
+from planner.strategies.housing import housed
 from planner.strategies.interleave import interleaved
 from planner.strategies.narrow import narrowed
 from planner.strategies.placement import place
@@ -91,8 +91,6 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         *fewer,
     ]
     best, rejected = choose(request, plans)
-    if best is not None:
-        best = _bundled(request, tables, best, hurry)
     beside = companion() if companion is not None else None
     if beside is not None and beside.plans:
         best, more = choose(request, [*([best.plan] if best else []), *beside.plans])
@@ -105,7 +103,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
         best = _anneal(request, tables, plans, best, effort.tries, hurry)
     elif len(request.fleet.workers) <= MOST_GPUS:
         best = _climb(request, best, early_shifts, _ROUNDS)
-    if quickest is None or best.plan != quickest.plan:
+    if best.plan not in [costed.plan for costed in (quickest, assembled) if costed]:
         best = _rehoused(request, best)
     best = _share_anew(request, best)
     bound = beside.lower_bound_s if beside else found.lower_bound_s
@@ -122,30 +120,20 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
 
 
 def _assembled(request: Request, tables: Tables, known: Costed | None, hurry: Callable[[], bool]) -> Costed | None:
-    """Of very many GPUs, what generated pipelines make, where that is better than a known plan."""
-    if known is None or len(request.fleet.workers) <= ASSEMBLED_GPUS or not _unlike(request, tables):
+    """Of many GPUs, what generated pipelines make, where that is better than a known plan and they may be unlike as these are."""
+    unlike = request.mixed_tp and tables.begun_ahead > 1
+    if known is None or len(request.fleet.workers) <= ASSEMBLED_GPUS or not unlike:
         return None
     draft = draft_of(tables, known.plan, request.fleet)
     if draft is None:
         return None
     known_s = known.prediction.step_time_s
     found = (choose(request, [plan])[0] for plan in assembled_plans(request, tables, draft, known_s, hurry))
-    shared = [_share_anew(request, costed) for costed in found if costed is not None]
+    shared = [_share_anew(request, _housed(request, costed)) for costed in found if costed is not None]
     best = min(shared, key=lambda costed: costed.prediction.step_time_s, default=None)
-    return best if best is not None and best.prediction.step_time_s < known_s else None
-
-
-def _bundled(request: Request, tables: Tables, best: Costed, hurry: Callable[[], bool]) -> Costed:
-    """Of many GPUs, or a few different pipelines, each several times side by side."""
-    if not BUNDLED_GPUS < len(request.fleet.workers) <= ASSEMBLED_GPUS or not _unlike(request, tables):
-        return best
-    size, known_s = best.plan.microbatch_sequences, best.prediction.step_time_s
-    return _climb(request, best, lambda _: bundled_plans(request, tables, size, known_s, hurry), 1)
-
-
-def _unlike(request: Request, tables: Tables) -> bool:
-    """Whether pipelines may be unlike in the ways that these need."""
-    return request.mixed_tp and tables.begun_ahead > 1
+    if best is None or best.prediction.step_time_s >= known_s:
+        return None
+    return best if few_pipelines(request) else _share_anew(request, _rehoused(request, best))
 
 
 def _without_slowest(request: Request, tables: Tables, effort: Effort) -> list[Plan]:
@@ -191,6 +179,11 @@ def _anneal(
 def _rehoused(request: Request, best: Costed) -> Costed:
     """With the stages of each node type beside other ones."""
     return _climb(request, best, lambda plan: rehoused(plan, request.fleet), _ROUNDS)
+
+
+def _housed(request: Request, best: Costed) -> Costed:
+    """With stages exchanged between nodes, where NICs are done sooner then."""
+    return _climb(request, best, lambda plan: [housed(plan, request.cost, request.fleet)], 1)
 
 
 def _share_anew(request: Request, best: Costed) -> Costed:

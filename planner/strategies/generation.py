@@ -25,6 +25,7 @@ _TOGETHER = 64
 _ZONES = 7
 _SYNC = 0.0075  # of the step: how long sums may last after the end of a pipeline
 _LIGHT = 4.0  # times the least of any first stage
+_ALIKE = 5  # share of the blocks with which few pipelines begin alike
 
 
 class Column(NamedTuple):
@@ -38,12 +39,13 @@ class Pool:
     """Columns found so far, of microbatches of one size, with what they use and do.
 
     pipelines: about how many there will be. copies: how many a column may have. known: pipelines of some plan of steps of `step_s`
-    seconds. Ours are to be ready as soon as these, until they `agree` on something else.
+    seconds. Ours are to be ready as soon as these, until they `agree` on something else. few: so few that hardly any are alike. Then
+    all begin as the known ones do, where NICs are fast, and what late stages sum is left to where they are housed.
     """
 
     def __init__(
-        self, request: Request, tables: Tables, size: int, pipelines: int, copies: Sequence[int], known: Iterable[Shape],
-        step_s: float,
+        self, request: Request, tables: Tables, size: int, pipelines: int, copies: Sequence[int], known: Sequence[Shape],
+        step_s: float, few: bool = False,
     ):  # fmt: skip
         self.tables, self.size, self.timing, self.copies = tables, size, Estimator(tables), tuple(copies)
         self.supply = np.array([each.num_gpus for each in tables.resources], dtype=np.int64)
@@ -56,6 +58,7 @@ class Pool:
         gpus = np.array([tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus for row in tables.rows])
         self._group_gpus = -(-gpus // tables.groups_a_node)
         self._updates = [tables.update_s(np.array([0.0, 1e9]), (r,)) for r in range(len(tables.resources))]
+        self._begun = known[0].rows[0] if few else None
         self._ready_s = ready_s(tables, set(known))
         self._allowed_s = max(_SYNC * step_s, _LIGHT * self.stages.sync_range[0])
         self.columns: list[Column] = []
@@ -87,11 +90,14 @@ class Pool:
         """From now on all pipelines are to be ready as long before their end as these columns' are, of which there are so many."""
         columns = [self.columns[i] for i in amounts]
         self._expect(round(sum(self.columns[i].copies * amount for i, amount in amounts.items())))
-        self._ready_s = ready_s(self.tables, {column.shape for column in columns})
+        if self._begun is None:
+            self._ready_s = ready_s(self.tables, {column.shape for column in columns})
         self._lines = [self._line(i, step_s) for i in range(len(self.columns))]
 
     def late_s(self, column: Column) -> float:
-        """How long sums last after the end of its pipelines."""
+        """How long sums last after the end of its pipelines, as far as that is looked at."""
+        if self._begun is not None:
+            return 0.0
         return self._lateness[column.copies].late_s(column.shape, self._ready_s)
 
     def time(self, columns: Iterable[int], step_s: float) -> None:
@@ -128,6 +134,10 @@ class Pool:
 
     def _zones(self, copies: int) -> list[Zone]:
         rows, wide, lateness = self.stages.rows, self.stages.busy.shape[2], self._lateness[copies]
+        if self._begun is not None:
+            alike = np.array([self.tables.rows[row].kind for row in rows]) == self.tables.rows[self._begun].kind
+            allowed = np.broadcast_to(alike[:, None, None], (len(rows), 3, wide))
+            return [Zone(0, allowed), Zone(self.tables.num_blocks // _ALIKE)]
         begins = np.unique((self.tables.num_blocks * np.linspace(0, 0.8, _ZONES) ** 1.5).astype(int)).tolist()
         return [Zone(begin, lateness.timely(rows, wide, begin, self._ready_s, self._allowed_s)) for begin in begins]
 

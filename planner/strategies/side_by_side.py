@@ -107,11 +107,6 @@ class SideBySide:
                     latest = max(latest, carried - before[last])
         return latest + updated
 
-    def byte_s(self, number: int, row: int) -> float:
-        """Seconds that a node's NIC takes for so many stages of one row, as many as it has, for each byte that a worker holds."""
-        _, byte_s, stages = self._rate(number, self._like[row])
-        return byte_s * stages
-
     def _rate(self, number: int, row: int) -> tuple[float, float, int]:
         """(latency, seconds a byte) of a ring over so many stages of one row while the NIC carries nothing else, and how many of one
         pipeline share a node; none where row is -1."""

@@ -100,16 +100,16 @@ class _Reach:
         return first_layers(tables, row, self.fits[row, after], ends, room)
 
 
-def first_layers(tables: Tables, row: int, fits: Ints, ends: Ints, seconds: Floats, earliest: Ints | int = 0) -> Ints:
-    """The first layer, from `earliest` on, of a stage that ends there, takes so many seconds at most and fits memory; beyond the model
+def first_layers(tables: Tables, row: int, fits: Ints, ends: Ints, seconds: Floats) -> Ints:
+    """The first layer of a stage that ends there, takes so many seconds at most and fits memory; beyond the model
     where it can hold no block. The embedding is not left alone, nor the head.
 
-    fits: by layer, `Tables.fitting` of the row and microbatches in flight. ends, seconds, earliest: of shapes that fit each other.
+    fits: by layer, `Tables.fitting` of the row and microbatches in flight. ends, seconds: of shapes that fit each other.
     """
     sums, layers = tables.time_sums[row], tables.num_layers
     end = np.clip(ends, 2, layers)
     timely = np.searchsorted(sums, (sums[end] - np.maximum(seconds, 0.0)) * (1 - 1e-12), side="left")
-    start = np.maximum(np.maximum(timely, earliest), np.searchsorted(fits, end, side="left"))
+    start = np.maximum(timely, np.searchsorted(fits, end, side="left"))
     start = np.where(start == 1, 2, start)
     most = np.where(ends == layers, layers - 2, end - 1)
     return np.asarray(np.where((ends <= layers) & (start <= most), start, layers + 1))

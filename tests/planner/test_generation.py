@@ -23,7 +23,7 @@ from planner.strategies.stages import StageTable
 from planner.strategies.symmetric import draft_of
 from planner.strategies.tables import Tables
 from tests.planner.cases import fleet, model, request
-from tests.planner.test_lattice import every_shape
+from tests.planner.every_pipeline import every_shape
 
 
 def ways(blocks: int, rows: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -176,6 +176,23 @@ def test_assembled_plans_are_plans_and_the_same_every_time() -> None:
     better, _ = choose(asked, plans)
     assert better is not None
     assert better.prediction.step_time_s < known_s
+
+
+def test_few_pipelines_begin_alike_where_the_known_ones_do() -> None:
+    asked = request(fleet(("A100", 12, 8), ("A10G", 8, 8), ("T4", 4, 8)), 768, model(20, 512))
+    tables = tables_of(asked)
+    known, _ = choose(asked, alike_plans(asked, tables))
+    assert known is not None
+    draft = draft_of(tables, known.plan, asked.fleet)
+    assert draft is not None
+    shapes = [shape for shape, _ in draft.pipelines]
+    assembly = Assembly(asked, tables, shapes, (1,), known.prediction.step_time_s)
+    assembly.generate(lambda: False)
+    first = tables.rows[shapes[0].rows[0]].kind
+    assert len(assembly.pool.columns) > 10
+    for column in assembly.pool.columns:
+        begin = [row for row, start in zip(column.shape.rows, column.shape.starts, strict=True) if start - 1 < 20 // 5]
+        assert {tables.rows[row].kind for row in begin} == {first}
 
 
 @pytest.mark.parametrize("copies", [(1, 2), (2, 4, 8)])
