@@ -20,9 +20,10 @@ from planner.strategies.request import Request
 from planner.strategies.tables import Floats, Tables
 
 ASSEMBLED_GPUS = 128  # beyond
-_FEW_GPUS = 256  # up to which pipelines are few, and searches short
+FEW = 4  # known pipelines: hardly any of ours will be alike
 _COPIES = {
-    0: ((1, 2), (2, 4)),
+    0: ((1,),),
+    FEW + 1: ((1, 2), (2, 4)),
     12: ((2, 4),),
     24: ((2, 4, 8),),
 }  # tried one after the other, from so many known pipelines on
@@ -63,8 +64,8 @@ def assembled_plans(
 ) -> Iterator[Plan]:
     """The best few packings of generated pipelines, with microbatches of the size that the known draft has; none where they promise little
     less than its `known_s`."""
-    shapes, few = [shape for shape, _ in draft.pipelines], few_pipelines(request)
-    for copies in ((1,),) if few else _COPIES[max(least for least in _COPIES if least <= len(shapes))]:
+    shapes = [shape for shape, _ in draft.pipelines]
+    for copies in _COPIES[max(least for least in _COPIES if least <= len(shapes))]:
         assembly = Assembly(request, tables, shapes, copies, known_s)
         assembly.generate(hurry)
         if assembly.step_s <= _WORTH * known_s:
@@ -74,17 +75,12 @@ def assembled_plans(
                 yield from itertools.islice(plans, assembly.effort.plans)
 
 
-def few_pipelines(request: Request) -> bool:
-    """Whether hardly any of them will be alike."""
-    return len(request.fleet.workers) <= _FEW_GPUS
-
-
 class Assembly:
     """step_s: of fractions of pipelines found so far; of the known plan to begin with. prices: of a GPU of each resource, in sequences."""
 
     def __init__(self, request: Request, tables: Tables, known: Sequence[Shape], copies: Sequence[int], known_s: float):
         self.request, self.tables, self.batch = request, tables, request.global_batch_sequences
-        size, few = tables.rows[known[0].rows[0]].microbatch, few_pipelines(request)
+        size, few = tables.rows[known[0].rows[0]].microbatch, len(known) <= FEW
         self.effort = _OF_FEW if few else _OF_MANY
         self.pool = Pool(request, tables, size, len(known), copies, known, known_s, few)
         self.step_s, self.prices, self.limits = known_s, self._first_prices(), self._first_limits(max(copies), known_s)

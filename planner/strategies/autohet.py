@@ -15,7 +15,7 @@ from planner.redundancy import redundancy
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
-from planner.strategies.assembly import ASSEMBLED_GPUS, assembled_plans, few_pipelines
+from planner.strategies.assembly import ASSEMBLED_GPUS, FEW, assembled_plans
 from planner.strategies.companion import begin_companion, bound_over_paths_s
 from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
@@ -133,7 +133,7 @@ def _assembled(request: Request, tables: Tables, known: Costed | None, hurry: Ca
     best = min(shared, key=lambda costed: costed.prediction.step_time_s, default=None)
     if best is None or best.prediction.step_time_s >= known_s:
         return None
-    return best if few_pipelines(request) else _share_anew(request, _rehoused(request, best))
+    return best if len(draft.pipelines) <= FEW else _share_anew(request, _rehoused(request, best))
 
 
 def _without_slowest(request: Request, tables: Tables, effort: Effort) -> list[Plan]:
