@@ -40,7 +40,7 @@ class Pool:
 
     pipelines: about how many there will be. copies: how many a column may have. known: pipelines of some plan of steps of `step_s`
     seconds. Ours are to be ready as soon as these, until they `agree` on something else. few: so few that hardly any are alike. Then
-    all begin as the known ones do, where NICs are fast, and what late stages sum is left to where they are housed.
+    all begin with groups like the known pipelines' with the fastest NICs, and what late stages sum is left to where they are housed.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Pool:
         gpus = np.array([tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus for row in tables.rows])
         self._group_gpus = -(-gpus // tables.groups_a_node)
         self._updates = [tables.update_s(np.array([0.0, 1e9]), (r,)) for r in range(len(tables.resources))]
-        self._begun = known[0].rows[0] if few else None
+        self._begun = min(known[0].rows, key=self._lateness[copies[0]].byte_s) if few else None
         self._ready_s = ready_s(tables, set(known))
         self._allowed_s = max(_SYNC * step_s, _LIGHT * self.stages.sync_range[0])
         self.columns: list[Column] = []

@@ -50,6 +50,10 @@ class Lateness:
             summed = sums[row, layers + 1] - sums[row, starts[first]]
             yield np.where(same, self._rates[np.minimum(first, 1), row] * summed, 0.0)
 
+    def byte_s(self, row: int) -> float:
+        """Seconds a byte of a first stage's sums."""
+        return float(self._rates[0, row])
+
     def timely(self, rows: Ints, wide: int, begin: int, ready: Floats, allowed_s: float) -> NDArray[np.bool_]:
         """(rows, place, blocks - 1) stages of these table rows that start at block `begin` or later, places as in `PricedStages`, whose
         sums last no longer than allowed, also those of as many like it as its node has."""
