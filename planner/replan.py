@@ -13,7 +13,7 @@ from planner.cost import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
-from planner.strategies.ahead import least_ahead
+from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.autohet import effort_for, search_autohet, unacceptable
 from planner.strategies.effort import Effort
 from planner.strategies.extension import extend
@@ -21,7 +21,7 @@ from planner.strategies.recut import recut
 from planner.strategies.request import Answer, Request, SearchReport
 
 # a step's share above what the previous plan's rate lets expect: from where on new pipelines, a whole search are tried
-_HARDLY, _CLEARLY = 0.04, 0.06
+_CLEARLY = 0.06
 _SYNC_SHARE = 0.07
 _TRIES = 600
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
@@ -95,12 +95,12 @@ def replan(
     candidates = _candidates(previous, request, alive)
     scored = _scores(candidates, previous, request, held, horizon_s, migration)
     small = len(alive) <= 64
-    if small or _slow(scored, previous, request, alive, _HARDLY):
+    if small or _slow(scored, previous, request, alive):
         added = [plan for plan in extend(candidates[0] if candidates else None, request) if plan not in candidates]
         candidates += added
         scored += _scores(added, previous, request, held, horizon_s, migration)
     if thorough is None:
-        thorough = small or _slow(scored, previous, request, alive, _CLEARLY)
+        thorough = small or _slow(scored, previous, request, alive)
     searched = _search(request, candidates, None if small else search_s) if thorough else None
     if searched is not None:
         more = [align(searched.plan, request, held), searched.plan]
@@ -111,6 +111,9 @@ def replan(
     best, kept = scored[0], next((s for s in scored if s.plan == previous), None)
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
+    if best.plan != previous:
+        plan = least_ahead(request.cost, best.plan)
+        best = replace(best, plan=plan, prediction=request.cost.predict(plan))
     return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
 
 
@@ -137,12 +140,19 @@ def _search(request: Request, seeds: Sequence[Plan], search_s: float | None) -> 
 def _scores(
     plans: Sequence[Plan], previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
 ) -> list["_Scored"]:
-    found = (_score(plan, previous, request, held, horizon_s, migration) for plan in _unique(plans))
-    return [scored for scored in found if scored is not None]
+    """Of all that may be the best: others take too long by what nothing beats."""
+    found, cost = list[_Scored](), request.cost
+    at_least = {plan: 0.0 if plan == previous else cost.pipelines_at_least_s(plan) for plan in _unique(plans)}
+    for plan, seconds in sorted(at_least.items(), key=lambda item: item[1]):
+        best = max((scored.useful for scored in found), default=0.0)
+        if horizon_s * request.global_batch_sequences >= best * seconds:
+            scored = _score(plan, previous, request, held, horizon_s, migration)
+            found += [scored] if scored is not None else []
+    return found
 
 
-def _slow(scored: Sequence["_Scored"], previous: Plan, request: Request, alive: set[str], by: float) -> bool:
-    """Whether the best candidate takes so much longer than all GPUs would at the rate at which the previous plan used those
+def _slow(scored: Sequence["_Scored"], previous: Plan, request: Request, alive: set[str]) -> bool:
+    """Whether the best candidate takes clearly longer than all GPUs would at the rate at which the previous plan used those
     of its whole pipelines."""
     whole = [p for p in previous.pipelines if set(p.workers) <= alive]
     if not scored or not whole:
@@ -153,7 +163,7 @@ def _slow(scored: Sequence["_Scored"], previous: Plan, request: Request, alive: 
     seconds = max(request.cost.pipelines_s(replace(previous, pipelines=tuple(whole))))
     expected = seconds * request.global_batch_sequences / (rate * sum(speed.values()))
     after = best.prediction.step_time_s - best.prediction.breakdown_s["pipeline"]
-    return best.prediction.step_time_s > expected * (1 + by) + min(after, expected * _SYNC_SHARE)
+    return best.prediction.step_time_s > expected * (1 + _CLEARLY) + min(after, expected * _SYNC_SHARE)
 
 
 def _speeds(request: Request) -> dict[str, float]:
@@ -235,7 +245,7 @@ def _score(
     plan: Plan, previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
 ) -> _Scored | None:
     if plan != previous:
-        plan = least_ahead(request.cost, plan)
+        plan = settled(request.cost, plan)
     prediction = request.cost.predict(plan)
     if unacceptable(request, plan, prediction) is not None:
         return None

@@ -16,7 +16,7 @@ from planner.strategies.staged import Stager
 from planner.strategies.tables import Tables
 
 _EVERY = (1, 2, 3, 4, 5, 6)
-_MOST_WALLS = 12
+_MOST_WALLS = 6
 Walls = tuple[int, ...]
 
 
