@@ -81,9 +81,9 @@ def replan(
 
     holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan if all its
     workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left and nodes that others
-    lend to them; the batch shared anew); the repair with new pipelines of the GPUs that are left over (`extend`); with
-    `thorough` a whole search seeded with these. By default that is on fleets of up to 64 GPUs, and on larger ones where the
-    best of these is clearly slower than whole pipelines' share of the work lets expect; there it takes about `search_s`
+    lend to them; the batch shared anew); on fleets of up to 64 GPUs, and on larger ones where the best of these is clearly slower
+    than whole pipelines' share of the work lets expect, the repair with new pipelines of the GPUs that are left over (`extend`);
+    with `thorough`, by default in the same cases, a whole search seeded with these. On larger fleets that takes about `search_s`
     seconds of the request's clock at most.
     """
     if horizon_s <= 0:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -186,9 +186,8 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
 def _least_ring(
     cost: CostModel, resources: tuple[Resource, ...], apart: bool
 ) -> Callable[[int, float, int, int], float]:
-    """A worker's ring has links between nodes as fast as its own, or, unless holders must be `apart`, stays in its node, where each
-    other member takes a GPU that its own group leaves. On average a ring has so many members in the node that the NIC is shared by
-    that many less of its GPUs; and where nothing stays inside, the NIC carries all that the group holds."""
+    """Between nodes the NIC carries all that a worker's group holds, no faster than links of its own type; unless holders must be `apart`,
+    some of it may be summed inside the node meanwhile, where each other member takes a GPU that the group leaves."""
     overhead = cost.parameters.step_overhead_s
 
     @cache
@@ -199,19 +198,16 @@ def _least_ring(
     def rings(resource: int, degree: int, pipelines: int) -> list[Callable[[float], float]]:
         kind = resources[resource].node_type
         most = 1 + kind.num_gpus - degree  # pipelines of which a node that has the group may hold a layer
+        across = _across(cost, kind, pipelines, _held_once(cost.spec, degree))
         if apart or pipelines > most:
-            flows = max(kind.num_gpus / most, _held_once(cost.spec, degree))
-            return [_across(cost, kind, pipelines, flows)]
-        return [
-            _across(cost, kind, pipelines, kind.num_gpus / most),
-            _all_reduce_s(cost, [("node", kind)] * pipelines, 1.0),
-        ]
+            return [across]
+        return [across, _all_reduce_s(cost, [("node", kind)] * pipelines, 1.0)]
 
     def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
         update = num_bytes * update_s(resource, degree) + overhead
-        if pipelines < 2:
+        if pipelines < 2 or not num_bytes:
             return update
-        return min(ring(num_bytes) for ring in rings(resource, degree, pipelines)) + update
+        return 1.0 / sum(1.0 / ring(num_bytes) for ring in rings(resource, degree, pipelines)) + update
 
     return seconds
 
@@ -243,7 +239,8 @@ def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) 
 
     @cache
     def rings(pipelines: int) -> list[tuple[Callable[[float], float], int]]:
-        return [(_across(cost, each.node_type, max(pipelines, 2), 1.0), len(each.node_names)) for each in resources]
+        nic_s = (partial(cost.links.ring_link_s, each.node_type, False, max(pipelines, 2)) for each in resources)
+        return [(seconds, len(each.node_names)) for seconds, each in zip(nic_s, resources, strict=True)]
 
     def seconds(num_bytes: float, pipelines: int) -> float:
         nodes = max(holders, -(-pipelines // widest))
