@@ -47,10 +47,10 @@ def simulate_sync(
 ) -> StepTimeline:
     """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them. Updates start when all
     all-reduces have ended: the global norm needs every gradient."""
-    events, free, rings = list[SyncEvent](), dict(ready_s), _Rings(fleet, links)
+    events, free, carried, rings = list[SyncEvent](), dict(ready_s), dict[str, float](), _Rings(fleet, links)
     for tied in (False, True):
         mine = [job for job in jobs if job.tied == tied]
-        events += side_by_side(mine, [rings.of(job) for job in mine], free)
+        events += side_by_side(mine, [rings.of(job) for job in mine], free, carried)
     begin = max(ready_s.values())
     ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
     summed = max(free.values())
@@ -58,16 +58,18 @@ def simulate_sync(
     return StepTimeline(tuple(events), ends[False], ends[True], starts, dict(update_s), summed + max(update_s.values()))
 
 
-def side_by_side(jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[str, float]) -> list[SyncEvent]:
-    """Each all-reduce starts when its last member is free, whatever else its members take part in. free_s: when each worker is free,
-    kept up to date.
+def side_by_side(
+    jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[str, float], carried: dict[str, float]
+) -> list[SyncEvent]:
+    """Each all-reduce starts when its last member is free, whatever else its members take part in. free_s: when each worker is free;
+    carried: when each link used before has carried all that; both kept up to date.
 
     It ends when it could by itself, and no sooner than each of its links, which what started before it uses as well, has carried its
     share. So all have ended when the slowest all-reduce or the fullest link is done: nothing can be sooner, and where all start
     together, rates in proportion to what each still has to carry reach it.
     """
     starts = [max(free_s[worker] for worker in job.members) for job in jobs]
-    events, carried = list[SyncEvent](), dict[str, float]()
+    events = list[SyncEvent]()
     for i in sorted(range(len(rings)), key=starts.__getitem__):
         start, ring, spans = starts[i], rings[i], dict[str, tuple[float, float]]()
         for link, seconds in ring.link_s.items():

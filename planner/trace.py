@@ -70,12 +70,15 @@ def _pipeline_events(
 
 
 def _sync_events(simulation: Simulation, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of its link; `ended_s` of all of one."""
-    sync = simulation.sync
+    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of its link, less where its NIC and its
+    link inside the node are full at a time; `ended_s` of all of one."""
+    sync, drawn = simulation.sync, dict[str, float]()
     for event in sync.events:
         name = "tied embedding all-reduce" if event.job.tied else "gradient all-reduce"
         facts = {"bytes": int(event.job.num_bytes), "members": len(event.job.members), "ended_s": event.end_s}
-        for worker, (start, end) in event.spans.items():
+        for worker, (begin, until) in event.spans.items():
+            start = max(begin, drawn.get(worker, 0.0))
+            end = drawn[worker] = max(until, start)
             yield _event(name, "sync", start, end, lanes[worker], **facts)
     for worker, start in sync.update_start_s.items():
         yield _event("optimizer", "update", start, start + sync.update_s[worker], lanes[worker])

@@ -186,28 +186,24 @@ def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozens
 def _least_ring(
     cost: CostModel, resources: tuple[Resource, ...], apart: bool
 ) -> Callable[[int, float, int, int], float]:
-    """Between nodes the NIC carries all that a worker's group holds, no faster than links of its own type; unless holders must be `apart`,
-    some of it may be summed inside the node meanwhile, where each other member takes a GPU that the group leaves."""
+    """Between nodes the NIC carries all that a worker's group holds; unless holders must be `apart`, some of it may be summed inside the
+    node meanwhile, where each other member takes a GPU that the group leaves. No latency: rings of one worker may wait for it together."""
     overhead = cost.parameters.step_overhead_s
 
     @cache
     def update_s(resource: int, degree: int) -> float:
         return _least_update(cost, resources[resource].node_type, degree)
 
-    @cache
-    def rings(resource: int, degree: int, pipelines: int) -> list[Callable[[float], float]]:
-        kind = resources[resource].node_type
-        most = 1 + kind.num_gpus - degree  # pipelines of which a node that has the group may hold a layer
-        across = _across(cost, kind, pipelines, _held_once(cost.spec, degree))
-        if apart or pipelines > most:
-            return [across]
-        return [across, _all_reduce_s(cost, [("node", kind)] * pipelines, 1.0)]
+    held_once = cache(partial(_held_once, cost.spec))
 
     def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
-        update = num_bytes * update_s(resource, degree) + overhead
+        update, kind = num_bytes * update_s(resource, degree) + overhead, resources[resource].node_type
         if pipelines < 2 or not num_bytes:
             return update
-        return 1.0 / sum(1.0 / ring(num_bytes) for ring in rings(resource, degree, pipelines)) + update
+        summed = cost.links.ring_link_s(kind, False, pipelines, num_bytes * held_once(degree))
+        if not apart and pipelines <= 1 + kind.num_gpus - degree:  # of which a node that has the group may hold a layer
+            summed = 1.0 / (1.0 / summed + 1.0 / cost.links.ring_link_s(kind, True, pipelines, num_bytes))
+        return summed + update
 
     return seconds
 
@@ -217,19 +213,6 @@ def _held_once(spec: ModelSpec, degree: int) -> float:
     tied = spec.tied_parameters
     layers = (spec.embedding, *spec.blocks, replace(spec.head, parameters=spec.head.parameters + tied))
     return min(layer.parameters / max(layer.parameters_per_worker(degree), 1.0) for layer in layers if layer.parameters)
-
-
-def _across(cost: CostModel, kind: NodeType, members: int, flows: float) -> Callable[[float], float]:
-    """A ring over several nodes as fast as this type's own links: with slower partners a worker takes part in several at a time."""
-    return _all_reduce_s(cost, [(str(i), kind) for i in range(members)], flows)
-
-
-def _all_reduce_s(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float) -> Callable[[float], float]:
-    """Bytes -> seconds of one all-reduce; a straight line where bandwidth does not depend on the size."""
-    if cost.links.table is not None:
-        return lambda num_bytes: cost.sync_s(members, num_bytes, flows=flows)
-    latency, byte_s = ring_rate(cost, members, flows)
-    return lambda num_bytes: latency + byte_s * num_bytes if num_bytes > 0 else 0.0
 
 
 def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) -> Callable[[float, int], float]:

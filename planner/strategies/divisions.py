@@ -31,6 +31,8 @@ def divisions(
     usage: (n, resources) GPUs of each set; value: (n,) sequences that it does; prices: sequences that a GPU of each resource is worth.
     beam: how many are grown side by side. most_sets: what is grown has at most so many, besides those that complete it.
     """
+    if not len(usage):
+        return []
     lost = usage @ prices - value
     members = [(i,) for i in range(len(usage))] + _pairs(usage, lost, supply)
     used = np.array([usage[list(each)].sum(axis=0) for each in members])

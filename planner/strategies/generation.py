@@ -137,7 +137,7 @@ class Pool:
         if self._begun is not None:
             alike = np.array([self.tables.rows[row].kind for row in rows]) == self.tables.rows[self._begun].kind
             allowed = np.broadcast_to(alike[:, None, None], (len(rows), 3, wide))
-            return [Zone(0, allowed), Zone(self.tables.num_blocks // _ALIKE)]
+            return [Zone(0, allowed), Zone(max(1, self.tables.num_blocks // _ALIKE))]
         begins = np.unique((self.tables.num_blocks * np.linspace(0, 0.8, _ZONES) ** 1.5).astype(int)).tolist()
         return [Zone(begin, lateness.timely(rows, wide, begin, self._ready_s, self._allowed_s)) for begin in begins]
 

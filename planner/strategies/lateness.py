@@ -51,8 +51,8 @@ class Lateness:
             yield np.where(same, self._rates[np.minimum(first, 1), row] * summed, 0.0)
 
     def byte_s(self, row: int) -> float:
-        """Seconds a byte of a first stage's sums."""
-        return float(self._rates[0, row])
+        """Seconds that a byte of a first stage's layers takes, whole."""
+        return float(self._rates[0, row]) / self._tables.kinds[self._tables.rows[row].kind].tp_degree
 
     def timely(self, rows: Ints, wide: int, begin: int, ready: Floats, allowed_s: float) -> NDArray[np.bool_]:
         """(rows, place, blocks - 1) stages of these table rows that start at block `begin` or later, places as in `PricedStages`, whose

@@ -56,10 +56,11 @@ class SideBySide:
         """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
         of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
         latency, byte_s, stages = self._rates_of(number, rows)
-        summed, late = byte_s * held_bytes, np.zeros(len(rows))
+        summed, late, like = byte_s * held_bytes, np.zeros(len(rows)), self._alike(rows)
+        same = np.ones(rows.shape, dtype=bool)
         for further in range(min(int(stages.max(initial=0.0)), rows.shape[1])):
             stop = rows.shape[1] - further
-            same = (stages[:, :stop] > further) & (self._alike(rows[:, :stop]) == self._alike(rows[:, further:]))
+            same = same[:, :stop] & (stages[:, :stop] > further) & (like[:, :stop] == like[:, further:])
             carried = sum(summed[:, i : i + stop] for i in range(further + 1)) + latency[:, :stop]
             late = np.maximum(late, np.where(same, carried - early_s[:, further:], 0.0).max(axis=1, initial=0.0))
         return np.asarray(late + self._updated_s(rows, held_bytes))
@@ -102,9 +103,10 @@ class SideBySide:
         for i, kind in enumerate(kinds):
             carried, _, stages = self._rate(number, kind)
             for last in range(i, min(i + stages, len(kinds))):
-                if kinds[last] == kind:
-                    carried += summed[last]
-                    latest = max(latest, carried - before[last])
+                if kinds[last] != kind:
+                    break
+                carried += summed[last]
+                latest = max(latest, carried - before[last])
         return latest + updated
 
     def _rate(self, number: int, row: int) -> tuple[float, float, int]:
@@ -119,7 +121,8 @@ class SideBySide:
             members = [(f"{part}-{i // held}", node) for part, size in enumerate(sizes) for i in range(size)]
             if held % max(sizes):
                 members[-1] = ("last", node)
-            # where stages begin anywhere in a node, few of a ring share one
-            stages = held // math.gcd(max(sizes), held)
+            side = max(sizes)
+            whole = held % side == 0 or side % held == 0  # else stages begin anywhere in a node
+            stages = max(1, held // side) if whole else 1 + math.ceil((held - 1) / side)
             self._rates[number, row] = *ring_rate(self._cost, members, float(kind.tp_degree)), stages
         return self._rates[number, row]

@@ -29,7 +29,7 @@ def rings_of(entries: list) -> tuple[list[SyncJob], list[Ring]]:
 def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(entries: list, ready: list) -> None:
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
     free = dict(begin)
-    events = {id(event.job): event for event in side_by_side(jobs, rings, free)}
+    events = {id(event.job): event for event in side_by_side(jobs, rings, free, {})}
     assert len(events) == len(jobs)
     for job, ring in zip(jobs, rings, strict=True):
         event = events[id(job)]
@@ -45,7 +45,7 @@ def test_each_starts_when_its_last_member_is_free_and_takes_no_less_than_alone(e
 def test_a_link_carries_one_share_after_the_other(entries: list, ready: list) -> None:
     (jobs, rings), begin = rings_of(entries), dict(zip(WORKERS, ready, strict=True))
     own = {id(job): ring.link_s for job, ring in zip(jobs, rings, strict=True)}
-    events = side_by_side(jobs, rings, dict(begin))
+    events = side_by_side(jobs, rings, dict(begin), {})
     for worker in WORKERS:
         mine = sorted((event.spans[worker], event) for event in events if worker in event.spans)
         assert all(end <= start for ((_, end), _), ((start, _), _) in itertools.pairwise(mine))
@@ -64,7 +64,7 @@ def test_the_last_ends_with_the_fullest_link_or_the_slowest_all_reduce(entries: 
     for worker, moment in itertools.product(WORKERS, starts):
         later = [r.link_s.get(worker, 0.0) for r, start in zip(rings, starts, strict=True) if start >= moment]
         least = max(least, moment + sum(later)) if any(later) else least
-    assert max(event.end_s for event in side_by_side(jobs, rings, dict(begin))) == pytest.approx(least)
+    assert max(event.end_s for event in side_by_side(jobs, rings, dict(begin), {})) == pytest.approx(least)
 
 
 def seconds_of(jobs: list[SyncJob], fleet: Fleet) -> float:
@@ -100,3 +100,11 @@ def test_a_nic_is_shared_by_those_that_use_it_at_the_time() -> None:
         ready = {worker: late if worker.endswith("1") else 0.0 for worker in fleet.workers}
         step = simulate_sync(jobs, ready, dict.fromkeys(ready, 0.0), fleet, Links(parameters))
         assert step.gradients_end_s == pytest.approx(end)
+
+
+def test_a_nic_that_still_carries_gradients_has_no_time_for_a_tied_embedding() -> None:
+    fleet = Fleet(0, (*nodes(b=10.0, c=10.0).nodes, Node("a", NodeType("two", "T4", 2, 1, 1e9, 10e6))))
+    jobs = [SyncJob(("a/0", "b/0"), 10e6), SyncJob(("a/1", "c/0"), 10e6, tied=True)]
+    parameters = CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
+    idle = dict.fromkeys(fleet.workers, 0.0)
+    assert simulate_sync(jobs, idle, idle, fleet, Links(parameters)).tied_end_s == pytest.approx(2.0)
