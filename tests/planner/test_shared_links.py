@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import Fleet, NodeType
+from planner.communication import LinkTable
+from planner.cost import CostModel
 from planner.gradient_groups import SyncJob
 from planner.plan import Pipeline, Plan, Stage
 from planner.step_simulation import simulate_sync
 from planner.strategies import Request
 from planner.strategies.cost_tables import tables_of
-from tests.planner.cases import fleet, model, request, with_nics
+from tests.planner.cases import fleet, model, profile, request, with_nics
 
 LARGE, SMALL = "A100", "T4"
 
@@ -81,6 +83,30 @@ def test_what_is_summed_between_nodes_and_inside_at_a_time_takes_no_less_than_an
     summed = simulation.sync.gradients_end_s - simulation.pipelines[0].total_s
     assert {len({worker.split("/")[0] for worker in event.job.members}) for event in simulation.sync.events} == {1, 2}
     assert 0.2 * summed < tables.least_ring_s(0, held, degree, 2) - alone <= summed
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 1e-3, 0.1])
+@pytest.mark.parametrize("flow", [None, 0.2])
+def test_no_plan_sums_sooner_than_it_must_whatever_rings_wait_for(latency_s: float, flow: float | None) -> None:
+    """Four finer rings of one GPU wait for their latency together, and are as fast together as its NIC, though one alone is not."""
+    of = with_nics(fleet(("A100", 1, 1), ("T4", 1, 4)), {"A100": 1e9, "T4": 1e9})
+    asked = request(of, 4, model(1, 512))
+    pairs = [("A100", "A100"), ("A100", "T4"), ("T4", "T4")]
+    table = LinkTable({("inter", *pair): ((10.0, 30.0), (flow * 1e9,) * 2) for pair in pairs}) if flow else None
+    parameters = replace(asked.cost.parameters, latency_inter_s=latency_s, efficiency_inter=1.0)
+    asked = replace(
+        asked,
+        cost=CostModel(
+            of, asked.spec, profile(), sequence_length=128, precision="fp32", parameters=parameters, links=table
+        ),
+    )
+    pipelines = (Pipeline((Stage(0, 1, tuple(each.workers)),), 2, 1) for each in of.nodes)
+    sync = asked.cost.simulate(Plan("tiny", 4, 1, 128, tuple(pipelines))).sync
+    begun = max(event.start_s for event in sync.events)
+    tables = tables_of(asked)
+    held = sum(event.job.num_bytes for event in sync.events)
+    least = tables.least_ring_s(0, held, 1, 2) - tables.least_ring_s(0, held, 1, 1)
+    assert 0.5 * (sync.gradients_end_s - begun - 2 * latency_s) < least <= sync.gradients_end_s - begun
 
 
 def _small(asked: Request) -> NodeType:
