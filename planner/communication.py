@@ -109,27 +109,28 @@ class Links:
             return 0.0
         nodes = dict(members)
         kinds = list(dict.fromkeys(nodes.values()))
-        volume = 2 * (count - 1) / count * num_bytes
-        chunk = num_bytes / count
+        volume, chunk = _ring_bytes(count, num_bytes), num_bytes / count
         slowest = 0.0
         if len(nodes) < count:
-            slowest = max(volume / self.bandwidth(k, k, True, chunk) for k in kinds)
+            slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
         if len(nodes) > 1:
             shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
             ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
-            reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
             rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
-            slowest = max(slowest, volume / (reached * min(rates)))
+            slowest = max(slowest, volume / (self._reached(count) * min(rates)))
         return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
 
     def ring_link_s(self, node_type: NodeType, same_node: bool, count: int, num_bytes: float) -> float:
         """For how long a ring all-reduce over so many members fills a link inside a node, or a node's NIC, whatever one flow alone
         reaches through it."""
-        volume = 2 * (count - 1) / count * num_bytes
+        volume = _ring_bytes(count, num_bytes)
         if same_node:
             return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
-        reached = self.parameters.all_reduce_efficiency if count > 2 else 1.0
-        return volume / (node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter * reached)
+        return volume / (node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter * self._reached(count))
+
+    def _reached(self, count: int) -> float:
+        """Share of a message's bandwidth that rings of so many members reach between nodes."""
+        return self.parameters.all_reduce_efficiency if count > 2 else 1.0
 
     def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
         """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has its part."""
@@ -138,3 +139,8 @@ class Links:
         part = num_bytes / count
         rate = self.bandwidth(node_type, node_type, True, part)
         return (count - 1) * part / rate + math.log2(count) * self.latency(True)
+
+
+def _ring_bytes(count: int, num_bytes: float) -> float:
+    """What a ring all-reduce over so many members sends over each of its links."""
+    return 2 * (count - 1) / count * num_bytes

@@ -7,6 +7,7 @@ completed by the best set, or the best two, of what is left.
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.strategies.tables import Floats, Ints
 
@@ -62,7 +63,7 @@ def _pairs(usage: Ints, lost: Floats, supply: Ints) -> list[tuple[int, ...]]:
     one, other = one[order], other[order]
     both = usage[one] + usage[other]
     fit = np.flatnonzero((both <= supply).all(axis=1))
-    _, first = np.unique(both[fit], axis=0, return_index=True)
+    _, first = np.unique(both[fit] @ _strides(supply), return_index=True)
     best = fit[np.sort(first)][:_PAIRS]
     return list(zip(one[best].tolist(), other[best].tolist(), strict=True))
 
@@ -72,24 +73,28 @@ class _Largest:
 
     def __init__(self, usage: Ints, value: Floats):
         self._order = np.argsort(-value, kind="stable")
-        self._usage = np.ascontiguousarray(usage[self._order].T)
+        self._usage = np.asfortranarray(usage[self._order])
 
     def within(self, gpus: Ints) -> Ints:
         """Of those within each row of GPUs; -1 where none is."""
-        fits = np.all([used <= left[:, None] for used, left in zip(self._usage, gpus.T, strict=True)], axis=0)
+        fits = _within(self._usage, gpus)
         return np.where(fits.any(axis=1), self._order[fits.argmax(axis=1)], -1)
 
 
 def _grow(grown: _Grown, singles: _Grown, supply: Ints, beam: int) -> _Grown:
     """One set more: the few that lose least, of those that use equal GPUs the best."""
-    left = supply - grown.usage
-    one, other = np.nonzero(np.all([singles.usage[:, r] <= left[:, [r]] for r in range(len(supply))], axis=0))
+    one, other = np.nonzero(_within(singles.usage, supply - grown.usage))
     usage, lost = grown.usage[one] + singles.usage[other], grown.lost[one] + singles.lost[other]
     order = np.lexsort((np.arange(len(lost)), lost))
     _, first = np.unique((usage @ _strides(supply))[order], return_index=True)
     keep = order[np.sort(first)][:beam]
     members = np.concatenate([grown.members[one[keep]], singles.members[other[keep]]], axis=1)
     return _Grown(members, usage[keep], lost[keep])
+
+
+def _within(usage: Ints, gpus: Ints) -> NDArray[np.bool_]:
+    """(m, n) which of the sets, (n, resources), are within which GPUs, (m, resources)."""
+    return np.asarray(np.all([usage[:, r] <= gpus[:, [r]] for r in range(usage.shape[1])], axis=0))
 
 
 def _strides(supply: Ints) -> Ints:

@@ -90,8 +90,7 @@ class Pool:
         """From now on all pipelines are to be ready as long before their end as these columns' are, of which there are so many."""
         columns = [self.columns[i] for i in amounts]
         self._expect(round(sum(self.columns[i].copies * amount for i, amount in amounts.items())))
-        if self._begun is None:
-            self._ready_s = ready_s(self.tables, {column.shape for column in columns})
+        self._ready_s = ready_s(self.tables, {column.shape for column in columns})
         self._lines = [self._line(i, step_s) for i in range(len(self.columns))]
 
     def late_s(self, column: Column) -> float:

@@ -46,15 +46,20 @@ class _Houses:
         for place, stage in stages.items():
             self._there.setdefault(fleet.node_of(stage.workers[0]), set()).add(place)
         place_of = {worker: place for place, stage in stages.items() for worker in stage.workers}
-        types, found = {node.node_type for node in self._there}, dict[frozenset[_Place], _Sum]()
+        found = dict[frozenset[_Place], tuple[float, float]]()  # start, bytes
         for event in simulation.sync.events:
-            count, places = len(event.job.members), frozenset(place_of[worker] for worker in event.job.members)
-            known = found.get(places, _Sum(event.start_s - self._pipelines_s, dict.fromkeys(types, 0.0), len(places)))
-            for each in types:
-                known.nic_s[each] += cost.links.ring_link_s(each, False, count, event.job.num_bytes)
-            found[places] = known
-        ordered = sorted(found.items(), key=lambda item: -item[1].start_s)  # a NIC's last first
-        self._sums = [each for _, each in ordered]
+            places = frozenset(place_of[worker] for worker in event.job.members)
+            start_s, num_bytes = found.get(places, (event.start_s, 0.0))
+            found[places] = start_s, num_bytes + event.job.num_bytes
+        ordered = sorted(found.items(), key=lambda item: -item[1][0])  # a NIC's last first
+        types = {node.node_type for node in self._there}
+        self._sums = [
+            _Sum(
+                start_s - self._pipelines_s,
+                {kind: cost.links.ring_link_s(kind, False, len(places), num_bytes) for kind in types}, len(places),
+            )
+            for places, (start_s, num_bytes) in ordered
+        ]  # fmt: skip
         self._held: dict[_Place, list[int]] = {place: [] for place in stages}
         for i, (places, _) in enumerate(ordered):
             for place in places:

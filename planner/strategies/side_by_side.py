@@ -57,11 +57,11 @@ class SideBySide:
         of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
         latency, byte_s, stages = self._rates_of(number, rows)
         summed, late, like = byte_s * held_bytes, np.zeros(len(rows)), self._alike(rows)
-        same = np.ones(rows.shape, dtype=bool)
+        same, carried = np.ones(rows.shape, dtype=bool), latency
         for further in range(min(int(stages.max(initial=0.0)), rows.shape[1])):
             stop = rows.shape[1] - further
             same = same[:, :stop] & (stages[:, :stop] > further) & (like[:, :stop] == like[:, further:])
-            carried = sum(summed[:, i : i + stop] for i in range(further + 1)) + latency[:, :stop]
+            carried = carried[:, :stop] + summed[:, further:]
             late = np.maximum(late, np.where(same, carried - early_s[:, further:], 0.0).max(axis=1, initial=0.0))
         return np.asarray(late + self._updated_s(rows, held_bytes))
 

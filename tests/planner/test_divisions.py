@@ -27,7 +27,7 @@ def test_divisions_find_the_best_of_all(seed: int) -> None:
 
 
 def test_two_sets_complete_what_one_alone_cannot() -> None:
-    """Each set loses nothing, so a beam of one keeps the first; the best division needs two sets after it that are not the next best."""
+    """Nothing is grown before the only completion, so a division of two sets or more is completed by both at once."""
     usage = np.array([[3, 0], [2, 2], [1, 2], [0, 3], [2, 1], [1, 1]])
     value = np.array([3.0, 4.0, 2.9, 2.9, 2.9, 1.0])
     found = divisions(usage, value, np.array([6, 6]), np.ones(2), 1, 1)

@@ -178,7 +178,8 @@ def test_assembled_plans_are_plans_and_the_same_every_time() -> None:
     assert better.prediction.step_time_s < known_s
 
 
-def test_few_pipelines_begin_alike_where_the_known_ones_do() -> None:
+def test_few_pipelines_begin_alike() -> None:
+    """All NICs are equal here, so as the known ones do."""
     asked = request(fleet(("A100", 12, 8), ("A10G", 8, 8), ("T4", 4, 8)), 768, model(20, 512))
     tables = tables_of(asked)
     known, _ = choose(asked, alike_plans(asked, tables))

@@ -92,7 +92,7 @@ def test_three_that_meet_in_pairs_share_their_links() -> None:
 
 
 def test_a_nic_is_shared_by_those_that_use_it_at_the_time() -> None:
-    """Measured so: the last cases but one of scripts/benchmarks/results/gradient_sync.json."""
+    """Measured so: nodes of two and of four in scripts/benchmarks/results/gradient_sync.json."""
     fleet = Fleet(0, tuple(Node(n, NodeType("two", "T4", 2, 1, 1e9, 10e6)) for n in "ab"))
     jobs = [SyncJob((f"a/{i}", f"b/{i}"), 10e6) for i in range(2)]
     parameters = CostParameters(efficiency_inter=1.0, all_reduce_efficiency=1.0, latency_inter_s=0.0)
