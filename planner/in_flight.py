@@ -37,8 +37,9 @@ def working_ahead(transfer_s: Sequence[float], room: Sequence[int], most: int = 
         return tuple(range(most * (depth - 1) + 1, 0, -most))
     numbers = list(one_each(depth))
     spare = [have - need for have, need in zip(room, numbers, strict=True)]
-    order = sorted(range(depth - 1), key=lambda b: (-transfer_s[b], -b))
-    for boundary in order * (most - 1):
+    longest = sorted(range(depth - 1), key=lambda b: (-transfer_s[b], -b))[: (depth - 1) * (most > 1)]
+    latest = list(range(depth - 2, -1, -1)) * (most - 2)
+    for boundary in [*longest, *latest]:
         if min(spare[: boundary + 1]) > 0:
             for stage in range(boundary + 1):
                 numbers[stage] += 1

@@ -38,15 +38,15 @@ _PART_GPUS = 256
 _REGROUPED = (3, 8)
 
 
-def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> list[Plan]:
+def alike_plans(request: Request, tables: Tables, known_s: float = np.inf, *, hasty: bool = False) -> list[Plan]:
     """The fastest few by the tables, with the sync that lying side by side leaves, undivided and in as many parts as each layer has to
-    lie on nodes; and some in other numbers of parts. known_s: a step time known before, of layers on any nodes; on more than a few GPUs
-    nothing far behind is looked at closely."""
+    lie on nodes; and, unless hasty, some in other numbers of parts and with other groups. known_s: a step time known before, of layers on
+    any nodes; on more than a few GPUs nothing far behind is looked at closely."""
     wanted, gpus = request.min_node_disjoint_holders, len(request.fleet.workers)
     keep = min(max(_KEPT[0], _PREDICTED_GPUS // gpus), _KEPT[1])
-    search = _Search(request, tables, keep, known_s, prunes=gpus > FEW_GPUS and wanted == 1)
+    search = _Search(request, tables, keep, known_s, prunes=gpus > FEW_GPUS and wanted == 1, regroups=not hasty)
     most = max(2, *(len(resource.node_names) for resource in tables.resources))
-    several = _PARTS if gpus <= _PARTED_GPUS else (-(-gpus // _PART_GPUS),)
+    several = () if hasty else _PARTS if gpus <= _PARTED_GPUS else (-(-gpus // _PART_GPUS),)
     others = [parts for parts in several if 1 < parts <= most and parts != wanted]
     share = 4 if gpus <= MOST_GPUS else 8
     plans = [search.plans(parts) for parts in dict.fromkeys((wanted, 1))] + [search.plans(p, share) for p in others]
@@ -55,13 +55,13 @@ def alike_plans(request: Request, tables: Tables, known_s: float = np.inf) -> li
 
 class _Search:
     """All equal pipelines of one request. keep: plans of one number of parts; known_s: as `alike_plans`; prunes: whether what is far behind
-    that or the best so far is left out."""
+    that or the best so far is left out; regroups: whether other groups are tried."""
 
-    def __init__(self, request: Request, tables: Tables, keep: int, known_s: float, prunes: bool):
+    def __init__(self, request: Request, tables: Tables, keep: int, known_s: float, prunes: bool, regroups: bool):
         self.request, self.tables, self.keep, self.prunes = request, tables, keep, prunes
         self._most_s = FAR_BEHIND * known_s if prunes else np.inf
         self.small = len(request.fleet.workers) <= MOST_GPUS
-        self.most_mixes, self.most_regrouped = _MIXES[self.small], _REGROUPED[self.small]
+        self.most_mixes, self.most_regrouped = _MIXES[self.small], regroups * _REGROUPED[self.small]
         self.batch, self.depth = request.global_batch_sequences, request.deepest(tables.num_blocks)
         self.groups = int(tables.groups_a_node.max())
         self.mixes = _mixes(request, tables)

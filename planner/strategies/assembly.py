@@ -5,14 +5,15 @@ whole ones divide the fleet so that few GPUs are left over (`divisions.py`).
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.plan import Plan
-from planner.strategies.divisions import divisions
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.strategies.divisions import divisions, strides
+from planner.strategies.drafts import Draft, Shape
 from planner.strategies.generation import Column, Pool
 from planner.strategies.packing import Packer
 from planner.strategies.placement import place_by_copies
@@ -32,6 +33,7 @@ _FEWEST_MICROBATCHES = 16
 _AGREED = (2, 4, 6, 8)  # rounds after which pipelines agree on when each layer is ready
 _FINER = (2, 4)  # rounds after which bottlenecks lie closer
 _ROUNDS = 14
+_ALIKE = 7  # after so many they begin with groups of one kind
 _NEAR = 0.03
 _FAR = 1.25  # times the step, at most: what columns do in shorter ones may be nothing
 _TOWARDS = 0.5  # prices of few columns swing: part of the way
@@ -43,20 +45,34 @@ _WORTH = 0.99
 _LONGER = 1.004  # whole pipelines take a little longer than fractions of them
 _LEFT = 0.5  # of each column that the linear program has
 _DIVIDED = 7  # so few columns are sought by division alone
-_BEAM, _MOST = 1000, 12
+_BEAM, _FEWEST, _MOST = 1000, 3, 12
+_TIMED = 2  # times at most: others may then look better
+_VARIED = 12
+_TIE = 1e-3
 
 
 class _Effort(NamedTuple):
-    """nearby: so many prices, whose pipelines lose at most a share `near` more than the least. packed: columns that are packed. plans: so
-    many packings are placed."""
+    """nearby: so many prices, whose pipelines lose at most a share `near` more than the least. packed: columns that are packed, into so
+    many divisions. varied: how often those of the best are varied, into so many `neighbours` each time. plans: so many are placed."""
 
     nearby: int
     near: float
     packed: int
+    divisions: int
+    varied: int
+    neighbours: int
     plans: int
 
 
-_OF_FEW, _OF_MANY = _Effort(20, 0.03, 500, 1), _Effort(40, 0.015, 1000, 2)
+_OF_FEW, _OF_MANY = _Effort(6, 0.03, 600, 40, 3, 600, 3), _Effort(40, 0.015, 1000, 12, 0, 0, 2)
+
+
+class Packing(NamedTuple):
+    """Columns side by side. seconds: when the last of their pipelines ends, with what follows it. microbatches: of each pipeline."""
+
+    seconds: float
+    microbatches: tuple[int, ...]
+    columns: tuple[Column, ...]
 
 
 def assembled_plans(
@@ -71,7 +87,7 @@ def assembled_plans(
         if assembly.step_s <= _WORTH * known_s:
             assembly.widen(hurry)
             if not hurry():
-                plans = filter(None, map(assembly.placed, assembly.packings()))
+                plans = filter(None, map(assembly.placed, assembly.packings(hurry)))
                 yield from itertools.islice(plans, assembly.effort.plans)
 
 
@@ -110,6 +126,8 @@ class Assembly:
             self.prices = (1 - _TOWARDS) * self.prices + _TOWARDS * longer * relaxed.prices
             if number in _FINER:
                 self._closer(lost)
+            if number == _ALIKE:
+                self.pool.begin_alike(self.prices, self.step_s, self.limits)
             if number in _AGREED:
                 self.pool.agree(relaxed.amounts, self.step_s)
             elif number > _AGREED[-1] and not new:
@@ -134,43 +152,75 @@ class Assembly:
                 prices, self.step_s, limits, self.effort.near, self.pool.copies[number % len(self.pool.copies)]
             )
 
-    def packings(self) -> Iterator[list[Column]]:
-        """Whole columns that do most in a step hardly longer than that of fractions, best first. Most are what the linear program has;
-        the rest of the fleet is divided."""
-        step_s, pool = _LONGER * self.step_s, self.pool
-        prices = pool.relax(step_s).prices
-        keep = np.argsort(1 - pool.sequences(step_s) / np.maximum(pool.usage @ prices, 1e-9), kind="stable")[
-            : self.effort.packed
-        ]
-        pool.time(keep.tolist(), step_s)
-        usage, value = pool.usage[keep], pool.sequences(step_s, whole=True)[keep]
-        amounts = Packer(usage, pool.supply).relax(pool.sequences(step_s)[keep]).amounts
-        several = sum(amounts.values()) > _DIVIDED
+    def packings(self, hurry: Callable[[], bool]) -> list[Packing]:
+        """Those of the shortest steps first: of the columns found so far, then of their neighbours as well, as long as that helps."""
+        found, varied = self._divided(_LONGER * self.step_s), set[Column]()
+        for _ in range(self.effort.varied):
+            if not found or hurry():
+                break
+            columns = dict.fromkeys(column for packing in found for column in packing.columns)
+            fresh = [column for column in columns if column not in varied][:_VARIED]
+            varied.update(fresh)
+            step_s = found[0].seconds
+            self.pool.vary(fresh, self.pool.relax(step_s).prices, step_s, self.effort.neighbours)
+            found = _soonest_first([*found, *self._divided(step_s)])
+        return found
+
+    def _divided(self, step_s: float) -> list[Packing]:
+        """Whole columns that do most in a step of about so many seconds. All that matter are timed by simulation."""
+        for _ in range(_TIMED):
+            chosen = self._chosen(step_s)
+            if not self.pool.time(itertools.chain.from_iterable(chosen), step_s):
+                break
+        return _soonest_first([packing for indices in chosen if (packing := self._packing(indices)) is not None])
+
+    def _chosen(self, step_s: float) -> list[list[int]]:
+        """Indices of columns that are within the fleet together. Most are what the linear program has; the rest of the fleet is divided."""
+        pool, usage = self.pool, self.pool.usage
+        done, prices = pool.sequences(step_s), pool.relax(step_s).prices
+        order = np.argsort(1 - done / np.maximum(usage @ prices, 1e-9), kind="stable")
+        _, first = np.unique(
+            (usage @ strides(pool.supply))[order], return_index=True
+        )  # of those that use equal GPUs the best
+        keep = order[np.sort(first)][: self.effort.packed]
+        usage, value = usage[keep], pool.sequences(step_s, whole=True)[keep] + _TIE * done[keep]
+        amounts = Packer(usage, pool.supply).relax(done[keep]).amounts
+        number = sum(amounts.values())
+        several = number > _DIVIDED
         taken = [i for i, amount in amounts.items() for _ in range(int(amount - _LEFT) if several else 0)]
         left = pool.supply - usage[taken].sum(axis=0)
-        for members in divisions(usage, value, left, prices, _BEAM, _MOST) or [()]:
-            yield [pool.columns[i] for i in keep[[*taken, *members]].tolist()]
+        most = _MOST if several else max(_FEWEST, math.ceil(number) - 1)
+        divided = divisions(usage, value, left, prices, _BEAM, most, self.effort.divisions) or [()]
+        return [keep[[*taken, *members]].tolist() for members in divided]
 
-    def placed(self, columns: Sequence[Column]) -> Plan | None:
-        shapes = [column.shape for column in columns for _ in range(column.copies)]
-        owners = [i for i, column in enumerate(columns) for _ in range(column.copies)]
-        late_s = dict[Shape, float]()
-        for column in columns:
-            late_s[column.shape] = max(self.pool.late_s(column), late_s.get(column.shape, 0.0))
-        ends = _Ends(self.tables, late_s)
-        draft = assign_microbatches(ends, shapes, self.batch) if shapes else None
-        if draft is None:
+    def _packing(self, indices: Sequence[int]) -> Packing | None:
+        columns = tuple(self.pool.columns[i] for i in sorted(indices))
+        lines = [line for i in sorted(indices) for line in [self.pool.line(i)] * self.pool.columns[i].copies]
+        number, rest = divmod(self.batch, self.pool.size)
+        if rest or not len(lines) <= number:
             return None
+        begin, rate = np.array(lines).T
+        return Packing(*_shared(begin, rate, number), columns)
+
+    def placed(self, packing: Packing) -> Plan | None:
+        shapes = [column.shape for column in packing.columns for _ in range(column.copies)]
+        owners = [i for i, column in enumerate(packing.columns) for _ in range(column.copies)]
+        draft = Draft(tuple(zip(shapes, packing.microbatches, strict=True)))
         about = self.request.spec.name, self.batch, self.request.sequence_length
         return place_by_copies(self.tables, draft, owners, *about)
 
 
-class _Ends(Estimator):
-    """With what follows a pipeline before its step ends."""
+def _soonest_first(packings: Sequence[Packing]) -> list[Packing]:
+    return sorted(dict.fromkeys(packings), key=lambda packing: packing.seconds)
 
-    def __init__(self, tables: Tables, late_s: Mapping[Shape, float]):
-        super().__init__(tables)
-        self._late_s = late_s
 
-    def pipeline_s(self, shape: Shape, microbatches: int) -> float:
-        return super().pipeline_s(shape, microbatches) + self._late_s[shape]
+def _shared(begin: Floats, rate: Floats, number: int) -> tuple[float, tuple[int, ...]]:
+    """When the last pipeline ends if they share so many microbatches best, each of which does begin + rate t in t seconds; and how many
+    each does."""
+    step_s = (number - begin.sum()) / rate.sum()
+    counts = np.maximum(np.floor(begin + rate * step_s), 1.0)
+    while counts.sum() < number:
+        counts[np.argmin((counts + 1 - begin) / rate)] += 1
+    while counts.sum() > number:
+        counts[np.argmax(np.where(counts > 1, (counts - begin) / rate, -np.inf))] -= 1
+    return float(((counts - begin) / rate).max()), tuple(counts.astype(int).tolist())

@@ -41,6 +41,7 @@ _FEWER_GPUS = 192
 _WALKS = 4  # of up to `_FEWEST` GPUs, of more one
 _WALKS_APART = 8  # where each layer has to lie on several nodes: fewer changes keep that
 _ROUNDS = 3
+_HASTY = 0.985
 _NOTHING = Found((), 0.0, 0)
 
 
@@ -73,10 +74,19 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     drafts = [d for d in (draft_of(tables, plan, request.fleet) for plan in known) if d is not None]
     rivals = [*grids(request, tables, engine.estimator), *rival_plans(request)]
     starts = drafts + [d for d in (draft_of(tables, p, request.fleet) for p in rivals) if d is not None]
-    alike = alike_plans(request, tables, min(map(engine.estimator.draft_s, starts), default=math.inf))
+    drafted_s = min(map(engine.estimator.draft_s, starts), default=math.inf)
+    hasty = _may_assemble(request, tables)
+    alike = alike_plans(request, tables, drafted_s, hasty=hasty)
     quickest = choose(request, alike)[0] if len(request.fleet.workers) > FEW_GPUS else None
-    quickest = None if quickest is None else _rehoused(request, quickest)
-    assembled = _assembled(request, tables, quickest, hurry)
+    assembled = _assembled(request, tables, quickest, hurry) if hasty else None
+    if not hasty and quickest is not None:
+        quickest = _rehoused(request, quickest)
+    if hasty and (assembled is None or quickest is None or not _far_before(assembled, quickest)):
+        alike += alike_plans(request, tables, drafted_s)
+        quickest = choose(request, alike)[0]
+        quickest = None if quickest is None else _rehoused(request, quickest)
+        if assembled and quickest and assembled.prediction.step_time_s >= quickest.prediction.step_time_s:
+            assembled = None
     known_s = quickest.prediction.step_time_s if quickest else math.inf
     found = _NOTHING if assembled else engine.run(tuple(starts), known_s)
     apart = disjoint_plans(request, tables, engine.estimator) if request.min_node_disjoint_holders > 1 else []
@@ -119,13 +129,20 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     )
 
 
+def _may_assemble(request: Request, tables: Tables) -> bool:
+    """Of many GPUs, where pipelines may be as unlike as generated ones are."""
+    return len(request.fleet.workers) > ASSEMBLED_GPUS and request.mixed_tp and tables.begun_ahead > 1
+
+
+def _far_before(one: Costed, other: Costed) -> bool:
+    """By more than a hasty look at equal pipelines misses."""
+    return one.prediction.step_time_s < _HASTY * other.prediction.step_time_s
+
+
 def _assembled(request: Request, tables: Tables, known: Costed | None, hurry: Callable[[], bool]) -> Costed | None:
-    """Of many GPUs, what generated pipelines make, where that is better than a known plan and they may be unlike as these are."""
-    unlike = request.mixed_tp and tables.begun_ahead > 1
-    if known is None or len(request.fleet.workers) <= ASSEMBLED_GPUS or not unlike:
-        return None
-    draft = draft_of(tables, known.plan, request.fleet)
-    if draft is None:
+    """What generated pipelines make, where that is better than a known plan."""
+    draft = None if known is None else draft_of(tables, known.plan, request.fleet)
+    if known is None or draft is None:
         return None
     known_s = known.prediction.step_time_s
     found = (choose(request, [plan])[0] for plan in assembled_plans(request, tables, draft, known_s, hurry))

@@ -1,9 +1,11 @@
 """Dividing GPUs into sets that make a pipeline each.
 
-A set loses what its GPUs are worth, at given prices, beyond what it does. Divisions that lose least are grown set by set, and each is
-completed by the best set, or the best two, of what is left.
+A set loses what its GPUs are worth, at given prices, beyond what it does. Divisions that lose least are grown set by set, from any two
+sets on, and each is completed by the best set, or the best two, of what is left.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,84 +14,112 @@ from numpy.typing import NDArray
 from planner.strategies.tables import Floats, Ints
 
 _DIVISIONS = 12
-_PAIRS, _TRIED = 3000, 8
+_PAIRS = 50_000
+_CELLS = 2_000_000
+_ALIKE = 6  # a division of four sets is found by each two of them
 
 
 @dataclass(frozen=True)
 class _Grown:
-    """Some sets together, one entry each. usage: (n, resources) GPUs; lost: (n,) what they do less than their GPUs are worth."""
+    """Some sets together, one entry each: (n, sets) members, (n, resources) GPUs, and (n,) what they do."""
 
     members: Ints
     usage: Ints
-    lost: Floats
+    done: Floats
+
+    def take(self, index: Ints) -> "_Grown":
+        return _Grown(self.members[index], self.usage[index], self.done[index])
 
 
 def divisions(
-    usage: Ints, value: Floats, supply: Ints, prices: Floats, beam: int, most_sets: int
+    usage: Ints, value: Floats, supply: Ints, prices: Floats, beam: int, most_sets: int, number: int = _DIVISIONS
 ) -> list[tuple[int, ...]]:
-    """Divisions of the supply into sets that do most, as indices of sets, best first.
+    """So many divisions of the supply into sets that do most, as indices of sets, best first.
 
     usage: (n, resources) GPUs of each set; value: (n,) sequences that it does; prices: sequences that a GPU of each resource is worth.
     beam: how many are grown side by side. most_sets: what is grown has at most so many, besides those that complete it.
     """
-    if not len(usage):
+    fit = np.flatnonzero((usage <= supply).all(axis=1))
+    if not len(fit):
         return []
-    lost = usage @ prices - value
-    members = [(i,) for i in range(len(usage))] + _pairs(usage, lost, supply)
-    used = np.array([usage[list(each)].sum(axis=0) for each in members])
-    done = np.array([value[list(each)].sum() for each in members])
-    largest = _Largest(used, done)
-    order = np.argsort(lost, kind="stable")[:beam]
-    singles = _Grown(order[:, None], usage[order], lost[order])
-    found: dict[tuple[int, ...], float] = {}
     grown = _Grown(np.zeros((1, 0), dtype=np.int64), np.zeros((1, len(supply)), dtype=np.int64), np.zeros(1))
-    for _ in range(most_sets):
-        last = largest.within(supply - grown.usage)
-        complete = np.flatnonzero(last >= 0)
-        total = value[grown.members[complete]].sum(axis=1) + done[last[complete]]
-        for i in np.argsort(-total, kind="stable")[:_DIVISIONS].tolist():
-            sets = (*grown.members[complete[i]].tolist(), *members[int(last[complete[i]])])
-            found[tuple(sorted(sets))] = float(total[i])
-        grown = _grow(grown, singles, supply, beam)
-        if not len(grown.lost):
+    singles = _Grown(fit[:, None], usage[fit], value[fit])
+    pairs = _pairs(singles, supply, prices)
+    few = _least_lost(singles, prices, beam)
+    rest = _Rest([singles, pairs], supply)
+    found: dict[tuple[int, ...], float] = {}
+    for sets in range(most_sets):
+        found |= rest.completed(grown, number)
+        if sets > 1:
+            grown = _grow(_least_lost(grown, prices, beam), few, supply)
+        else:
+            grown = pairs if sets else singles
+        if not len(grown.done):
             break
-    return sorted(found, key=lambda sets: (-found[sets], sets))[:_DIVISIONS]
+    return sorted(found, key=lambda sets: (-found[sets], sets))[:number]
 
 
-def _pairs(usage: Ints, lost: Floats, supply: Ints) -> list[tuple[int, ...]]:
-    """Two sets that fit together into the supply: those that lose least, of those that use equal GPUs the best."""
-    one, other = np.triu_indices(len(usage))
-    order = np.argsort(lost[one] + lost[other], kind="stable")[: _TRIED * _PAIRS]
-    one, other = one[order], other[order]
-    both = usage[one] + usage[other]
+def _pairs(singles: _Grown, supply: Ints, prices: Floats) -> _Grown:
+    """Two sets that fit together into the supply, those that lose least."""
+    one, other = np.triu_indices(len(singles.done))
+    both = singles.usage[one] + singles.usage[other]
     fit = np.flatnonzero((both <= supply).all(axis=1))
-    _, first = np.unique(both[fit] @ _strides(supply), return_index=True)
-    best = fit[np.sort(first)][:_PAIRS]
-    return list(zip(one[best].tolist(), other[best].tolist(), strict=True))
+    one, other = one[fit], other[fit]
+    members = np.concatenate([singles.members[one], singles.members[other]], axis=1)
+    pairs = _Grown(members, both[fit], singles.done[one] + singles.done[other])
+    return _least_lost(pairs, prices, _PAIRS)
 
 
-class _Largest:
-    """Of sets on so many GPUs, (n, resources), that do so much, (n,), the one that does most."""
-
-    def __init__(self, usage: Ints, value: Floats):
-        self._order = np.argsort(-value, kind="stable")
-        self._usage = np.asfortranarray(usage[self._order])
-
-    def within(self, gpus: Ints) -> Ints:
-        """Of those within each row of GPUs; -1 where none is."""
-        fits = _within(self._usage, gpus)
-        return np.where(fits.any(axis=1), self._order[fits.argmax(axis=1)], -1)
+def _least_lost(grown: _Grown, prices: Floats, most: int) -> _Grown:
+    """So many, those that lose least first."""
+    return grown.take(np.argsort(grown.usage @ prices - grown.done, kind="stable")[:most])
 
 
-def _grow(grown: _Grown, singles: _Grown, supply: Ints, beam: int) -> _Grown:
-    """One set more: the few that lose least, of those that use equal GPUs the best."""
+class _Rest:
+    """What sets do best on any GPUs that are left: a table over numbers of GPUs, in steps of a few where they are many, in which each cell
+    has the best of all cells that it contains."""
+
+    def __init__(self, levels: Sequence[_Grown], supply: Ints):
+        self._supply, self._step = supply, np.ones(len(supply), dtype=np.int64)
+        while math.prod((supply // self._step + 1).tolist()) > _CELLS:
+            self._step[np.argmax(supply // self._step)] *= 2
+        width = max(level.members.shape[1] for level in levels)
+        self._members = np.concatenate([_padded(level.members, width) for level in levels])
+        cells = -(-np.concatenate([level.usage for level in levels]) // self._step)
+        order = np.argsort(np.concatenate([level.done for level in levels]), kind="stable")
+        order = order[(cells[order] <= supply // self._step).all(axis=1)]
+        self._order = np.append(order, -1)  # and nothing
+        self._done = np.append(np.concatenate([level.done for level in levels])[order], 0.0)
+        table = np.full(supply // self._step + 1, -1, dtype=np.int32)
+        table[tuple(cells[order].T)] = np.arange(len(order), dtype=np.int32)
+        for axis in range(len(supply)):
+            np.maximum.accumulate(table, axis=axis, out=table)
+        self._best = table
+
+    def completed(self, grown: _Grown, number: int) -> dict[tuple[int, ...], float]:
+        """The best so many, each completed by what does most on the GPUs that it leaves, with what they do in all."""
+        best = self._best[tuple(((self._supply - grown.usage) // self._step).T)]
+        total = grown.done + self._done[best]
+        top = np.argsort(-total, kind="stable")[: _ALIKE * number]
+        members = np.concatenate([grown.members[top], self._members[self._order[best[top]]]], axis=1)
+        members[best[top] < 0, grown.members.shape[1] :] = -1
+        sets = (tuple(sorted(i for i in mine if i >= 0)) for mine in members.tolist())
+        return {mine: float(done) for mine, done in zip(sets, total[top], strict=True) if mine}
+
+
+def _padded(members: Ints, width: int) -> Ints:
+    return np.pad(members, ((0, 0), (0, width - members.shape[1])), constant_values=-1)
+
+
+def _grow(grown: _Grown, singles: _Grown, supply: Ints) -> _Grown:
+    """One set more; of those that use equal GPUs the best."""
     one, other = np.nonzero(_within(singles.usage, supply - grown.usage))
-    usage, lost = grown.usage[one] + singles.usage[other], grown.lost[one] + singles.lost[other]
-    order = np.lexsort((np.arange(len(lost)), lost))
-    _, first = np.unique((usage @ _strides(supply))[order], return_index=True)
-    keep = order[np.sort(first)][:beam]
+    usage, done = grown.usage[one] + singles.usage[other], grown.done[one] + singles.done[other]
+    order = np.argsort(-done, kind="stable")
+    _, first = np.unique((usage @ strides(supply))[order], return_index=True)
+    keep = order[np.sort(first)]
     members = np.concatenate([grown.members[one[keep]], singles.members[other[keep]]], axis=1)
-    return _Grown(members, usage[keep], lost[keep])
+    return _Grown(members, usage[keep], done[keep])
 
 
 def _within(usage: Ints, gpus: Ints) -> NDArray[np.bool_]:
@@ -97,6 +127,6 @@ def _within(usage: Ints, gpus: Ints) -> NDArray[np.bool_]:
     return np.asarray(np.all([usage[:, r] <= gpus[:, [r]] for r in range(usage.shape[1])], axis=0))
 
 
-def _strides(supply: Ints) -> Ints:
+def strides(supply: Ints) -> Ints:
     """(resources,) which tell any two sets of GPUs within the supply apart."""
     return np.append(1, np.cumprod(supply[:-1] + 1)).astype(np.int64)

@@ -194,12 +194,14 @@ class Estimator:
         last = max(stage_ends)
         return Member(ends, degrees, resources, tuple(end - (last - e) for e in stage_ends))
 
-    def line(self, shape: Shape, seconds: float, *, quick: bool) -> tuple[float, float]:
-        """(a, b): near so many seconds the pipeline completes a + b t microbatches in t seconds, in fractions. quick: at most."""
+    def about(self, shape: Shape, seconds: float) -> int:
+        """Microbatches that the pipeline does at most in so many seconds, or as many as it takes to reach the steady state."""
         way = self._way(shape)
-        k = max(int((seconds - way.fill_s) / way.period_s), self._near(shape))
-        taken_s = self.quick_s(shape, k) if quick else self.pipeline_s(shape, k)
-        return k - taken_s / way.period_s, 1 / way.period_s
+        return max(int((seconds - way.fill_s) / way.period_s), self._near(shape))
+
+    def ends_s(self, shape: Shape, microbatches: int) -> list[float]:
+        """When each stage has done its last backward, by a simulation of them all."""
+        return self._simulated(shape, microbatches)
 
     def sync_shape(self, draft: Draft) -> SyncShape:
         tables = self.tables

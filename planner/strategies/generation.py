@@ -5,6 +5,7 @@ of many bottlenecks, are the pipelines that may improve it (Gilmore and Gomory 1
 timed by itself, with its sums (`lateness.py`), so that the program's value is what real pipelines in fractions do.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 from planner.strategies.bound_paths import Paths, PricedStages, Zone
 from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.lateness import Lateness, ready_s
+from planner.strategies.neighbours import Neighbours
 from planner.strategies.packing import Packer, Relaxed
 from planner.strategies.refine import fits, well_formed
 from planner.strategies.request import Request
@@ -25,6 +27,7 @@ _TOGETHER = 64
 _ZONES = 7
 _SYNC = 0.0075  # of the step: how long sums may last after the end of a pipeline
 _LIGHT = 4.0  # times the least of any first stage
+_NEAR = 0.03
 _ALIKE = 5  # share of the blocks with which few pipelines begin alike
 
 
@@ -58,11 +61,14 @@ class Pool:
         gpus = np.array([tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus for row in tables.rows])
         self._group_gpus = -(-gpus // tables.groups_a_node)
         self._updates = [tables.update_s(np.array([0.0, 1e9]), (r,)) for r in range(len(tables.resources))]
-        self._begun = min(known[0].rows, key=self._lateness[copies[0]].byte_s) if few else None
+        self._alike_blocks = max(1, tables.num_blocks // _ALIKE)
+        self._neighbours = Neighbours(tables, self.stages.rows.tolist(), self._group_gpus, self.stages.stages)
+        self._begun = self._alike(min(known[0].rows, key=self._lateness[copies[0]].byte_s)) if few else None
         self._ready_s = ready_s(tables, set(known))
         self._allowed_s = max(_SYNC * step_s, _LIGHT * self.stages.sync_range[0])
         self.columns: list[Column] = []
         self._known, self._timed = set[Column](), set[int]()
+        self._later: list[float] = []  # than at best, of those timed
         self._usage: list[Ints] = []
         self._lines: list[tuple[float, float]] = []
 
@@ -72,9 +78,12 @@ class Pool:
         return np.array(self._usage, dtype=np.int64).reshape(len(self.columns), len(self.supply))
 
     def sequences(self, step_s: float, *, whole: bool = False) -> Floats:
-        """(columns,) that each does in a step of so many seconds; whole: by whole microbatches."""
+        """(columns,) that each does in a step of so many seconds; whole: by whole microbatches. Those not timed by simulation are taken to
+        be as much later than at best as those that are, on average."""
         begin, rate = np.array(self._lines).reshape(-1, 2).T
-        done = np.maximum(begin + rate * step_s, 0.0)
+        later_s = np.full(len(begin), np.median(self._later or [0.0]))
+        later_s[list(self._timed)] = 0.0
+        done = np.maximum(begin + rate * (step_s - later_s), 0.0)
         copies = np.array([column.copies for column in self.columns])
         return np.asarray(copies * self.size * (np.floor(done + 1e-6) if whole else done))
 
@@ -93,17 +102,66 @@ class Pool:
         self._ready_s = ready_s(self.tables, {column.shape for column in columns})
         self._lines = [self._line(i, step_s) for i in range(len(self.columns))]
 
+    def begin_alike(self, prices: Floats, step_s: float, limits: Floats) -> None:
+        """All with groups of one kind, those with which pipelines in fractions do most."""
+        if self._begun is None or len(self._begun) == 1:
+            return
+        every, best = self.columns, (0.0, set[int](), list[Column]())
+        for kind in sorted(self._begun):
+            self._restart(every, {kind}, step_s)
+            self.find(prices, step_s, limits, _NEAR)
+            value = self.relax(step_s).value if self.columns else 0.0
+            if value > best[0]:
+                best = value, {kind}, self.columns
+        self._restart(best[2], best[1], step_s)
+
+    def _restart(self, columns: Sequence[Column], begun: set[int], step_s: float) -> None:
+        self.columns, self._begun, self._usage, self._lines = [], begun, [], []
+        self._known = set()
+        for column in columns:
+            if self._begins_alike(column.shape):
+                self.add(column, step_s)
+
     def late_s(self, column: Column) -> float:
         """How long sums last after the end of its pipelines, as far as that is looked at."""
         if self._begun is not None:
             return 0.0
         return self._lateness[column.copies].late_s(column.shape, self._ready_s)
 
-    def time(self, columns: Iterable[int], step_s: float) -> None:
-        """From now on by simulation, not by what a pipeline takes at least."""
-        self._timed.update(columns)
-        for i in self._timed:
-            self._lines[i] = self._line(i, step_s)
+    def time(self, columns: Iterable[int], step_s: float) -> bool:
+        """From now on by simulation, not by what a pipeline takes at least. Whether any was not before."""
+        fresh = [i for i in dict.fromkeys(columns) if i not in self._timed]
+        self._timed.update(fresh)
+        for i in fresh:
+            (least, rate), self._lines[i] = self._lines[i], self._line(i, step_s)
+            self._later.append((least - self._lines[i][0]) / rate)
+        return bool(fresh)
+
+    def line(self, i: int) -> tuple[float, float]:
+        """(a, b): each copy does a + b t microbatches in a step of t seconds."""
+        return self._lines[i]
+
+    def vary(self, columns: Sequence[Column], prices: Floats, step_s: float, most: int) -> None:
+        """Adds so many neighbours of these, those that lose least."""
+        for copies in self.copies:
+            mine = {c.shape.rows: float(self.timing.about(c.shape, step_s)) for c in columns if c.copies == copies}
+            found = self._neighbours.best(mine, self.supply // copies, prices, step_s)
+            for shape in itertools.islice(filter(self._begins_alike, found), most):
+                if fits(self.timing, shape, len(shape.rows)):
+                    self.add(Column(shape, copies), step_s)
+
+    def _begins_alike(self, shape: Shape) -> bool:
+        """As few pipelines do."""
+        if self._begun is None:
+            return True
+        kinds = [
+            self.tables.rows[row].kind for row, start in zip(shape.rows, shape.starts) if start <= self._alike_blocks
+        ]
+        return self._begun.issuperset(kinds)
+
+    def _alike(self, row: int) -> set[int]:
+        resource = self.tables.kinds[self.tables.rows[row].kind].resource
+        return {kind for kind, each in enumerate(self.tables.kinds) if each.resource == resource}
 
     def find(
         self, prices: Floats, step_s: float, limits: Floats, more: float, only: int | None = None
@@ -134,9 +192,9 @@ class Pool:
     def _zones(self, copies: int) -> list[Zone]:
         rows, wide, lateness = self.stages.rows, self.stages.busy.shape[2], self._lateness[copies]
         if self._begun is not None:
-            alike = np.array([self.tables.rows[row].kind for row in rows]) == self.tables.rows[self._begun].kind
+            alike = np.isin([self.tables.rows[row].kind for row in rows], list(self._begun))
             allowed = np.broadcast_to(alike[:, None, None], (len(rows), 3, wide))
-            return [Zone(0, allowed), Zone(max(1, self.tables.num_blocks // _ALIKE))]
+            return [Zone(0, allowed), Zone(self._alike_blocks)]
         begins = np.unique((self.tables.num_blocks * np.linspace(0, 0.8, _ZONES) ** 1.5).astype(int)).tolist()
         return [Zone(begin, lateness.timely(rows, wide, begin, self._ready_s, self._allowed_s)) for begin in begins]
 
@@ -164,9 +222,22 @@ class Pool:
 
     def _line(self, i: int, step_s: float) -> tuple[float, float]:
         """One copy does a + b t microbatches in a step of t seconds."""
-        column = self.columns[i]
-        begin, rate = self.timing.line(column.shape, step_s, quick=i not in self._timed)
-        return begin - rate * (self.late_s(column) + self._update_s(column.shape)), rate
+        column, timing = self.columns[i], self.timing
+        number, (_, period_s) = timing.about(column.shape, step_s), timing.affine(column.shape)
+        after_s = self.late_s(column) + self._update_s(column.shape)
+        if i in self._timed:
+            taken_s = self._taken_s(column, number)
+        else:
+            taken_s = timing.quick_s(column.shape, number)
+        return number - (taken_s + after_s) / period_s, 1 / period_s
+
+    def _taken_s(self, column: Column, number: int) -> float:
+        """By simulation. Of few pipelines, which may be housed so that no stage waits for a NIC, with what each but the first one sums."""
+        ends_s = self.timing.ends_s(column.shape, number)
+        if self._begun is None:
+            return max(ends_s)
+        sums_s = self._lateness[column.copies].alone_s(column.shape)
+        return max([*ends_s, *map(sum, zip(ends_s[1:], sums_s[1:], strict=True))])
 
     def _update_s(self, shape: Shape) -> float:
         """Of the worker that holds most."""

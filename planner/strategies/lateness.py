@@ -50,6 +50,14 @@ class Lateness:
             summed = sums[row, layers + 1] - sums[row, starts[first]]
             yield np.where(same, self._rates[np.minimum(first, 1), row] * summed, 0.0)
 
+    def alone_s(self, shape: Shape) -> list[float]:
+        """How long each stage's sum takes while its NIC carries no other, first stages beside others'."""
+        summed = (
+            self._tables.stage_sync_bytes(*stage) for stage in zip(shape.rows, shape.starts, shape.ends, strict=True)
+        )
+        rates = (float(self._rates[min(i, 1), row]) for i, row in enumerate(shape.rows))
+        return [rate * num_bytes for rate, num_bytes in zip(rates, summed, strict=True)]
+
     def byte_s(self, row: int) -> float:
         """Seconds that a byte of a first stage's layers takes, whole."""
         return float(self._rates[0, row]) / self._tables.kinds[self._tables.rows[row].kind].tp_degree

@@ -49,7 +49,7 @@ def fastest_of(
 ) -> tuple[float, Shape] | None:
     """(seconds, shape) of the fastest by the simulation, among the best few that fit by the closed form given with each and that may
     take less than `below`."""
-    known = quick if after_s is None else ((seconds + after_s(shape), shape) for seconds, shape in quick)
+    known = ((s + (after_s(shape) if after_s else 0.0), shape) for s, shape in quick if s < below)
     ranked = sorted((entry for entry in known if entry[0] < below), key=by_time)
     near = itertools.islice((shape for _, shape in ranked if fits(estimator, shape, microbatches)), _SIMULATED)
     timed = [(estimator.pipeline_s(s, microbatches) + (after_s(s) if after_s else 0.0), s) for s in near]

@@ -43,7 +43,7 @@ def _regroup(
     """(seconds, shape) of what changes of a few groups at a time lead to."""
     best, seconds = shape, estimator.pipeline_s(shape, microbatches) + (after_s(shape) if after_s else 0.0)
     for _ in range(_ROUNDS):
-        options = list(dict.fromkeys(_variants(estimator.tables, best.rows, max_stages)))
+        options = list(dict.fromkeys(other_groups(estimator.tables, best.rows, max_stages)))
         if not options:
             break
         quick = ((estimator.quick_s(other, microbatches), other) for other in _cut(balancer, options))
@@ -81,7 +81,7 @@ def _cut(balancer: Balancer, pipelines: Sequence[tuple[int, ...]]) -> list[Shape
     return [Shape(pipelines[i], tuple(cuts.ends[i, : len(pipelines[i])].tolist())) for i in held]
 
 
-def _variants(tables: Tables, rows: tuple[int, ...], max_stages: int) -> Iterator[tuple[int, ...]]:
+def other_groups(tables: Tables, rows: tuple[int, ...], max_stages: int) -> Iterator[tuple[int, ...]]:
     """Some groups at the head or the tail of a run of equal ones merged two by two, or halved."""
     at = 0
     for row, run in itertools.groupby(rows):

@@ -33,3 +33,9 @@ def test_two_sets_complete_what_one_alone_cannot() -> None:
     found = divisions(usage, value, np.array([6, 6]), np.ones(2), 1, 1)
     assert max(len(chosen) for chosen in found) >= 2
     assert all((usage[list(chosen)].sum(axis=0) <= 6).all() for chosen in found)
+
+
+def test_sets_of_which_none_fits_divide_nothing() -> None:
+    usage, value = np.array([[3, 0], [0, 4], [2, 2]]), np.array([3.0, 4.0, 4.0])
+    assert not divisions(usage, value, np.array([1, 1]), np.ones(2), 4, 3)
+    assert divisions(usage, value, np.array([3, 1]), np.ones(2), 4, 3) == [(0,)]

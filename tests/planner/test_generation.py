@@ -189,7 +189,8 @@ def test_few_pipelines_begin_alike() -> None:
     shapes = [shape for shape, _ in draft.pipelines]
     assembly = Assembly(asked, tables, shapes, (1,), known.prediction.step_time_s)
     assembly.generate(lambda: False)
-    first = tables.rows[shapes[0].rows[0]].kind
+    first = tables.rows[assembly.pool.columns[0].shape.rows[0]].kind
+    assert tables.kinds[first].resource == tables.kinds[tables.rows[shapes[0].rows[0]].kind].resource
     assert len(assembly.pool.columns) > 10
     for column in assembly.pool.columns:
         begin = [row for row, start in zip(column.shape.rows, column.shape.starts, strict=True) if start - 1 < 20 // 5]
@@ -206,8 +207,11 @@ def test_packings_are_nearly_those_of_an_integer_program(copies: tuple[int, ...]
     assembly.generate(lambda: False)
     assembly.widen(lambda: False)
     pool, done = assembly.pool, list[float]()
-    for columns in assembly.packings():
-        indices = [pool.columns.index(column) for column in columns]
+    packings = assembly.packings(lambda: False)
+    assert [each.seconds for each in packings] == sorted(each.seconds for each in packings)
+    for packing in packings:
+        assert sum(packing.microbatches) * pool.size == asked.global_batch_sequences
+        indices = [pool.columns.index(column) for column in packing.columns]
         assert (pool.usage[indices].sum(axis=0) <= pool.supply).all()
         done.append(float(pool.sequences(assembly.step_s, whole=True)[indices].sum()))
     value = pool.sequences(assembly.step_s, whole=True)
