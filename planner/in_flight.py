@@ -27,7 +27,7 @@ def one_each(depth: int) -> tuple[int, ...]:
 
 def working_ahead(transfer_s: Sequence[float], room: Sequence[int], most: int = MOST_AHEAD) -> tuple[int, ...]:
     """As many as memory allows, at most so many more at each stage than at the next. Where not all can be, first one more before each
-    boundary, the longest transfers first.
+    boundary, the longest transfers first; then the others, before late boundaries first, since early ones need more memory for the same.
 
     transfer_s [P - 1]: of each boundary, both ways. room [P]: microbatches that each stage's memory holds; where these are all there
     are, any larger number. Where it holds less than 1F1B's, that all the same.

@@ -99,3 +99,10 @@ def test_a_chosen_plan_is_as_far_ahead_as_helps_and_its_memory_counts_that() -> 
     assert after.step_time_s < 0.97 * before.step_time_s
     assert after.memory_bytes_by_worker["a100-0/0"] > before.memory_bytes_by_worker["a100-0/0"]
     assert after.memory_bytes_by_worker["a100-3/0"] == before.memory_bytes_by_worker["a100-3/0"]
+
+
+def test_what_memory_has_left_goes_before_late_boundaries() -> None:
+    assert working_ahead((0.1, 0.1), (5, 9, 9), 3) == (5, 3, 1)
+    assert working_ahead((0.1, 0.1), (6, 9, 9), 3) == (6, 4, 1)
+    assert working_ahead((0.2, 0.1), (4, 9, 9), 3) == (4, 2, 1)
+    assert working_ahead((0.1, 0.1), (99, 99, 99), 3) == (7, 4, 1)
