@@ -58,4 +58,4 @@ def _step_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark's own module."""
-    return int(importlib.import_module(f"autohet.cli.bench_{args.benchmark}").run(args))
+    return int(importlib.import_module(f"autohet.bench.{args.benchmark}.report").run(args))

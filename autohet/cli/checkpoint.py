@@ -18,9 +18,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from planner.errors import ConfigError
-from recovery.checkpoint_errors import CheckpointMissing, ManifestInvalid
+from recovery.checkpoint.errors import CheckpointMissing, ManifestInvalid
 from recovery.errors import RecoveryError
-from recovery.storage_errors import BucketMissing, StoragePermissionDenied, StorageUriError
+from recovery.storage.errors import BucketMissing, StoragePermissionDenied, StorageUriError
 
 _USER_ERRORS = (ConfigError, StorageUriError, BucketMissing, StoragePermissionDenied, CheckpointMissing)
 """What the user can put right: exit code 2; everything else that fails is 1."""
@@ -90,7 +90,7 @@ class _Result:
 
 
 def _open(args: argparse.Namespace) -> Any:
-    from recovery.storage import open_storage  # torch takes a second to import: not for --help
+    from recovery.storage.open import open_storage  # torch takes a second to import: not for --help
 
     if Path(args.storage.removeprefix("file://")).is_file():
         raise ConfigError(f"--storage is {args.storage}, a file; name the directory that holds the checkpoints")
@@ -99,7 +99,7 @@ def _open(args: argparse.Namespace) -> Any:
 
 def _list(args: argparse.Namespace) -> _Result:
     """A checkpoint whose manifest is damaged hides no other: it is listed apart, and the exit code is 1."""
-    from recovery.checkpoint import list_checkpoints, open_checkpoint
+    from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 
     storage = _open(args)
     rows, damaged = [], []
@@ -160,7 +160,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _verify(args: argparse.Namespace) -> _Result:
-    from recovery.checkpoint import list_checkpoints
+    from recovery.checkpoint.commit import list_checkpoints
 
     storage = _open(args)
     steps = [args.step] if args.step is not None else [info.step for info in list_checkpoints(storage)]
@@ -174,8 +174,8 @@ def _verify(args: argparse.Namespace) -> _Result:
 
 def _verified(args: argparse.Namespace, storage: Any, step: int) -> Any:
     """One checkpoint's report; a damaged manifest is its only problem, and keeps none of the others from being read."""
-    from recovery.checkpoint import checkpoint_uri
-    from recovery.checkpoint_read import VerifyReport, verify
+    from recovery.checkpoint.commit import checkpoint_uri
+    from recovery.checkpoint.read import VerifyReport, verify
 
     try:
         with _progress(args, f"Verifying step {step}") as progress:
@@ -198,7 +198,7 @@ def _show_reports(console: Console, reports: list[Any]) -> None:
 
 def _export(args: argparse.Namespace) -> _Result:
     from autohet.runtime.export import export_checkpoint
-    from recovery.retention import reading_checkpoint
+    from recovery.checkpoint.retention import reading_checkpoint
 
     storage = _open(args)
     with reading_checkpoint(storage, args.step) as manifest, _progress(args, "Exporting") as progress:

@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job.from_yaml(arguments.job)
     job.require_training()
     configure_logging()
-    from autohet.driver.demo import demonstrate
-    from autohet.driver.view import View
+    from autohet.driver.control.view import View
+    from autohet.driver.emulate.demo import demonstrate
 
     console = Console()
     console.print(f"[bold]AutoHet demonstration[/bold]   [yellow]{BANNER}[/yellow]", highlight=False)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def tell(console: Console, part: str, what: Any) -> None:
     """Print one part's result."""
-    from autohet.driver.view import plan_table
+    from autohet.driver.control.view import plan_table
 
     if part == "plans":
         console.print("\n[bold]The plan for this fleet[/bold]")

@@ -16,14 +16,14 @@ from autohet.cli.outputs import check_output
 from autohet.runtime.beside import beside
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
-from planner.calibration import Calibration, MeasuredRun, calibrate
 from planner.cluster import Fleet, cluster_from_yaml
-from planner.cost import CostModel, Prediction
+from planner.cost.calibration import Calibration, MeasuredRun, calibrate
+from planner.cost.frameworks import FRAMEWORKS, OURS, framework_parameters
+from planner.cost.model import CostModel, Prediction
+from planner.cost.parameters import CostParameters
+from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
-from planner.frameworks import FRAMEWORKS, OURS, framework_parameters
-from planner.parameters import CostParameters
 from planner.plan import Plan
-from planner.trace import chrome_trace
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 1 where a policy's job ended before the trace did."""
-    from autohet.driver.simulation import POLICIES, Scenario, horizon, simulate
-    from autohet.driver.spot_trace import read_trace
+    from autohet.driver.simulate.simulation import POLICIES, Scenario, horizon, simulate
+    from autohet.driver.simulate.spot_trace import read_trace
 
     policies = arguments.policies.split(",")
     unknown = [policy for policy in policies if policy not in POLICIES]

@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_writable(events)
     _check_length(job)
     configure_logging()
+    from autohet.driver.control.view import View
     from autohet.driver.run import train
-    from autohet.driver.view import View
 
     with View(emulated=job.emulation is not None) as view:
         outcome = train(job, cluster_path=arguments.cluster, address=arguments.address, events_path=events, show=view)

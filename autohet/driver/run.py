@@ -18,21 +18,21 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
-from autohet.driver import ray_cluster
-from autohet.driver.aside import AsidePlanning
-from autohet.driver.controller import Controller, drop_search
-from autohet.driver.durable import Durable
-from autohet.driver.emulation import EmulatedFleet, first_nodes, is_emulated, read_document
-from autohet.driver.events import EventLog
-from autohet.driver.observation import Observation
-from autohet.driver.orders import OrderBook
-from autohet.driver.pacing import paces_of
-from autohet.driver.planning import make_planning
-from autohet.driver.ray_workforce import RayWorkforce
-from autohet.driver.rehearsal import Rehearsal, check_script
-from autohet.driver.resumption import found_checkpoint, summary_of_finished
-from autohet.driver.scaling import FleetRequest, bundles_of, launched_from, wanted_nodes
-from autohet.driver.states import Training
+from autohet.driver.control.background_search import AsidePlanning
+from autohet.driver.control.controller import Controller, drop_search
+from autohet.driver.control.durable import Durable
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import make_planning
+from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
+from autohet.driver.control.states import Training
+from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated, read_document
+from autohet.driver.emulate.pacing import paces_of
+from autohet.driver.emulate.rehearsal import Rehearsal, check_script
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.scaling import FleetRequest, bundles_of, launched_from, wanted_nodes
+from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
@@ -40,9 +40,10 @@ from autohet.runtime.planning import planning_inputs
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
-from recovery.checkpoint import CheckpointInfo
-from recovery.storage import Storage, open_storage
-from recovery.storage_errors import StorageError
+from recovery.checkpoint.commit import CheckpointInfo
+from recovery.storage.errors import StorageError
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
 STATUS_PERIOD_S = 1.0

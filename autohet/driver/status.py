@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from autohet.driver import ray_cluster
+from autohet.driver.ray import cluster as ray_cluster
 
 
 def read_status(address: str | None) -> dict[str, dict[str, Any]]:

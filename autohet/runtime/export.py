@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from planner.errors import ConfigError
-from recovery.checkpoint_read import read_shards
-from recovery.layout import TensorSpec
-from recovery.manifest import Manifest
-from recovery.slices import TORCH_DTYPES
-from recovery.storage import Storage
-from recovery.storage_payload import tensor_bytes
+from recovery.checkpoint.manifest import Manifest
+from recovery.checkpoint.read import read_shards
+from recovery.state.layout import TensorSpec
+from recovery.state.slices import TORCH_DTYPES
+from recovery.storage.payload import tensor_bytes
+from recovery.storage.protocol import Storage
 
 PARAMETER_KIND = "param/"
 MAX_SHARD_BYTES = 2 << 30

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
 from autohet.runtime.models.family import ParameterSpec
 from planner.plan import Plan
-from recovery.layout import Layout, ShardId, TensorSpec
+from recovery.state.layout import Layout, ShardId, TensorSpec
 
 STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
 

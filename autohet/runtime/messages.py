@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from planner.plan import Plan
-from recovery.duties import Duty
-from recovery.holdings import Source
-from recovery.layout import Layout, ShardId
+from recovery.peers.replication_targets import Duty
+from recovery.state.holdings import Source
+from recovery.state.layout import Layout, ShardId
 
 
 class Phase(StrEnum):

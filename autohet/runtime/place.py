@@ -1,11 +1,11 @@
-"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders (`planner.transfers` decides that)."""
+"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders (`planner.cost.transfers` decides that)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.transfers import Transfer, transfers_between
 from planner.plan import Pipeline, Plan, Stage
-from planner.transfers import Transfer, transfers_between
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.model_spec import model_spec_from_config
 from planner.cluster import Fleet
-from planner.communication import LinkTable, read_links
-from planner.cost import CostModel
+from planner.cost.communication import LinkTable, read_links
+from planner.cost.model import CostModel
+from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
-from planner.parameters import CostParameters
 from planner.profile import ProfileTable, read_profile
 
 MAX_EMULATED_MICROBATCH = 64

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from recovery.checkpoint_upload import Uploader
+from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
-from recovery.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
-from recovery.rounds import Rounds, Standing, Turns
-from recovery.snapshot import SnapshotWriter, remove_older
-from recovery.storage import Storage
-from recovery.storage_errors import StorageTimeout
+from recovery.local.snapshot import SnapshotWriter, remove_older
+from recovery.peers.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
+from recovery.peers.replication_rounds import Rounds, Standing, Turns
+from recovery.storage.errors import StorageTimeout
+from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet.worker")
 

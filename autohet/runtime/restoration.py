@@ -1,4 +1,4 @@
-"""Joins a generation's orders to `recovery.restore`: who is reached how, and what durable storage is."""
+"""Joins a generation's orders to `recovery.transfer.restore`: who is reached how, and what durable storage is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from autohet.runtime.groups import Group
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from recovery.agent_store import AgentStore
-from recovery.durable_reads import DurableReads
-from recovery.layout import ShardId
-from recovery.restore import Access, LiveState, Restored, restore
-from recovery.storage import Storage
+from recovery.checkpoint.durable_reads import DurableReads
+from recovery.local.agent_store import AgentStore
+from recovery.state.layout import ShardId
+from recovery.storage.protocol import Storage
+from recovery.transfer.restore import Access, LiveState, Restored, restore
 
 
 def restore_state(

@@ -16,9 +16,9 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from autohet.runtime.restoration import restore_state
-from recovery.layout import Layout, ShardId
-from recovery.restore import LiveState, Restored
-from recovery.storage import Storage
+from recovery.state.layout import Layout, ShardId
+from recovery.storage.protocol import Storage
+from recovery.transfer.restore import LiveState, Restored
 
 
 class StateSource:

@@ -28,7 +28,7 @@ from autohet.runtime.optimizer import clip_factor, update
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.place import Place, place_of
 from planner.plan import Plan
-from recovery.rounds import Standing
+from recovery.peers.replication_rounds import Standing
 
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -37,9 +37,9 @@ from autohet.runtime.state_source import StateSource
 from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
 from planner.errors import ConfigError
 from recovery.errors import Abandoned, RecoveryError, RestoreError
-from recovery.layout import Layout, ShardId
-from recovery.restore import LiveState
-from recovery.storage import open_storage
+from recovery.state.layout import Layout, ShardId
+from recovery.storage.open import open_storage
+from recovery.transfer.restore import LiveState
 
 logger = logging.getLogger("autohet.worker")
 

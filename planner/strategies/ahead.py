@@ -1,6 +1,6 @@
 """How far the stages of a chosen plan work ahead: no further than helps, since each microbatch in flight takes memory."""
 
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.plan import Plan
 
 _AS_FAST = 5e-4

@@ -7,7 +7,7 @@ from functools import cache, partial
 import numpy as np
 
 from planner.cluster import NodeType
-from planner.cost import CostModel, LayerCosts
+from planner.cost.model import CostModel, LayerCosts
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import ModelSpec
 from planner.strategies.few import FEW_GPUS

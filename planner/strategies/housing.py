@@ -1,7 +1,8 @@
 """Stages exchanged between nodes of one type, so that no NIC is left with sums for long after the pipelines' end.
 
-A node's NIC carries the sums of what its stages hold one after the other, as they become ready (`planner.step_simulation`): early stages
-are ready last and have no time, late ones have. So a node should have some of both, or all stages of a layer, whose sum then stays inside.
+A node's NIC carries the sums of what its stages hold one after the other, as they become ready (`planner.cost.step_simulation`): early
+stages are ready last and have no time, late ones have. So a node should have some of both, or all stages of a layer, whose sum then stays
+inside.
 """
 
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.plan import Plan
 
 _ROUNDS = 200

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.cluster import Fleet
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.strategies.request import Request
 
 

@@ -9,7 +9,7 @@ from planner.model_spec import ModelSpec
 from planner.plan import Plan
 
 if TYPE_CHECKING:
-    from planner.cost import CostModel, Prediction
+    from planner.cost.model import CostModel, Prediction
 
 Objective = Literal["time", "cost", "pareto"]
 Beside = Callable[[Callable[["Request"], Any], "Request"], Callable[[], Any]]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.cluster import NodeType
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.strategies.request import Request
 from planner.strategies.tables import Tables
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import NodeType
+from planner.cost.pipeline_simulation import Transfers
 from planner.in_flight import MOST_AHEAD
-from planner.pipeline_simulation import Transfers
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from provenance import provenance
 
-from autohet.cli.bench_planner_accuracy import accuracy_rows, reached
+from autohet.bench.planner.accuracy import accuracy_rows, reached
 
 RESULTS = Path(__file__).parent / "results" / "planner_accuracy.json"
 

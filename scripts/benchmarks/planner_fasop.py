@@ -6,8 +6,8 @@ from pathlib import Path
 
 from provenance import provenance
 
-from autohet.cli.bench_planner_accuracy import measurements_folder
-from autohet.cli.bench_planner_fasop import fasop_rows
+from autohet.bench.planner.accuracy import measurements_folder
+from autohet.bench.planner.fasop import fasop_rows
 
 RESULTS = Path(__file__).parent / "results" / "planner_fasop.json"
 

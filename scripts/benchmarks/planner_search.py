@@ -10,7 +10,7 @@ from pathlib import Path
 
 from provenance import provenance
 
-from autohet.cli.bench_planner_search import search_rows
+from autohet.bench.planner.searches import search_rows
 
 RESULTS = Path(__file__).parent / "results" / "planner_search.json"
 PARTS = ("sailor", "metis", "fleets", "exhaustive", "scale", "replan")

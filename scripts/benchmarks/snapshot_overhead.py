@@ -33,8 +33,8 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from recovery.layout import Layout, TensorSpec  # noqa: E402
-from recovery.snapshot import SnapshotWriter  # noqa: E402
+from recovery.local.snapshot import SnapshotWriter  # noqa: E402
+from recovery.state.layout import Layout, TensorSpec  # noqa: E402
 from tests.harness.host_memory import memory_directory, owned_memory  # noqa: E402
 
 SIDE = 1024

@@ -96,7 +96,8 @@ def _serve(pipe: Connection, path: str, latency_s: float) -> None:
 
 def _boto3_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
     os.environ["AWS_ENDPOINT_URL"] = endpoint
-    from recovery.storage import StorageOptions, open_storage
+    from recovery.storage.open import open_storage
+    from recovery.storage.protocol import StorageOptions
 
     storage = open_storage("s3://bucket", StorageOptions(concurrency=concurrency, part_bytes=PART_BYTES))
     data = bytearray(num_bytes)

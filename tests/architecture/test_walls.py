@@ -78,8 +78,8 @@ def error_classes():
     for name in (
         "planner.errors",
         "recovery.errors",
-        "recovery.storage_errors",
-        "recovery.checkpoint_errors",
+        "recovery.storage.errors",
+        "recovery.checkpoint.errors",
         "autohet.runtime.groups",
     ):
         module = importlib.import_module(name)
@@ -125,6 +125,6 @@ def test_every_module_says_what_it_is_for():
 def test_walk_finds_the_packages():
     assert {name for package in PACKAGES for _, name, _ in pkgutil.iter_modules([str(ROOT / package)])} >= {
         "plan",
-        "layout",
+        "state",
         "driver",
     }

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from autohet.cli.bench_recovery_cases import SCENARIOS, config_of_size, policy_schedule
-from autohet.cli.bench_recovery_simulated import PAPER
+from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
+from autohet.bench.recovery.simulated import PAPER
 from autohet.cli.main import main
-from recovery.links import Links
+from recovery.transfer.links import Links
 
 PARTS = {"detect", "replan", "rebuild", "restore", "first_step", "total"}
 NOTHING_FROM_S3 = ("a", "b_notice", "c", "e", "f")
@@ -86,6 +86,6 @@ def test_step_benchmark_compares_the_same_training(tmp_path, capsys):
     ("option", "name"), [("--out", "absent/x.json"), ("--picture", "x.gif"), ("--picture", "absent/x.png")]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(tmp_path, capsys, monkeypatch, option, name):
-    monkeypatch.setattr("autohet.cli.bench_recovery.benchmark", lambda options: pytest.fail("it ran first"))
+    monkeypatch.setattr("autohet.bench.recovery.report.benchmark", lambda options: pytest.fail("it ran first"))
     assert main(["bench", "recovery", option, str(tmp_path / name)]) == 2
     assert f"{option} is" in capsys.readouterr().err

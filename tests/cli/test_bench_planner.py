@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from autohet.cli import bench_planner
-from autohet.cli.bench_planner import search_reached
-from autohet.cli.bench_planner_accuracy import measurements_folder
-from autohet.cli.bench_planner_fasop import CASES, PUBLISHED, growth, partition_row, profile
+from autohet.bench.planner import report as bench_planner
+from autohet.bench.planner.accuracy import measurements_folder
+from autohet.bench.planner.fasop import CASES, PUBLISHED, growth, partition_row, profile
+from autohet.bench.planner.report import search_reached
 from autohet.cli.main import main
 
 needs_measurements = pytest.mark.skipif(

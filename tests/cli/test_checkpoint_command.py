@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autohet.cli.main import main
-from recovery.checkpoint import assign_writers, commit_checkpoint, write_shards
-from recovery.layout import Layout, TensorSpec
-from recovery.storage import open_storage
+from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from recovery.state.layout import Layout, TensorSpec
+from recovery.storage.open import open_storage
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohet.driver.ray_workforce import RayWorkforce
+from autohet.driver.ray.workforce import RayWorkforce
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]

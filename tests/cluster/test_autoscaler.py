@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from autohet.driver import ray_cluster
+from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.run import JobRun, fleet_request
 from planner.cluster import cluster_from_document
 from tests.harness.autoscaling_cluster import autoscaling_cluster

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from autohet.driver import ray_cluster
+from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,

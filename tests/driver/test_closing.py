@@ -2,7 +2,7 @@
 
 import pytest
 
-from autohet.driver.states import Closing, Training, Waiting
+from autohet.driver.control.states import Closing, Training, Waiting
 from tests.driver.test_controller import run, trained
 from tests.driver.test_overtaken import make_faulty
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from autohet.driver.controller import Controller
-from autohet.driver.events import EventLog
-from autohet.driver.orders import OrderBook
-from autohet.driver.planning import make_planning
-from autohet.driver.states import Training, Waiting
+from autohet.driver.control.controller import Controller
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import make_planning
+from autohet.driver.control.states import Training, Waiting
 from autohet.runtime.messages import Phase
 from autohet.runtime.models import load_config
 from planner.cluster import NodeType

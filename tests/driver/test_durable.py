@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from autohet.driver.durable import Durable
-from autohet.driver.events import EventLog
-from autohet.driver.ledger import Ledger
-from autohet.driver.observation import Observation
-from recovery.storage import open_storage
+from autohet.driver.control.durable import Durable
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.ledger import Ledger
+from autohet.driver.control.observation import Observation
+from recovery.storage.open import open_storage
 from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
 from tests.harness.fake_job import fake_job
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from autohet.driver.change import Change
-from autohet.driver.events import EventLog
-from autohet.driver.ledger import Ledger
-from autohet.driver.observation import Observation
+from autohet.driver.control.change import Change
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.ledger import Ledger
+from autohet.driver.control.observation import Observation
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
 from tests.driver.test_upkeep import orders, reports
 from tests.harness.fake_job import fake_job

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from autohet.driver.orders import OrderBook
-from autohet.driver.upkeep import Upkeep
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.upkeep import Upkeep
 from recovery.errors import NotRestorable
-from recovery.holdings import Holding, Source
-from recovery.layout import Layout, ShardId
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout, ShardId
 from tests.driver.test_orders import A, C, begin, make_book, observe, plan_of, sources, standing
 
 WHOLE = plan_of([(4, C)])

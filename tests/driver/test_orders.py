@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.driver.observation import CheckpointState, NodeView, Notice, Observation
-from autohet.driver.orders import OrderBook
-from autohet.driver.planning import Proposal
+from autohet.driver.control.observation import CheckpointState, NodeView, Notice, Observation
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import Proposal
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import AgentEndpoint, Broken, Phase, WorkerReport
 from autohet.runtime.models import load_config
 from planner.cluster import Node, NodeType
 from planner.plan import Pipeline, Plan, Stage
 from recovery.errors import NotRestorable
-from recovery.holdings import Holding, Source
+from recovery.state.holdings import Holding, Source
 from tests.harness.fake_job import fake_job
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 4e8)

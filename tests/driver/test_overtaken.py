@@ -1,6 +1,6 @@
 """One reconfiguration overtakes another: what it cost is told of the one that trains, and nothing is forgotten."""
 
-from autohet.driver.states import Building, Quiescing, Waiting
+from autohet.driver.control.states import Building, Quiescing, Waiting
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.faulty_workforce import FaultyWorkforce
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autohet.driver.observation import NodeView, Observation
-from autohet.driver.rehearsal import Rehearsal, check_script
+from autohet.driver.control.observation import NodeView, Observation
+from autohet.driver.emulate.rehearsal import Rehearsal, check_script
 from autohet.runtime.job import ScriptedEvent
 from planner.cluster import Cluster, Node, cluster_from_document
 from planner.errors import ConfigError

@@ -11,14 +11,14 @@ import ray
 import torch
 
 from autohet.cli.main import main
-from autohet.driver.events import EventLog
-from autohet.driver.ledger import Ledger
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.ledger import Ledger
 from autohet.runtime.job import Job
 from autohet.runtime.layout import tensor_specs
 from autohet.runtime.models import load_config
-from recovery.checkpoint import commit_checkpoint
-from recovery.layout import Layout
-from recovery.storage import open_storage
+from recovery.checkpoint.commit import commit_checkpoint
+from recovery.state.layout import Layout
+from recovery.storage.open import open_storage
 from tests.harness.checkpoint_cases import write_all
 from tests.harness.fake_job import fake_job
 from tests.harness.local_fleet import cluster_document, write_documents
@@ -44,7 +44,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """Writes the documents, commits a checkpoint of `step`, spoils what is to be spoilt, and trains, where no Ray may start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("a fleet was started"))
-    monkeypatch.setattr("autohet.driver.emulation.LocalCluster", lambda **_: pytest.fail("a fleet was started"))
+    monkeypatch.setattr("autohet.driver.emulate.fleet.LocalCluster", lambda **_: pytest.fail("a fleet was started"))
 
     def run(step: int, spoil: Callable[[Path], None] = lambda job: None) -> tuple[int, str, str]:
         job, cluster = write_documents(tmp_path, cluster_document(big=1, small=1), training={"steps": STEPS})

@@ -4,8 +4,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
+from autohet.driver.ray.scaling import bundles_of, launched_from, wanted_nodes
 from autohet.driver.run import fleet_request
-from autohet.driver.scaling import bundles_of, launched_from, wanted_nodes
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_document
 from planner.errors import ConfigError

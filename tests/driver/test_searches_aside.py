@@ -2,8 +2,8 @@
 
 import time
 
-from autohet.driver.aside import AsidePlanning
-from autohet.driver.states import Quiescing, Training
+from autohet.driver.control.background_search import AsidePlanning
+from autohet.driver.control.states import Quiescing, Training
 from tests.driver.test_controller import causes, make, run, trained
 from tests.driver.test_second_thoughts import decisions
 from tests.harness.promises import RememberedPlanning

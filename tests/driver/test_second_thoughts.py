@@ -1,7 +1,7 @@
 """A repair gets the job going again; once it trains, a whole search says whether another plan is worth a move."""
 
-from autohet.driver.planning import Planning, Proposal
-from autohet.driver.states import Quiescing
+from autohet.driver.control.planning import Planning, Proposal
+from autohet.driver.control.states import Quiescing
 from planner.cluster import Fleet
 from planner.replan import repair
 from tests.driver.test_controller import causes, make, run, trained

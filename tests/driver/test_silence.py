@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.agent_calls import Inventories
-from autohet.driver.silence import Heard, Witnesses
+from autohet.driver.ray.agent_calls import Inventories
+from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.process_state import ProcessState
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from autohet.cli.main import main
-from autohet.driver.simulation import Scenario, horizon, simulate
-from autohet.driver.spot_trace import read_trace
+from autohet.driver.simulate.simulation import Scenario, horizon, simulate
+from autohet.driver.simulate.spot_trace import read_trace
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_document
 from planner.errors import ConfigError

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from autohet.driver import policy
+from autohet.driver.control import policy
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autohet.driver.observation import Loss
-from autohet.driver.states import Ended
+from autohet.driver.control.observation import Loss
+from autohet.driver.control.states import Ended
 from autohet.runtime.messages import Phase, WorkerPlace
 from autohet.runtime.worker import Worker, choose_device
 from planner.errors import ConfigError

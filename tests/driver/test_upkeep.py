@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from autohet.driver.upkeep import Farewell, Upkeep, settled_age
+from autohet.driver.control.upkeep import Farewell, Upkeep, settled_age
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from planner.plan import Pipeline, Plan, Stage
-from recovery.holdings import Holding, Source
-from recovery.layout import Layout, ShardId, TensorSpec
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout, ShardId, TensorSpec
 
 PLAN = Plan("tiny", 4, 1, 16, (Pipeline((Stage(0, 1, ("a/0",)), Stage(1, 1, ("b/0",))), 4, 1),))
 

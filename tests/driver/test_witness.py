@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 
-from autohet.driver.events import EventLog
+from autohet.driver.control.events import EventLog
 from autohet.runtime.messages import Phase
 from autohet.runtime.trainer import Vote
 from tests.driver.test_controller import make, run, trained

@@ -20,8 +20,9 @@ time.time = lambda: true_time() + ahead[0]  # before anything binds it
 
 from types import SimpleNamespace
 from unittest.mock import Mock
-from autohet.driver import ray_cluster, ray_workforce
-from autohet.driver.polling import Answer
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray import workforce as ray_workforce
+from autohet.driver.ray.polling import Answer
 from autohet.runtime.job.elastic import ElasticSection
 
 ray_cluster.head_address = lambda: "127.0.0.1"
@@ -47,12 +48,12 @@ def test_a_step_of_the_wall_clock_kills_nobody(step_s: float) -> None:
 
 
 DATES = {
-    "autohet/driver/events.py": "when an event happened, for its reader",
-    "autohet/driver/ray_cluster.py": "Ray's deadlines of a drain are dates",
+    "autohet/driver/control/events.py": "when an event happened, for its reader",
+    "autohet/driver/ray/cluster.py": "Ray's deadlines of a drain are dates",
     "autohet/runtime/instance_metadata.py": "EC2 names the moment of an interruption as a date",
-    "recovery/checkpoint.py": "when a checkpoint was made, for its reader",
-    "recovery/storage_s3.py": "the date of a server that sends none",
-    "recovery/storage_directory.py": "the date of a file system where no file can be made",
+    "recovery/checkpoint/commit.py": "when a checkpoint was made, for its reader",
+    "recovery/storage/s3.py": "the date of a server that sends none",
+    "recovery/storage/directory.py": "the date of a file system where no file can be made",
 }
 """Where the wall clock may be read, and why."""
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.emulation import EmulatedFleet
-from autohet.driver.observation import Observation
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.states import Building, Waiting
+from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.run import JobRun, Outcome
-from autohet.driver.states import Building, Waiting
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
 from tests.harness.local_fleet import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recovery.checkpoint import newest_checkpoint
-from recovery.storage import open_storage
+from recovery.checkpoint.commit import newest_checkpoint
+from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
 from tests.faults.fault_matrix import COVERING, MATRIX
 from tests.harness.driver_life import DriverLife

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.observation import Observation
+from autohet.driver.control.observation import Observation
 from autohet.runtime.messages import Phase, WorkerReport
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job

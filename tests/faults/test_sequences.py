@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.observation import Observation
-from autohet.driver.states import Building
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.states import Building
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left

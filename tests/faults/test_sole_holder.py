@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.emulation import EmulatedFleet
-from autohet.driver.observation import Notice, Observation
+from autohet.driver.control.observation import Notice, Observation
+from autohet.driver.control.states import Waiting
+from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.run import JobRun
-from autohet.driver.states import Waiting
 from autohet.runtime.job import Job
 from tests.harness.host_memory import memory_directory
 from tests.harness.local_fleet import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autohet.driver.observation import Observation
+from autohet.driver.control.observation import Observation
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autohet.driver.observation import Observation
-from recovery.checkpoint import open_checkpoint
-from recovery.checkpoint_read import verify
-from recovery.storage import open_storage
+from autohet.driver.control.observation import Observation
+from recovery.checkpoint.commit import open_checkpoint
+from recovery.checkpoint.read import verify
+from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import EVERY, STEPS, differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint

@@ -16,7 +16,7 @@ import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 
-from autohet.driver import ray_cluster
+from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.living import end_session
 from tests.harness.local_fleet import cluster_document, free_port
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from recovery.checkpoint import commit_checkpoint
-from recovery.checkpoint_write import WorkerReceipt, assign_writers, write_shards
-from recovery.layout import Layout, ShardId, TensorSpec
-from recovery.manifest import Manifest
-from recovery.storage import Storage
+from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.manifest import Manifest
+from recovery.checkpoint.write import WorkerReceipt, assign_writers, write_shards
+from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.storage.protocol import Storage
 
 SHAPES: Mapping[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
     "embed.weight": ((33, 8), 0, (0, 9, 20, 33)),  # uneven rows

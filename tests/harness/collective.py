@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from autohet.runtime.messages import Broken, GenerationOrder, Phase, StepRecord, WorkerReport
-from recovery.holdings import Holding, Source
-from recovery.layout import ShardId
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import ShardId
 from tests.harness.scripted_workforce import TICK_S, Process, ScriptedWorkforce
 from tests.harness.true_copies import Copy, History, TrueCopies
 

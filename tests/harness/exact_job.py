@@ -20,10 +20,10 @@ from autohet.runtime.models import load_config
 from autohet.runtime.worker import Worker
 from planner.cluster import NodeType
 from planner.plan import Pipeline, Plan, Stage
-from recovery.checkpoint import open_checkpoint
-from recovery.checkpoint_read import read_shards
-from recovery.layout import Layout
-from recovery.storage import open_storage
+from recovery.checkpoint.commit import open_checkpoint
+from recovery.checkpoint.read import read_shards
+from recovery.state.layout import Layout
+from recovery.storage.open import open_storage
 from tests.harness import toy_model
 
 BATCH, LENGTH = 8, 8

@@ -76,7 +76,7 @@ def _phase_hook(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str,
 
 
 def _at_snapshot(point: FaultPoint, arrive: Callable[[], None]) -> None:
-    from recovery.snapshot_file import SnapshotFileWriter
+    from recovery.local.snapshot_file import SnapshotFileWriter
 
     commit = SnapshotFileWriter.commit
 
@@ -89,7 +89,7 @@ def _at_snapshot(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
 
 def _at_upload(point: FaultPoint, arrive: Callable[[], None]) -> None:
-    from recovery import checkpoint_upload
+    from recovery.checkpoint import upload as checkpoint_upload
 
     write = checkpoint_upload.write_views
 
@@ -123,7 +123,7 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime import state_source
-    from recovery import restore
+    from recovery.transfer import restore
 
     fill, run = state_source.StateSource.fill, restore.Exchange.run
     now = -1

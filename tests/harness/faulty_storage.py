@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from typing import Any
 
-from recovery.storage import ObjectInfo, Storage, StorageOptions
+from recovery.storage.protocol import ObjectInfo, Storage, StorageOptions
 
 
 class FaultyStorage:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from recovery.errors import PeerTimeout, PeerUnreachable, ShardCorrupt
-from recovery.holdings import Source
-from recovery.layout import ShardId
-from recovery.tiers import Piece, Tier
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
+from recovery.transfer.tiers import Piece, Tier
 
 FAULTS = ("fail", "stall", "truncate", "corrupt")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.agent_errands import AgentErrands
-from autohet.driver.observation import Loss, NodeView, Notice, Observation
-from autohet.driver.simulated_workforce import SimulatedManifest
+from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.ray.agent_errands import AgentErrands
+from autohet.driver.simulate.workforce import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerReport
 from planner.cluster import Node, NodeType
-from recovery.holdings import Holding, Source
-from recovery.layout import Layout
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout
 from tests.harness.collective import MOVING, Collective, Life, node_of, on_nodes
 from tests.harness.scripted_agents import ScriptedAgents
 from tests.harness.scripted_workforce import TICK_S

@@ -14,12 +14,12 @@ from typing import Any
 import ray
 import yaml
 
-from autohet.driver.demo import reference_losses
-from autohet.driver.emulation import EmulatedFleet
-from autohet.driver.events import EventLog
-from autohet.driver.observation import Observation
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.states import Training
+from autohet.driver.emulate.demo import reference_losses
+from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.run import JobRun, Outcome, node_directories
-from autohet.driver.states import Training
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
 from tests.harness.host_memory import memory_directory
@@ -114,7 +114,7 @@ def write_documents(directory: Path, cluster: Mapping[str, Any], **sections: Map
 @contextmanager
 def local_fleet(head: Mapping[str, Any] | None = None, **counts: int) -> Iterator[EmulatedFleet]:
     """A Ray cluster with these nodes, and this process connected to it; `head`: arguments of the head node."""
-    from autohet.driver import ray_cluster
+    from autohet.driver.ray import cluster as ray_cluster
 
     ray_cluster.quieten()
     fleet = EmulatedFleet(cluster_document(**counts), head_arguments=head or {})

@@ -18,12 +18,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.agent_calls import Inventories
-from autohet.driver.agent_errands import AgentErrands
-from autohet.driver.durable import Durable
-from autohet.driver.observation import Loss, NodeView, Notice, Observation
-from autohet.driver.rendezvous import Rendezvous
-from autohet.driver.silence import Heard, Witnesses
+from autohet.driver.control.durable import Durable
+from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.ray.agent_calls import Inventories
+from autohet.driver.ray.agent_errands import AgentErrands
+from autohet.driver.ray.rendezvous import Rendezvous
+from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Node, NodeType

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autohet.driver import policy
-from autohet.driver.controller import Controller
-from autohet.driver.observation import Observation
-from autohet.driver.planning import Planning, Proposal, Search
-from autohet.driver.states import Building, Closing, Ended, Quiescing, Sourcing, Training
+from autohet.driver.control import policy
+from autohet.driver.control.controller import Controller
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.planning import Planning, Proposal, Search
+from autohet.driver.control.states import Building, Closing, Ended, Quiescing, Sourcing, Training
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 from tests.harness.faulty_workforce import FaultyWorkforce

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohet.driver.upkeep import Part, Prune
+from autohet.driver.control.upkeep import Part, Prune
 from autohet.runtime.messages import AgentEndpoint
-from recovery.holdings import Holding, Source
+from recovery.state.holdings import Holding, Source
 from tests.harness.true_copies import History, TrueCopies
 
 

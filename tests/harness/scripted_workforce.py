@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
 

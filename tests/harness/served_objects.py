@@ -59,6 +59,6 @@ class ServedWorker:
 
 def served_agent(tell: Callable[[Any], None], *arguments: Any) -> Any:
     """The product's agent, without the Ray around it."""
-    from autohet.driver.agent_actor import AgentActor
+    from autohet.driver.ray.agent_actor import AgentActor
 
     return AgentActor.__ray_metadata__.modified_class(*arguments)  # type: ignore[attr-defined]

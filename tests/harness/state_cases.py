@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recovery.layout import Layout, ShardId, TensorSpec
+from recovery.state.layout import Layout, ShardId, TensorSpec
 
 NUM_UNITS = 4
 KINDS = ("param", "exp_avg", "exp_avg_sq")

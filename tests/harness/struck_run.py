@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.controller import Controller
-from autohet.driver.durable import Durable
-from autohet.driver.events import EventLog
-from autohet.driver.observation import Observation
-from autohet.driver.orders import OrderBook
-from autohet.driver.planning import make_planning
-from autohet.driver.states import Training
+from autohet.driver.control.controller import Controller
+from autohet.driver.control.durable import Durable
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import make_planning
+from autohet.driver.control.states import Training
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
-from recovery.manifest import MANIFEST_NAME
-from recovery.storage import open_storage
+from recovery.checkpoint.manifest import MANIFEST_NAME
+from recovery.storage.open import open_storage
 from tests.harness import toy_model  # noqa: F401  registers the exact model
 from tests.harness.exact_job import NODES, node_type
 from tests.harness.fault_points import FaultPoint

@@ -20,7 +20,7 @@ from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
-from recovery.layout import Layout
+from recovery.state.layout import Layout
 from tests.harness import toy_model  # noqa: F401  registers the exact model
 
 CPU = torch.device("cpu")

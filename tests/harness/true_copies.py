@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autohet.driver.orders import without
+from autohet.driver.control.orders import without
 from autohet.runtime.messages import GenerationOrder
-from recovery.holdings import Holding, Source, in_lineage, restorable_step
-from recovery.layout import Layout, ShardId
+from recovery.state.holdings import Holding, Source, in_lineage, restorable_step
+from recovery.state.layout import Layout, ShardId
 
 History = tuple[int, ...]
 """The generation that ran each step: two states of one length are the same state only if these are equal."""

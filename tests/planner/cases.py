@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost import CostModel
-from planner.frameworks import OURS, framework_parameters
+from planner.cost.frameworks import OURS, framework_parameters
+from planner.cost.model import CostModel
+from planner.cost.parameters import CostParameters
 from planner.model_spec import LayerSpec, ModelSpec
-from planner.parameters import CostParameters
 from planner.profile import Measurement, ProfileTable
 from planner.strategies import Request
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.cli.bench_planner_search import small_case
+from autohet.bench.planner.searches import small_case
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.strategies import Request, plan_with
 from planner.strategies.anneal import Annealer

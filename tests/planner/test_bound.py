@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from autohet.cli.bench_planner_search import proved_s
-from autohet.cli.bench_planner_synthetic import tied
+from autohet.bench.planner.searches import proved_s
+from autohet.bench.planner.synthetic import tied
+from planner.cost.frameworks import OURS
 from planner.errors import InfeasibleError
-from planner.frameworks import OURS
 from planner.strategies import Request, plan_with
 from planner.strategies.bound import Bound, BoundAlone, BoundOfFew, lower_bound_s
 from planner.strategies.companion import bound_over_paths_s

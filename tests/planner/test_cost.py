@@ -6,18 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from planner.calibration import MeasuredRun, calibrate
 from planner.cluster import Fleet, Node, NodeType
-from planner.communication import Links, read_links
-from planner.cost import CostModel
+from planner.cost.calibration import MeasuredRun, calibrate
+from planner.cost.communication import Links, read_links
+from planner.cost.frameworks import framework_parameters
+from planner.cost.gradient_groups import sync_jobs
+from planner.cost.model import CostModel
+from planner.cost.parameters import CostParameters
+from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
-from planner.frameworks import framework_parameters
-from planner.gradient_groups import sync_jobs
 from planner.model_spec import LayerSpec, ModelSpec
-from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable
-from planner.trace import chrome_trace
 from tests.planner import cases
 
 BLOCK = LayerSpec(1000, 100, 900, 8, 80.0, 40.0)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.cost import CostModel
+from planner.cost.frameworks import FRAMEWORKS, OURS, framework_parameters
+from planner.cost.model import CostModel
+from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.frameworks import FRAMEWORKS, OURS, framework_parameters
-from planner.parameters import CostParameters
 from planner.plan import Pipeline, Plan, Stage
 from tests.planner.cases import fleet, model, profile
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import Fleet
-from planner.cost import CostModel
+from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import check_plan
 from planner.strategies import STRATEGIES, Request, plan_with

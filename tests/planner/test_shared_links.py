@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import Fleet, NodeType
-from planner.communication import LinkTable
-from planner.cost import CostModel
-from planner.gradient_groups import SyncJob
+from planner.cost.communication import LinkTable
+from planner.cost.gradient_groups import SyncJob
+from planner.cost.model import CostModel
+from planner.cost.step_simulation import simulate_sync
 from planner.plan import Pipeline, Plan, Stage
-from planner.step_simulation import simulate_sync
 from planner.strategies import Request
 from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, profile, request, with_nics

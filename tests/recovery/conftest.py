@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recovery.storage import Storage, StorageOptions, open_storage
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage, StorageOptions
 from tests.harness.s3_server import S3Server, s3_server
 
 SMALL = StorageOptions(concurrency=4, part_bytes=5 << 20, attempts=3, backoff_s=0.001, request_timeout_s=20)

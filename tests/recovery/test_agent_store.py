@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from recovery.agent_store import AgentStore
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError
-from recovery.holdings import Source
-from recovery.layout import ShardId
-from recovery.snapshot import SnapshotWriter, file_name
-from recovery.snapshot_file import FileMap
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter, file_name
+from recovery.local.snapshot_file import FileMap
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
 CASE = placed(tensors_of(2), 2, [[(1, ["n0/0"]), (1, ["n0/1"])]])

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recovery.checkpoint import (
+from recovery.checkpoint.commit import (
     assign_writers,
     checkpoint_uri,
     commit_checkpoint,
@@ -26,18 +26,18 @@ from recovery.checkpoint import (
     open_checkpoint,
     write_shards,
 )
-from recovery.checkpoint_errors import (
+from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointMissing,
     ManifestInvalid,
 )
-from recovery.checkpoint_read import plan_reads, read_shards, verify
-from recovery.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec
-from recovery.manifest import decode_manifest, encode_manifest
-from recovery.storage import Storage
-from recovery.storage_errors import StorageFull, StorageUnreachable
+from recovery.checkpoint.manifest import decode_manifest, encode_manifest
+from recovery.checkpoint.read import plan_reads, read_shards, verify
+from recovery.state.layout import ITEM_BYTES_BY_DTYPE, Layout, ShardId, TensorSpec
+from recovery.storage.errors import StorageFull, StorageUnreachable
+from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import (
     commit,
     full_state,

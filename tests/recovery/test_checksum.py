@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from recovery.checksum import BLOCK_BYTES, checksum
+from recovery.state.checksum import BLOCK_BYTES, checksum
 
 
 def data_of(length: int, seed: int = 1) -> bytearray:

@@ -15,16 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from recovery import exchange
-from recovery.agent_store import AgentStore
-from recovery.checkpoint import commit_checkpoint
-from recovery.checkpoint_errors import CheckpointMissing
-from recovery.checkpoint_write import write_shards
-from recovery.durable_reads import DurableReads
-from recovery.holdings import Holding, Source
-from recovery.restore import Access, LiveState, Restored, restore
-from recovery.schedule import schedule
-from recovery.storage import Storage, open_storage
+from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.durable_reads import DurableReads
+from recovery.checkpoint.errors import CheckpointMissing
+from recovery.checkpoint.write import write_shards
+from recovery.local.agent_store import AgentStore
+from recovery.state.holdings import Holding, Source
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage
+from recovery.transfer import exchange
+from recovery.transfer.restore import Access, LiveState, Restored, restore
+from recovery.transfer.schedule import schedule
 from tests.harness.state_cases import Member, PostOffice, placed, state_of, tensors_of, unit
 
 STEP, ME, PEER = 6, "n0/0", "n1/0"
@@ -102,7 +103,7 @@ def restore_from_liar(durable: DurableReads, directory: Path, uri: str) -> Resto
 def test_shards_that_fall_back_share_one_client(
     clients: Counter[str], committed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recovery.messages.make_messages.__defaults__", (64,))
+    monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
     clients.clear()
     storage = Watched(open_storage(committed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.duties import Peer, replica_duties
+from recovery.peers.replication_targets import Peer, replica_duties
 from tests.harness.state_cases import Placed, placed, placements, tensors_of
 
 NUM_LAYERS = 4

@@ -14,19 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from recovery.agent_store import AgentStore
-from recovery.checkpoint import commit_checkpoint
-from recovery.checkpoint_write import write_shards
-from recovery.durable_reads import DurableReads
+from recovery.cancellation import call_until
+from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.durable_reads import DurableReads
+from recovery.checkpoint.retention import reading_checkpoint
+from recovery.checkpoint.write import write_shards
 from recovery.errors import Abandoned
-from recovery.giving_up import call_until
-from recovery.holdings import Holding, Source
-from recovery.layout import ShardId
-from recovery.restore import Access, restore
-from recovery.retention import reading_checkpoint
-from recovery.schedule import schedule
-from recovery.shard_client import ShardClient
-from recovery.storage import BandwidthLimit, Storage, StorageOptions, open_storage
+from recovery.local.agent_store import AgentStore
+from recovery.peers.client import ShardClient
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import ShardId
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import BandwidthLimit, Storage, StorageOptions
+from recovery.transfer.restore import Access, restore
+from recovery.transfer.schedule import schedule
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
 from tests.harness.s3_server import S3Server
 from tests.harness.state_cases import Member, PostOffice, placed, state_of, tensors_of

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from recovery.errors import NotRestorable
-from recovery.holdings import (
+from recovery.state.holdings import (
     Holding,
     Source,
     in_lineage,
     require_restorable_step,
     restorable_step,
 )
-from recovery.layout import ShardId
+from recovery.state.layout import ShardId
 
 A, B, C = (ShardId(name, 0) for name in "abc")
 

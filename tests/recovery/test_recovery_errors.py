@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from recovery import errors
-from recovery.holdings import Source
-from recovery.layout import ShardId
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
 
 SHARD = ShardId("param/layers.0.w", 3)
 SOURCE = Source("memory", "n0", "n0/0", 5)

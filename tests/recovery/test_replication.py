@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recovery.agent_store import AgentStore
-from recovery.duties import Duty
-from recovery.holdings import Source
-from recovery.layout import ShardId
-from recovery.replication import (
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.replication import (
     Duties,
     Endpoint,
     Pushed,
@@ -25,8 +23,10 @@ from recovery.replication import (
     write_duties,
     write_round,
 )
-from recovery.shard_server import ShardServer
-from recovery.snapshot import SnapshotWriter
+from recovery.peers.replication_targets import Duty
+from recovery.peers.server import ShardServer
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
 WORKER, TOKEN = "n0/0", "token"

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recovery import exchange
-from recovery.agent_store import AgentStore
 from recovery.errors import RestoreError
-from recovery.holdings import Holding, Source
-from recovery.layout import Layout, ShardId
-from recovery.links import Links
-from recovery.restore import Access, LiveState, Restored, restore
-from recovery.schedule import TransferSchedule, schedule
-from recovery.shard_server import ShardServer
-from recovery.snapshot import SnapshotWriter
-from recovery.tiers import Tier
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.server import ShardServer
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout, ShardId
+from recovery.transfer import exchange
+from recovery.transfer.links import Links
+from recovery.transfer.restore import Access, LiveState, Restored, restore
+from recovery.transfer.schedule import TransferSchedule, schedule
+from recovery.transfer.tiers import Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, state_of, tensors_of, unit
 
@@ -285,7 +285,7 @@ def test_a_server_that_is_gone_and_one_that_is_unknown(fleet: Fleet) -> None:
 def test_small_messages_in_small_windows_do_not_deadlock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker sends to every other, with room for hardly one message in flight."""
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
-    monkeypatch.setattr("recovery.messages.make_messages.__defaults__", (64,))
+    monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     before = placed(TENSORS, LAYERS, [[(1, ["n0/0", "n0/1"]), (1, ["n1/0", "n1/1"]), (1, ["n2/0"])]])
     after = placed(
         TENSORS,
@@ -321,7 +321,7 @@ def test_progress_reaches_the_total(fleet: Fleet) -> None:
 
 def test_what_came_before_a_peer_was_lost_does_not_come_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """n1 leaves in the middle of its messages: the next schedule fetches the rest alone, and it is right."""
-    monkeypatch.setattr("recovery.messages.make_messages.__defaults__", (64,))
+    monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 200)
     before = placed(TENSORS, LAYERS, [[(1, ["n0/0"]), (2, ["n1/0"])]])
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from recovery.checkpoint import list_checkpoints
-from recovery.checkpoint_errors import CheckpointMissing
-from recovery.checkpoint_read import verify
-from recovery.retention import apply_retention, reading_checkpoint, remove_orphans
-from recovery.storage import Storage
-from recovery.storage_errors import StoragePermissionDenied, StorageUnreachable
+from recovery.checkpoint.commit import list_checkpoints
+from recovery.checkpoint.errors import CheckpointMissing
+from recovery.checkpoint.read import verify
+from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
+from recovery.storage.errors import StoragePermissionDenied, StorageUnreachable
+from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import full_state, make_checkpoint, state_specs, two_worker_layout, write_all
 from tests.harness.faulty_storage import FaultyStorage, raises
 
@@ -147,7 +147,7 @@ def test_strays_beside_a_committed_checkpoint_go_when_old(directory: Storage) ->
 
 
 def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
-    from recovery.storage import open_storage
+    from recovery.storage.open import open_storage
 
     storage = open_storage(s3_uri)
     client, bucket = storage._client, s3_uri.split("/")[2]  # type: ignore[attr-defined]

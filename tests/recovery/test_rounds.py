@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.rounds import Rounds, Turns
+from recovery.peers.replication_rounds import Rounds, Turns
 
 
 def test_a_round_holds_its_step_and_the_complete_one_until_it_is_complete_itself() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from recovery.agent_store import AgentStore
 from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
-from recovery.holdings import Source
-from recovery.layout import ShardId
-from recovery.shard_client import ShardClient
-from recovery.shard_protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive, receive_request
-from recovery.shard_server import ShardServer
-from recovery.snapshot import SnapshotWriter
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.client import ShardClient
+from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive, receive_request
+from recovery.peers.server import ShardServer
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
 CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
@@ -132,7 +132,7 @@ def test_pushed_shards_are_kept_as_their_workers(client: ShardClient, store: Age
 def test_a_push_damaged_on_the_way_leaves_nothing(
     client: ShardClient, store: AgentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recovery.shard_client.checksum", lambda data: 1)
+    monkeypatch.setattr("recovery.peers.client.checksum", lambda data: 1)
     with pytest.raises(ShardCorrupt):
         client.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0], 6))})
     monkeypatch.undo()
@@ -257,7 +257,7 @@ def test_no_more_connections_than_allowed(store: AgentStore) -> None:
 def test_whoever_does_not_show_the_token_in_time_is_hung_up_on(
     store: AgentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recovery.shard_server.GREETING_S", 0.1)
+    monkeypatch.setattr("recovery.peers.server.GREETING_S", 0.1)
     with (
         ShardServer(store, TOKEN, host="127.0.0.1") as server,
         socket.create_connection(("127.0.0.1", server.port), 20) as silent,

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
-from recovery.holdings import Source
-from recovery.layout import ShardId, TensorSpec
-from recovery.snapshot import SnapshotWriter, file_name, remove_older
-from recovery.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
+from recovery.local.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId, TensorSpec
 from tests.harness.host_memory import memory_directory
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
@@ -147,7 +147,7 @@ def test_files_of_older_generations_go_after_two_commits(tmp_path: Path) -> None
 CRASH = """
 import os, sys
 import torch
-from recovery.snapshot import SnapshotWriter
+from recovery.local.snapshot import SnapshotWriter
 from tests.recovery.test_snapshot import CASE, WORKER
 from tests.harness.state_cases import state_of
 writer = SnapshotWriter(sys.argv[1], WORKER, CASE.layout, 3)
@@ -328,7 +328,7 @@ def test_no_room_for_files_made_in_the_background_is_told_once_and_leaves_nothin
 def test_closing_does_not_wait_for_files_that_are_still_being_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recovery.snapshot_file.CLAIM_BYTES", 1024)
+    monkeypatch.setattr("recovery.local.snapshot_file.CLAIM_BYTES", 1024)
     fallocate, begun, go_on = os.posix_fallocate, threading.Event(), threading.Event()
 
     def slow(*arguments: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recovery.layout import Layout, ShardId, TensorSpec, units_by_tensor
-from recovery.slices import assemble, shard_views, unit_views
+from recovery.state.layout import Layout, ShardId, TensorSpec, units_by_tensor
+from recovery.state.slices import assemble, shard_views, unit_views
 from tests.harness.state_cases import placed, state_of, tensors_of, unit, whole
 
 ROWS = TensorSpec("param/a.0.w", (8, 3), "float32", 0, (0, 2, 5, 8))

@@ -14,11 +14,10 @@ import pytest
 import torch
 from botocore.awsrequest import AWSResponse
 
-from recovery import storage_errors
-from recovery.checkpoint_errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ManifestInvalid
-from recovery.layout import ShardId
-from recovery.storage import BandwidthLimit, Storage, StorageOptions, open_storage
-from recovery.storage_errors import (
+from recovery.checkpoint.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ManifestInvalid
+from recovery.state.layout import ShardId
+from recovery.storage import errors as storage_errors
+from recovery.storage.errors import (
     BucketMissing,
     ObjectExists,
     ObjectMissing,
@@ -30,7 +29,9 @@ from recovery.storage_errors import (
     StorageUnreachable,
     StorageUriError,
 )
-from recovery.storage_payload import BytesPayload, ConcatPayload, TensorPayload
+from recovery.storage.open import open_storage
+from recovery.storage.payload import BytesPayload, ConcatPayload, TensorPayload
+from recovery.storage.protocol import BandwidthLimit, Storage, StorageOptions
 from tests.recovery.conftest import SMALL
 
 
@@ -244,8 +245,8 @@ def test_tries_are_bounded_and_useless_ones_not_made(
 def test_bandwidth_is_shared_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 100.0}
     waits: list[float] = []
-    monkeypatch.setattr("recovery.storage.time.monotonic", lambda: clock["now"])
-    monkeypatch.setattr("recovery.storage.time.sleep", waits.append)
+    monkeypatch.setattr("recovery.storage.protocol.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("recovery.storage.protocol.time.sleep", waits.append)
     limit = BandwidthLimit(1000.0)
     for _ in range(3):
         limit.take(500)

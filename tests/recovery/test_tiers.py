@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from recovery.agent_store import AgentStore
-from recovery.checkpoint import commit_checkpoint, open_checkpoint
-from recovery.checkpoint_read import read_shards
-from recovery.checkpoint_write import write_shards
+from recovery.checkpoint.commit import commit_checkpoint, open_checkpoint
+from recovery.checkpoint.read import read_shards
+from recovery.checkpoint.write import write_shards
 from recovery.errors import RecoveryError
-from recovery.holdings import Source
-from recovery.layout import ShardId
-from recovery.shard_server import ShardServer
-from recovery.snapshot import SnapshotWriter
-from recovery.storage import open_storage
-from recovery.tiers import DurableTier, NodeTier, PeerTier, Piece, Tier
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.server import ShardServer
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
+from recovery.storage.open import open_storage
+from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, Piece, Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recovery.errors import NotRestorable
-from recovery.holdings import Holding, Source
-from recovery.layout import Layout, ShardId, TensorSpec
-from recovery.links import Links
-from recovery.schedule import TransferSchedule, schedule
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.transfer.links import Links
+from recovery.transfer.schedule import TransferSchedule, schedule
 from tests.harness.state_cases import Placed, placed, placements, tensors_of
 
 STEP, LAYERS = 7, 3

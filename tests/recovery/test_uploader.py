@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from recovery import checkpoint_upload
-from recovery.checkpoint import assign_writers
-from recovery.checkpoint_errors import UploadFailed
-from recovery.checkpoint_read import read_shards
-from recovery.checkpoint_upload import Uploader, UploaderBusy
-from recovery.storage import Storage
-from recovery.storage_errors import StorageFull, StorageTimeout
+from recovery.checkpoint import upload as checkpoint_upload
+from recovery.checkpoint.commit import assign_writers
+from recovery.checkpoint.errors import UploadFailed
+from recovery.checkpoint.read import read_shards
+from recovery.checkpoint.upload import Uploader, UploaderBusy
+from recovery.storage.errors import StorageFull, StorageTimeout
+from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import commit, full_state, local_state, state_specs, two_worker_layout
 from tests.harness.faulty_storage import FaultyStorage
 

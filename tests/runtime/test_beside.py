@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autohet.cli.bench_planner_synthetic import GPT_26, fleet_of, request_of
+from autohet.bench.planner.synthetic import GPT_26, fleet_of, request_of
 from autohet.runtime.beside import beside
 from planner.strategies import plan_with
 from planner.strategies.companion import accompany, begin_companion

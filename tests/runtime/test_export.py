@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autohet.runtime.export import INDEX_NAME, export_checkpoint
 from planner.errors import ConfigError
-from recovery.checkpoint import assign_writers, commit_checkpoint, write_shards
-from recovery.layout import Layout, TensorSpec
-from recovery.manifest import Manifest
-from recovery.storage import Storage, open_storage
+from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
+from recovery.checkpoint.manifest import Manifest
+from recovery.state.layout import Layout, TensorSpec
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from autohet.driver.agent_actor import NoticeWatch
+from autohet.driver.ray.agent_actor import NoticeWatch
 from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autohet.runtime.layout import STATE_KINDS, layout_of_plan, parameter_name, state_name, tensor_specs
 from planner.plan import Plan
-from recovery.layout import Layout
+from recovery.state.layout import Layout
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
 

@@ -11,14 +11,14 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerPlace
 from autohet.runtime.preservation import Preservation
 from planner.plan import Pipeline, Plan, Stage
-from recovery import checkpoint_upload
-from recovery.agent_store import AgentStore
-from recovery.duties import Duty
-from recovery.layout import Layout, TensorSpec
-from recovery.replication import Replicator
-from recovery.rounds import Standing
-from recovery.shard_server import ShardServer
-from recovery.storage import open_storage
+from recovery.checkpoint import upload as checkpoint_upload
+from recovery.local.agent_store import AgentStore
+from recovery.peers.replication import Replicator
+from recovery.peers.replication_rounds import Standing
+from recovery.peers.replication_targets import Duty
+from recovery.peers.server import ShardServer
+from recovery.state.layout import Layout, TensorSpec
+from recovery.storage.open import open_storage
 
 ME, SPEC = "a/0", TensorSpec("param/w", (64,), "float32")
 LAYOUT = Layout({SPEC.name: SPEC}, {ME: frozenset(SPEC.shards)})

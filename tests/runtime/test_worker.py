@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from autohet.driver.demo import reference_losses
+from autohet.driver.emulate.demo import reference_losses
 from autohet.runtime import worker as worker_module
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
@@ -16,15 +16,15 @@ from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
-from recovery import storage_s3
-from recovery.agent_store import AgentStore
-from recovery.checkpoint import commit_checkpoint
-from recovery.checkpoint_write import write_shards
-from recovery.holdings import Holding, Source
-from recovery.schedule import schedule
-from recovery.snapshot import SnapshotWriter
-from recovery.snapshot_file import SnapshotFile
-from recovery.storage import open_storage
+from recovery.checkpoint.commit import commit_checkpoint
+from recovery.checkpoint.write import write_shards
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.local.snapshot_file import SnapshotFile
+from recovery.state.holdings import Holding, Source
+from recovery.storage import s3 as storage_s3
+from recovery.storage.open import open_storage
+from recovery.transfer.schedule import schedule
 from tests.harness.s3_server import s3_server
 
 ME = "node/0"

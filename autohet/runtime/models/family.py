@@ -31,7 +31,7 @@ PARTIAL = ("replicated_with_grad_allreduce",)
 class ParameterSpec:
     """One parameter of the whole model.
 
-    `cuts` are its unit boundaries along `split_dim` (see `recovery.layout.TensorSpec`); `groups` counts the equal parts of a packed
+    `cuts` are its unit boundaries along `split_dim` (see `recovery.state.layout.TensorSpec`); `groups` counts the equal parts of a packed
     parameter (GPT-2's query, key and value in one), each cut alike. `layer` is the block's index, EMBEDDING or HEAD. `partial_gradient`: a
     replicated parameter whose gradient on each rank of a tensor-parallel group is a part of the sum.
     """

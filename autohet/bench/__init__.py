@@ -1,0 +1,1 @@
+"""What `autohet bench` runs."""

@@ -1,0 +1,1 @@
+"""Accuracy of the cost model and quality of the searches, against published figures."""

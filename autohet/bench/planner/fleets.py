@@ -1,0 +1,88 @@
+"""`autohet bench planner --full`: random fleets, against the other searches and against the fleet without one of its node types."""
+
+import random
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from autohet.bench.planner.synthetic import (
+    GPT_26,
+    LLAMA_70B,
+    TYPES,
+    cpu_seconds,
+    fleet_of,
+    model_spec,
+    request_of,
+    tied,
+)
+from planner.cluster import Fleet
+from planner.errors import InfeasibleError
+from planner.model_spec import ModelSpec
+from planner.strategies import Request, plan_with
+from planner.strategies.narrow import narrowed
+
+Row = dict[str, Any]
+CASES = 20
+OTHERS = ("megatron", "varuna", "fasop", "hap")
+
+
+def fleet_rows(cases: int = CASES) -> Iterator[Row]:
+    """Two rows, over all fleets that hold their model; seeds are the case numbers."""
+    over_others, over_fewer = list[float](), list[float]()
+    spent, gaps, begin = 0.0, list[float](), cpu_seconds()
+    for seed in range(cases):
+        request = random_case(random.Random(seed))
+        start = cpu_seconds()
+        answer = _answer(request, "autohet")
+        spent += cpu_seconds() - start
+        if answer is None:
+            continue
+        step, gap = answer
+        gaps.append(gap)
+        others = [found[0] for found in (_answer(request, other) for other in OTHERS) if found is not None]
+        over_others += [step / min(others)] if others else []
+        fewer = [
+            found[0] for found in (_answer(less, "autohet") for less in _without_one(request)) if found is not None
+        ]
+        over_fewer += [step / min(fewer)] if fewer else []
+    yield {
+        "on": f"{len(gaps)} random fleets of 17 to 128 GPUs of two to four types: our step time over the best other search's",
+        "ratio": max(over_others), "mean_ratio": fmean(over_others), "best_ratio": min(over_others), "mean_gap": fmean(gaps),
+        "search_cpu_s": round(spent / cases, 2), "cpu_s": round(cpu_seconds() - begin, 1),
+    }  # fmt: skip
+    yield {
+        "on": f"{len(over_fewer)} of them: our step time over that of the fleet without one of its node types",
+        "ratio": max(over_fewer), "slower_with_more": sum(ratio > 1 + 1e-4 for ratio in over_fewer), "reach": 1.01,
+    }  # fmt: skip
+
+
+def random_case(rng: random.Random) -> Request:
+    """A model of 1 to 70B parameters on whole nodes of 4 or 8 GPUs, half to four sequences a GPU."""
+    per_node, gpus = rng.choice([4, 8]), rng.randint(17, 128)
+    kinds = rng.sample(sorted(TYPES), rng.choice([2, 3, 3, 4]))
+    nodes = [max(1, gpus // len(kinds) // per_node + rng.choice([-1, 0, 1])) for _ in kinds]
+    counts = {kind: per_node * count for kind, count in zip(kinds, nodes, strict=True)}
+    spec = rng.choice([GPT_26, _llama("llama-7b", 32, 4096, 11008), _llama("llama-13b", 40, 5120, 13824), LLAMA_70B])
+    if rng.random() < 0.3:
+        spec = tied(spec)
+    batch = max(8, int(sum(counts.values()) * rng.choice([0.5, 1, 2, 4])))
+    return request_of(spec, fleet_of(counts, per_node), batch, rng.choice([1024, 2048, 4096]))
+
+
+def _llama(name: str, layers: int, width: int, mlp: int) -> ModelSpec:
+    return model_spec(name, layers, width, mlp, 32000, 1024)
+
+
+def _answer(request: Request, strategy: str) -> tuple[float, float] | None:
+    try:
+        found = plan_with(strategy, request)
+    except InfeasibleError:
+        return None
+    return found.prediction.step_time_s, found.search.gap or 0.0
+
+
+def _without_one(request: Request) -> Iterator[Request]:
+    types = dict.fromkeys(node.node_type for node in request.fleet.nodes)
+    for left_out in types:
+        nodes = tuple(node for node in request.fleet.nodes if node.node_type != left_out)
+        yield narrowed(request, Fleet(request.fleet.generation, nodes))

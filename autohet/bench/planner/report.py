@@ -1,0 +1,79 @@
+"""`autohet bench planner`: accuracy of the cost model and the searches against what others published, one row each.
+
+Quick by default; `--full` adds Sailor's fleets, FASOP's Pareto front, the exhaustive judge and up to 4,096 GPUs. Every row
+says what it should reach and whether it did (`reached`; null where the material for it is absent).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from autohet.bench.planner.accuracy import accuracy_rows, measurements_folder, reached
+from autohet.bench.planner.fasop import fasop_rows
+from autohet.bench.planner.searches import search_rows
+
+Row = dict[str, Any]
+SEARCH_PARTS = {False: ("metis", "replan"), True: ("sailor", "metis", "fleets", "exhaustive", "scale", "replan")}
+_HIDDEN = ("on", "reached", "parts", "errors", "front")
+
+
+def rows(*, full: bool = False) -> Iterator[tuple[str, Row]]:
+    """(part, row) as they are measured: `accuracy`, then `search`."""
+    for row in accuracy_rows():
+        yield "accuracy", row | {"reached": reached(row)}
+    for row in _fasop(full):
+        yield "search", row
+    for part in SEARCH_PARTS[full]:
+        for row in search_rows((part,)):
+            yield "search", row if "reached" in row else row | {"reached": search_reached(row)}
+
+
+def _fasop(full: bool) -> list[Row]:
+    folder = measurements_folder()
+    if folder is None:
+        why = "no measurements here: set AUTOHET_MEASUREMENTS to their folder"
+        return [{"on": "FASOP's partitions and searches", "skipped": why, "reached": None}]
+    return fasop_rows(folder, pareto=full)
+
+
+def search_reached(row: Row) -> bool | None:
+    """Whether a search row is as fast, as near its bound and as good as it should be; None where nothing says so.
+
+    reach_s bounds the CPU seconds (the machine may be shared), reach_gap the gap; `ratio` is our step time over the
+    other planner's and should not exceed `reach` (else 1); a row of cases counts those within the reported gap.
+    """
+    if "skipped" in row:
+        return None
+    checks = []
+    if "reach_s" in row:
+        checks.append(row["cpu_s"] <= row["reach_s"])
+    if "reach_gap" in row:
+        checks.append(row["gap"] is not None and row["gap"] <= row["reach_gap"])
+    if row.get("ratio") is not None:
+        checks.append(row["ratio"] <= row.get("reach", 1.0) * (1 + 1e-9))
+    if "within_gap" in row and "cases" in row:
+        checks.append(row["within_gap"] == row["bound_holds"] == row["cases"])
+    return all(checks) if checks else None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the rows; exit code 1 where one that was run does not reach what it should."""
+    document: dict[str, list[Row]] = {"accuracy": [], "search": []}
+    for part, row in rows(full=args.full):
+        document[part].append(row)
+        print_row(part, row, sys.stderr if args.json else sys.stdout, brief=args.json)
+    if args.json:
+        json.dump(document, sys.stdout)
+        print()
+    return int(any(row["reached"] is False for found in document.values() for row in found))
+
+
+def print_row(part: str, row: Row, file: Any, *, brief: bool = False) -> None:
+    """One row for a person; `brief` without its figures."""
+    verdict = {True: "reached", False: "NOT REACHED", None: "skipped" if "skipped" in row else "no limit"}
+    print(f"{part} | {verdict[row['reached']]} | {row['on']}", file=file, flush=True)
+    for key, value in () if brief else row.items():
+        if key not in _HIDDEN:
+            print(f"    {key}: {round(value, 4) if isinstance(value, float) else value}", file=file, flush=True)

@@ -1,0 +1,85 @@
+"""Synthetic models, layer times and fleets of the planner's benchmarks: stated rates, the same for every strategy."""
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+from autohet.runtime.beside import beside
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost.frameworks import OURS, framework_parameters
+from planner.cost.model import CostModel
+from planner.cost.parameters import CostParameters
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.profile import Measurement, ProfileTable
+from planner.strategies import Request
+
+GIB = 2**30
+# GPU type -> (FLOP/s reached, memory GiB, intra-node bytes/s a GPU, NIC bytes/s a node, $/h a node of 8): data sheets, EC2 list prices
+TYPES = {
+    "H100-80": (400e12, 80, 4.5e11, 4.0e11, 98.3),
+    "A100-80": (170e12, 80, 3.0e11, 5.0e10, 41.0),
+    "A100-40": (160e12, 40, 3.0e11, 5.0e10, 32.8),
+    "L40S": (120e12, 48, 3.2e10, 5.0e10, 30.1),
+    "T4": (30e12, 16, 1.6e10, 6.2e9, 7.8),
+}
+
+
+def model_spec(name: str, layers: int, width: int, mlp: int, vocab: int, kv_width: int) -> ModelSpec:
+    """A Llama-like model with fused attention."""
+    parameters = 2 * width * width + 2 * width * kv_width + 3 * width * mlp
+    block = LayerSpec(parameters + 2 * width, 2 * width, parameters, width, 8 * width + 3 * mlp, 4 * width)
+    head = LayerSpec(vocab * width + width, width, vocab * width, 0, 0, 2 * width)
+    embedding = LayerSpec(vocab * width, 0, 0, 0, 0, width)
+    return ModelSpec(name, "llama", width, vocab, width // 128, 8, mlp, False, 8, embedding, (block,) * layers, head)
+
+
+def tied(spec: ModelSpec) -> ModelSpec:
+    """The same with the embedding's matrix as its head's."""
+    return replace(spec, tied_embeddings=True, head=replace(spec.head, parameters=spec.hidden_size))
+
+
+def profile_of(spec: ModelSpec, length: int, gpus: tuple[str, ...]) -> ProfileTable:
+    """FLOPs over the rate, 6, 11 and 19% more work a GPU at TP 2, 4 and 8, a tenth of a millisecond of launch."""
+    extra = {1: 1.0, 2: 1.06, 4: 1.11, 8: 1.19}
+    rows = []
+    for gpu in gpus:
+        for tp, factor in extra.items():
+            for size in (1, 2, 4, 8):
+                for layer, part in (("embedding", None), ("block", spec.blocks[0]), ("head", spec.head)):
+                    flops = (part.forward_flops(length) if part else 1e9) * size
+                    forward = flops / TYPES[gpu][0] / tp * factor + 1e-4
+                    rows.append(Measurement(spec.name, gpu, "bf16", tp, length, size, layer, forward, 2 * forward))
+    return ProfileTable(rows)
+
+
+def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
+    """So many GPUs of each type."""
+    nodes: list[Node] = []
+    for gpu, count in counts.items():
+        _, memory, intra, inter, usd = TYPES[gpu]
+        number = count // gpus_per_node
+        price = usd * gpus_per_node / 8
+        kind = NodeType(gpu.lower(), gpu, gpus_per_node, memory * GIB, intra, inter, price, False, "", number)
+        nodes += [Node(f"{gpu.lower()}-{i}", kind) for i in range(number)]
+    return Fleet(0, tuple(nodes))
+
+
+def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
+    gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
+    cost = CostModel(
+        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True,
+        parameters=framework_parameters(OURS, CostParameters()),
+    )  # fmt: skip
+    return Request(
+        fleet, spec, cost, batch, length, clock=time.perf_counter, beside=beside, max_microbatch_sequences=4, **wishes
+    )
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it began and that have ended."""
+    return sum(os.times()[:4])
+
+
+LLAMA_70B = model_spec("llama-70b", 80, 8192, 28672, 128256, 1024)
+GPT_26 = model_spec("gpt-26", 26, 2048, 8192, 51200, 2048)

@@ -1,0 +1,1 @@
+"""Restores over limited links by the real code, policies side by side."""

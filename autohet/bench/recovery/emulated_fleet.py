@@ -1,0 +1,111 @@
+"""What needs a whole run: `autohet train` on an emulated fleet, with a notice, a death and an arrival; Ray Train's trainer beside it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autohet.runtime.job import Job, ScriptedEvent
+from autohet.runtime.model_spec import model_spec_from_config
+from planner.errors import ConfigError
+
+JOB = "cluster_configs/jobs/demo.yaml"
+CLUSTER = "cluster_configs/local-emulated.yaml"
+STEPS = 60
+CAUSES = ("notice", "death", "arrival")
+PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
+
+
+def measured_changes() -> dict[str, dict[str, Any]]:
+    """By cause, the entry of `reconfigurations` in the run's summary (absent: it did not happen before the end).
+
+    Raises:
+        ConfigError: the job's files are not there, or the run failed.
+    """
+    from autohet.driver.run import train
+
+    with tempfile.TemporaryDirectory(prefix="autohet-bench-fleet-") as directory:
+        outcome = train(
+            _job(directory),
+            cluster_path=CLUSTER,
+            address=None,
+            events_path=Path(directory, "events.jsonl"),
+            show=_silent,
+        )
+    changes = {change["cause"]: change for change in outcome.summary["reconfigurations"]}
+    if not changes:
+        raise ConfigError(
+            f"the run on the emulated fleet ended with '{outcome.reason}' and no reconfiguration; --quick leaves it out"
+        )
+    return changes
+
+
+def parts_of(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """By cause, the seconds of each part; None where it was not measured."""
+    return {
+        cause: dict(changes[cause]["seconds"]) if cause in changes else dict.fromkeys(PARTS, None) for cause in CAUSES
+    }
+
+
+def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Whole recoveries beside those of Ray Train's elastic trainer: the same model, data parallel on three nodes: what it can do."""
+    from autohet.driver.emulate.ray_train_baseline import NOTICE_S, measure_ray_train
+
+    job = Job.from_yaml(JOB)
+    model = dict(job.model.config or {})
+    spec = model_spec_from_config(job.name, model, precision="fp32")
+    what = {"death": "a node dies", "notice": f"a node leaves with notice (for the baseline {NOTICE_S:.0f} s)"}
+    found = []
+    for cause in [cause for cause in ("death", "notice") if cause in changes]:
+        ours, theirs = changes[cause], measure_ray_train(model, cause)
+        total = {"total": theirs.total_s}
+        policies = {
+            "local_first": _entry(ours["seconds"], ours["bytes_by_tier"], ours["steps_lost"]),
+            "ray_train_elastic": _entry(dict.fromkeys(PARTS, None) | total, None, theirs.steps_lost)
+            | {"survivors": theirs.survivors, "survivors_that_kept_their_process": theirs.kept},
+        }
+        found.append(
+            {
+                "scenario": f"fleet_{cause}",
+                "what": f"{what[cause]}: seconds without a step in whole runs on this machine",
+                "cause": cause,
+                "state_bytes": spec.parameters * 12,
+                "simulated": False,
+                "policies": policies,
+                "ratio_vs_s3_only": None,
+                "ratio_vs_limit": None,
+                "ratio_vs_ray_train_elastic": theirs.total_s / ours["seconds"]["total"],
+            }
+        )
+    return found
+
+
+def _entry(seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, steps_lost: int) -> dict[str, Any]:
+    """`verified` None: the state was not compared here (the tests do that); what was not counted is None too."""
+    tiers = bytes_by_tier or dict.fromkeys(("memory", "disk", "peer", "s3"))
+    return {"seconds": dict(seconds), "bytes_by_tier": dict(tiers), "steps_lost": steps_lost, "verified": None}
+
+
+def _job(directory: str) -> Job:
+    if not Path(JOB).exists() or not Path(CLUSTER).exists():
+        raise ConfigError(f"{JOB} and {CLUSTER} are not here; run in the repository, or give --quick")
+    job = Job.from_yaml(JOB)
+    script = (
+        ScriptedEvent(at_step=5, event="notice", node_type="l40s", deadline_s=20.0),
+        ScriptedEvent(at_step=10, event="death", node_type="a10g"),
+        ScriptedEvent(at_step=16, event="arrival", node_type="l40s"),
+    )
+    return replace(
+        job,
+        name="bench-recovery",
+        training=replace(job.training, steps=STEPS),
+        elastic=replace(job.elastic, script=script),
+        checkpoint=replace(job.checkpoint, storage=str(Path(directory, "checkpoints"))),
+    )
+
+
+def _silent(*_: Any) -> None:
+    """Nothing is shown of the run."""

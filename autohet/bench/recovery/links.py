@@ -1,0 +1,200 @@
+"""Links of stated speeds on one machine: a software throttle, each transfer delayed to when a real link would end it.
+
+A node has five lanes (out, in, memory, disk, s3) that all its processes share. A transfer reserves its time on the
+lanes that it uses and sleeps until the last of them; reservations of one lane follow each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot_file import SnapshotFile
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
+from recovery.storage.protocol import ObjectInfo, Storage
+from recovery.transfer.links import Links
+
+LANES = ("out", "in", "memory", "disk", "s3")
+_PIECE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """One node's lanes. `free_at` is an array shared by all processes (monotonic seconds), `node` its row there."""
+
+    free_at: Any
+    node: int
+    links: Links
+
+    def rate(self, lane: str) -> float:
+        """Bytes per second."""
+        rates = self.links
+        return {
+            "out": rates.network_bytes_per_s,
+            "in": rates.network_bytes_per_s,
+            "memory": rates.memory_bytes_per_s,
+            "disk": rates.disk_bytes_per_s,
+            "s3": rates.s3_bytes_per_s,
+        }[lane]
+
+    def reserve(self, lane: str, num_bytes: int, not_before: float | None = None) -> tuple[float, float]:
+        """When this transfer starts and ends on the lane (monotonic seconds); does not wait."""
+        index = self.node * len(LANES) + LANES.index(lane)
+        with self.free_at.get_lock():
+            start = max(self.free_at[index], time.monotonic() if not_before is None else not_before)
+            end = start + num_bytes / self.rate(lane)
+            self.free_at[index] = end
+        return start, end
+
+    def pass_through(self, lanes: Sequence[str], num_bytes: int) -> None:
+        """Blocks until the bytes would be through all of `lanes`, which they take at the same time."""
+        sleep_until(max(self.reserve(lane, num_bytes)[1] for lane in lanes))
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep to a moment of the monotonic clock."""
+    while (left := moment - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+@dataclass
+class _Transfer:
+    """A message under way: its stamp [start, end] on the sender's lane travels beside it."""
+
+    works: tuple[Any, Any]
+    stamp: Tensor
+    tensor: Tensor
+    source: str | None
+    posted: float
+
+
+class ThrottledGroup:
+    """A process group's send and receive at the speed of the nodes' lanes; the messages really travel over gloo.
+
+    A message starts when it was sent and its receive is posted, whichever is later (gloo's rendezvous), and takes both
+    nodes' cards at the same time; between workers of one node, its memory.
+    """
+
+    def __init__(self, group: Any, lanes: Lanes, node: str, node_by_worker: Mapping[str, str]) -> None:
+        self._group, self._lanes, self._node, self._nodes = group, lanes, node, node_by_worker
+
+    def send(self, tensor: Tensor, to: str, tag: int) -> _Transfer:
+        lane = "memory" if self._nodes[to] == self._node else "out"
+        stamp = torch.tensor(self._lanes.reserve(lane, tensor.numel()), dtype=torch.float64)
+        works = (self._group.send(stamp, to, 2 * tag + 1), self._group.send(tensor, to, 2 * tag))
+        return _Transfer(works, stamp, tensor, None, time.monotonic())
+
+    def recv(self, tensor: Tensor, source: str, tag: int) -> _Transfer:
+        stamp = torch.empty(2, dtype=torch.float64)
+        works = (self._group.recv(stamp, source, 2 * tag + 1), self._group.recv(tensor, source, 2 * tag))
+        return _Transfer(works, stamp, tensor, source, time.monotonic())
+
+    def wait_on_host(self, transfer: _Transfer) -> None:
+        for work in transfer.works:
+            self._group.wait_on_host(work)
+        start, end = transfer.stamp.tolist()
+        if transfer.source is not None and self._nodes[transfer.source] != self._node:
+            end = max(end, self._lanes.reserve("in", transfer.tensor.numel(), max(start, transfer.posted))[1])
+        sleep_until(end)
+
+
+class ThrottledStore(AgentStore):
+    """A node's snapshots, read by its own worker at the speed of its memory or disk."""
+
+    def __init__(self, memory: str, disk: str, node: str, lanes: Lanes) -> None:
+        super().__init__(memory, disk, node)
+        self._lanes = lanes
+
+    def read(self, source: Source, shard: ShardId) -> memoryview:
+        data = super().read(source, shard)
+        self._lanes.pass_through((source.kind,), len(data))
+        return data
+
+
+class ServedStore(ThrottledStore):
+    """The same as its shard server gives it to peers: through the node's card too."""
+
+    def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
+        file = super().file_of(source, shard)
+        self._lanes.pass_through((source.kind, "out"), file.map.extents[shard].num_bytes)
+        return file
+
+
+class ThrottledStorage:
+    """Durable storage at a node's speed to it; what enters takes the node's card too. Only reads are throttled."""
+
+    def __init__(self, inner: Storage, lanes: Lanes) -> None:
+        self._inner, self._lanes = inner, lanes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        data = self._inner.get(name, start, length)
+        self._lanes.pass_through(("s3", "in"), len(data))
+        return data
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self._inner.get_into(name, start, buffer)
+        self._lanes.pass_through(("s3", "in"), len(buffer))
+
+    def list(self, prefix: str = "") -> Any:
+        found: list[ObjectInfo] = [*self._inner.list(prefix)]
+        return iter(found)
+
+
+class ThrottledProxy:
+    """A TCP proxy in front of a peer's shard server: what it answers passes this node's card. Owns its threads."""
+
+    def __init__(self, target: tuple[str, int], lanes: Lanes) -> None:
+        self._target, self._lanes = target, lanes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._threads: list[threading.Thread] = []
+        self._open: list[socket.socket] = []
+        self._start(self._accept)
+
+    def _start(self, target: Any, *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="throttled proxy", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target, 30.0)
+            except OSError:
+                return
+            far.settimeout(None)
+            self._open += [near, far]
+            self._start(self._pump, near, far, False)
+            self._start(self._pump, far, near, True)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, throttled: bool) -> None:
+        try:
+            while data := source.recv(_PIECE_BYTES):
+                if throttled:
+                    self._lanes.pass_through(("in",), len(data))
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        for each in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(5.0)

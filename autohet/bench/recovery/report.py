@@ -1,0 +1,205 @@
+"""`autohet bench recovery`: what a change of the fleet costs under three policies, measured side by side.
+
+Real part: worker processes of this machine run the actual schedule and restore over gloo, node agents, disk and an S3
+server, at links throttled in software to a cloud node's ratios. Simulated part: published scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autohet.cli.outputs import check_output
+from planner.errors import ConfigError
+from recovery.transfer.links import Links
+
+METHOD = {
+    "restore": "measured: real processes, the transfer schedule and restore of `recovery` over gloo, agents, disk and S3; from the common "
+    "start until the last worker has its state",
+    "links": "SOFTWARE throttle: each transfer really happens on this machine, then waits until a link of the stated speed would end it",
+    "detect, replan, rebuild, first_step": "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
+    "a death, a notice and an arrival; null with --quick",
+    "baselines": "s3_only and restart_local: detect, replan and first_step as ours; rebuild = a worker process's start, measured alone, "
+    "with all its imports and a client of the storage, and the building of its group; every worker reads its whole state by itself",
+    "a new fleet": "where no process stays (d), rebuild is that of the baselines for ours too: its processes have to start",
+    "ray_train_elastic": "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same model, data parallel; "
+    "the time without a step is measured, its parts are not",
+    "steps_lost": "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at step 16",
+    "ratio_vs_limit": "measured restore over the time that the bytes to move need at the links' speeds (lower bound over all schedules)",
+    "total": "sum of the measured parts",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure: bytes of one copy of the state, a cloud node's links and their divisor, the scenarios."""
+
+    state_bytes: float
+    cloud: Links
+    scale: float
+    scenarios: tuple[str, ...]
+    quick: bool
+    simulate: bool
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 where a restore failed or its tensors were wrong."""
+    from autohet.bench.recovery.display import draw, show
+
+    check_output("--out", args.out)
+    check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
+    document = benchmark(_options(args))
+    if args.out:
+        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+    if args.picture:
+        draw(document, args.picture)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        show(document)
+    results = [r for s in document["scenarios"] if not s["simulated"] for r in s["policies"].values()]
+    return int(any(result["verified"] is False for result in results))
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from autohet.bench.recovery.cases import SCENARIOS
+
+    chosen = tuple(args.scenarios.split(",")) if args.scenarios else tuple(SCENARIOS)
+    unknown = [name for name in chosen if name not in SCENARIOS]
+    if unknown:
+        raise ConfigError(f"--scenarios names '{unknown[0]}'; there are {', '.join(SCENARIOS)}")
+    for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s"):
+        if not getattr(args, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
+    cloud = Links(network_bytes_per_s=args.network_gbps * 1e9 / 8, s3_bytes_per_s=args.s3_gbytes_per_s * 1e9)
+    return Options(args.state_mb * 1e6, cloud, args.scale, chosen, args.quick, not args.no_simulation)
+
+
+def benchmark(options: Options) -> dict[str, Any]:
+    """The whole document; see the module and METHOD for what is measured where."""
+    load_before = os.getloadavg()[0]
+    fleet, other_parts = _fleet(options)
+    scenarios, facts = _real(options, other_parts)
+    scenarios += fleet
+    if options.simulate:
+        from autohet.bench.recovery.simulated import simulated_scenarios
+
+        scenarios += simulated_scenarios()
+    return {
+        "scenarios": scenarios,
+        "method": METHOD,
+        "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
+        "links_scale": _describe(options.cloud, options.scale),
+        "measured_parts": other_parts,
+        **facts,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load_average_1min": {"before": load_before, "after": os.getloadavg()[0]},
+    }
+
+
+def _describe(links: Links, scale: float) -> str:
+    parts = {"NVMe": links.disk_bytes_per_s, "S3": links.s3_bytes_per_s, "memory": links.memory_bytes_per_s}
+    rates = ", ".join(f"{name} {rate / 1e9:g} GB/s" for name, rate in parts.items())
+    return f"a cloud node (network {links.network_bytes_per_s * 8 / 1e9:g} Gb/s, {rates}) divided by {scale:g}"
+
+
+def scaled_links(cloud: Links, scale: float) -> Links:
+    """A cloud node's links, all divided by `scale`: their ratios stay."""
+    return Links(
+        cloud.memory_bytes_per_s / scale,
+        cloud.disk_bytes_per_s / scale,
+        cloud.network_bytes_per_s / scale,
+        cloud.s3_bytes_per_s / scale,
+    )
+
+
+def _speeds(links: Links) -> dict[str, float]:
+    return {
+        "network": links.network_bytes_per_s,
+        "disk": links.disk_bytes_per_s,
+        "s3": links.s3_bytes_per_s,
+        "memory": links.memory_bytes_per_s,
+    }
+
+
+def _fleet(options: Options) -> tuple[list[dict[str, Any]], dict[str, dict[str, float | None]]]:
+    """Whole recoveries as scenarios, and the seconds of detect, replan, rebuild and first step by cause."""
+    from autohet.bench.recovery.emulated_fleet import fleet_scenarios, measured_changes, parts_of
+
+    changes: dict[str, dict[str, Any]] = {}
+    scenarios: list[dict[str, Any]] = []
+    if not options.quick:
+        try:
+            _say("a run on an emulated fleet, with a notice, a death and an arrival")
+            changes = measured_changes()
+            _say("Ray Train's elastic trainer, the same model, a death and a notice")
+            scenarios = fleet_scenarios(changes)
+        except (ConfigError, RuntimeError, OSError) as error:
+            _say(f"not measured: {error}")
+    return scenarios, parts_of(changes)
+
+
+def _real(options: Options, other_parts: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    from autohet.bench.recovery.cases import POLICIES, SCENARIOS, config_of_size
+    from autohet.bench.recovery.storage import committed_checkpoint, object_storage
+    from autohet.bench.recovery.trial import Trial
+    from autohet.bench.recovery.workers import WorkerProcesses
+
+    config = config_of_size(options.state_bytes)
+    links = scaled_links(options.cloud, options.scale)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory, object_storage(directory) as (uri, kind):
+        processes = WorkerProcesses(4, uri)
+        try:
+            committed_checkpoint(uri, config)
+            for name in options.scenarios:
+                scenario = SCENARIOS[name]
+                trials = {}
+                for policy in POLICIES:
+                    _say(f"scenario {name}, {policy}")
+                    trial = Trial(scenario, policy, config, links, uri, f"{directory}/nodes")
+                    trials[policy] = trial.run(processes, other_parts[scenario.cause])
+                found.append(_scenario_document(scenario, trials))
+            facts = {"durable_storage": kind, "process_start_s": processes.start_s}
+        finally:
+            processes.close()
+    return found, facts
+
+
+def _scenario_document(scenario: Any, trials: dict[str, Any]) -> dict[str, Any]:
+    """One entry of `scenarios`; ratios are of ours."""
+    ours, s3 = trials["local_first"], trials["s3_only"]
+    # Parts that were not measured are never free: then the restores alone are compared.
+    counted = "restore" if None in ours.seconds.values() else "total"
+    return {
+        "scenario": scenario.name,
+        "what": scenario.what,
+        "cause": scenario.cause,
+        "state_bytes": ours.state_bytes,
+        "simulated": False,
+        "plan_before": scenario.plan_before.to_document(),
+        "plan_after": scenario.plan_after.to_document(),
+        "policies": {policy: trial.document() for policy, trial in trials.items()},
+        "ratio_vs_s3_only": ratio(s3.seconds[counted], ours.seconds[counted]),
+        "ratio_counts": counted,
+        "restore_ratio_vs_s3_only": ratio(s3.seconds["restore"], ours.seconds["restore"]),
+        "ratio_vs_limit": ratio(ours.seconds["restore"], ours.limit_s),
+        "missing_bytes": ours.missing_bytes,
+        "s3_shards_are_the_missing": ours.s3_shards == ours.missing,
+    }
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """None where there is nothing to compare with."""
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _say(what: str) -> None:
+    print(f"bench recovery: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""A training step against a plain loop of the same model."""

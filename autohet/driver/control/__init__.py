@@ -1,0 +1,1 @@
+"""One job's state machine: observe, decide, act. Knows no Ray."""

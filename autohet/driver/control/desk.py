@@ -1,0 +1,200 @@
+"""What every state of the controller works with: the generation, the plan, the members, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from autohet.driver.control import policy
+from autohet.driver.control.change import Change
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.ledger import Ledger
+from autohet.driver.control.observation import Observation, Workforce
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import Planning, Proposal
+from autohet.driver.control.states import Building, Closing, Ended, State, Waiting
+from autohet.runtime.job import Job
+from autohet.runtime.messages import QUIET, WorkerReport
+from planner.cluster import Fleet
+from planner.errors import ConfigError
+from planner.plan import Plan
+
+
+class Desk:
+    """Owns the generation, the plan and the record of one job; the states of `Controller` work at it."""
+
+    def __init__(self, job: Job, workforce: Workforce, planning: Planning, orders: OrderBook, events: EventLog) -> None:
+        self.job = job
+        self.workforce = workforce
+        self.planning = planning
+        self.orders = orders
+        self.events = events
+        self.timeouts = job.elastic.timeouts()
+        self.ledger = Ledger(job, events)
+        self.generation = 0
+        self.members: tuple[str, ...] = ()
+        self.planned_nodes: frozenset[str] = frozenset()
+        self.proposal: Proposal | None = None
+        self.pending: Change | None = None
+        self.plans: list[tuple[int, Plan, float]] = []
+        self.failures_in_a_row = 0
+        self.slowdowns: dict[str, float] = {}
+        self._slow_since: dict[str, float] = {}
+        self.ending: str | None = None
+        self.state: State = Waiting("the job has just started", since=0.0)
+        self._known_notices: set[str] = set()
+        self._known_nodes: set[str] = set()
+        self._released: set[str] = set()
+        self._mourned: set[str] = set()
+        self._unfit: set[str] = set()
+
+    @property
+    def ended(self) -> Ended | None:
+        return self.state if isinstance(self.state, Ended) else None
+
+    def _announce(self, seen: Observation) -> None:
+        """Write down each notice and each new node once; forget what is gone."""
+        gone = (self._known_nodes | self._known_notices | self.slowdowns.keys()) - seen.nodes.keys()
+        self._tell_of_idle_deaths(self._known_nodes - seen.nodes.keys(), seen)
+        for known in (self._known_nodes, self._known_notices, self._released):
+            known -= gone
+        self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
+        self.planned_nodes -= gone
+        self._mourned = {w for w in self._mourned if w in seen.losses or seen.node_of(w) not in seen.nodes}
+        for name, notice in seen.notices.items():
+            if name not in self._known_notices:
+                self._known_notices.add(name)
+                deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
+                self.events.emit("notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s)
+        for name in seen.nodes:
+            if name not in self._known_nodes:
+                self._known_nodes.add(name)
+                kind = seen.nodes[name].node.node_type
+                self.events.emit(
+                    "arrival",
+                    self.generation,
+                    node=name,
+                    node_type=kind.name,
+                    gpu_type=kind.gpu_type,
+                    num_gpus=kind.num_gpus,
+                )
+
+    def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
+        """The plan for these nodes, or why there is none."""
+        if lack := self._lack(seen, usable):
+            return None, lack
+        started = self.planning.clock()
+        try:
+            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal)
+        except ConfigError as error:
+            return None, str(error)
+        finally:
+            change.replan_s += self.planning.clock() - started
+        return proposal, ""
+
+    def _lack(self, seen: Observation, usable: Collection[str]) -> str:
+        """That these nodes are too few for the job; empty where they are not."""
+        num_workers, least = sum(len(seen.nodes[name].workers) for name in usable), self.job.elastic.min_workers
+        return f"only {num_workers} workers are left; the job needs {least}" if num_workers < least else ""
+
+    def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
+        return policy.fleet_of(seen, usable, self.generation + 1, self.slowdowns)
+
+    def _say(self, proposal: Proposal, reason: str) -> None:
+        self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
+
+    def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
+        """Once of each worker; what may be left of its process is ended."""
+        self.events.emit(
+            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
+        )
+        self.workforce.dismiss([worker for worker in trouble.workers if worker in seen.losses])
+        self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
+
+    def _tell_of_idle_deaths(self, gone: Collection[str], seen: Observation) -> None:
+        """Nodes that were not trained on and went without a notice; of all others somebody else tells."""
+        busy = {*self.members, *(self.state.participants if isinstance(self.state, Building) else ())}
+        for name in sorted(
+            set(gone) - {seen.node_of(worker) for worker in busy} - self._known_notices - self._released
+        ):
+            reasons = sorted({loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name})
+            reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
+            self.events.emit("death", self.generation, nodes=[name], workers=[], reason=reason)
+
+    def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
+        """Members whose end changes nothing just now: while all wait, or a generation without them is being built."""
+        trouble = policy.find_deaths(seen, [worker for worker in self.members if worker not in self._mourned])
+        if trouble is not None:
+            self._tell_of_death(trouble, seen)
+
+    def _judge_unfit(self, seen: Observation) -> State | None:
+        """What no retry mends ends a job that has not trained yet, at once: the user is there to mend it. Once it trains, a node
+        that cannot take part is left out, unless there is no other.
+        """
+        unfit = {} if self.ended else policy.find_unfit(seen)
+        new, self._unfit = unfit.keys() - self._unfit, set(unfit)
+        told = {worker: why for worker, why in unfit.items() if worker in seen.reports}
+        nodes = {seen.node_of(worker) for worker in unfit}
+        fatal = told if told and not self.plans else unfit if nodes and nodes >= seen.nodes.keys() else {}
+        if fatal:
+            worker, why = min(fatal.items())
+            others = f" (and {len(fatal) - 1} more workers)" if len(fatal) > 1 else ""
+            return self._fail(f"worker {worker} on node {seen.node_of(worker)}{others} cannot take part: {why}")
+        for worker in sorted(new):
+            left_out = f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker} cannot take part"
+            self.events.emit("decision", self.generation, f"{left_out}: {unfit[worker]}")
+        return None
+
+    def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
+        plan = self.proposal.plan if self.proposal else None
+        return Change(
+            trouble.cause,
+            trouble.nodes,
+            trouble.happened_at,
+            seen.now,
+            self.ledger.committed_steps,
+            plan,
+            trouble.reason,
+        )
+
+    def _survivors(self, seen: Observation) -> tuple[str, ...]:
+        """Members whose process answers, on whatever node: those with a notice too, as long as they live."""
+        return tuple(
+            w for w in self.members if w in seen.reports and w not in seen.losses and seen.node_of(w) in seen.nodes
+        )
+
+    def _release_idle_leavers(self, seen: Observation) -> None:
+        used = {seen.node_of(worker) for worker in self.members}
+        for name in seen.notices:
+            if name in seen.nodes and name not in used and name not in self._released:
+                self._released.add(name)
+                self.workforce.dismiss([w for w in seen.nodes[name].workers if w in seen.reports])
+                self.workforce.release_node(name)
+
+    def _stands(self, report: WorkerReport) -> bool:
+        return report.phase in QUIET
+
+    def _stop(self, seen: Observation, reason: str, *, ok: bool, then_wait: str | None = None) -> State:
+        self.workforce.request_stop(self._survivors(seen), checkpoint=True)
+        return Closing(reason, ok, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s, then_wait=then_wait)
+
+    def _ended(self, reason: str, *, ok: bool) -> Ended:
+        self.events.emit("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
+        return Ended(ok, reason)
+
+    def _fail(self, reason: str) -> Ended:
+        self.events.emit("failed", self.generation, f"The job failed: {reason}", reason=reason)
+        return Ended(False, reason)
+
+    def summary(self) -> dict[str, Any]:
+        """The document that `autohet train --json` prints."""
+        return self.ledger.summary(len(self.plans), self.plans)
+
+    def status(self) -> dict[str, Any]:
+        """What `autohet status` shows."""
+        return {
+            "name": self.job.name, "state": type(self.state).__name__.lower(), "reason": getattr(self.state, "reason", ""),
+            "generation": self.generation, "workers": list(self.members),
+            "plan": None if self.proposal is None else self.proposal.plan.to_document(),
+            "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s, **self.ledger.status(),
+        }  # fmt: skip

@@ -1,0 +1,247 @@
+"""What has happened so far: losses by step, step times, reconfigurations, snapshots, checkpoints; and the summary made of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autohet.driver.control.change import Change
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.upkeep import Age, settled_age
+from autohet.runtime.job import Job
+from autohet.runtime.messages import GenerationOrder, StepRecord, WorkerReport
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from autohet.driver.control.controller import Controller
+
+WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
+
+
+class Ledger:
+    """The driver's memory of a run. `take` reads it out of each observation; but for the orders nothing else writes it."""
+
+    def __init__(self, job: Job, events: EventLog) -> None:
+        self.job = job
+        self.events = events
+        self.records: dict[int, StepRecord] = {}
+        self.step_seconds: dict[int, list[float]] = {}
+        self.changes: list[Change] = []
+        self.open_change: Change | None = None
+        self.checkpoint_uri: str | None = None
+        self.checkpoint_step: int | None = None
+        self._checkpoints_taken = 0
+        self.orders: Mapping[str, GenerationOrder] = {}
+        """Of the present generation."""
+        self._snapshot: Age = (0, 0)
+        self.checkpoint_errors: dict[tuple[int, int], str] = {}
+        """By generation and step, why a worker's part is not written."""
+        self._vote: tuple[int, tuple[int, Any]] | None = None
+        self._generation = 0
+        self._first_step = self._resumed_at = 0
+        self._pace_is_new = False
+        self._compute_s: dict[str, deque[tuple[float, float]]] = {}
+        self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
+        self._committed: set[tuple[int, int]] = set()
+
+    @property
+    def committed_steps(self) -> int:
+        """Steps whose update is applied: the next step's number."""
+        return max(self._first_step, max(self.records, default=-1) + 1)
+
+    def go_on_from(self, step: int) -> None:
+        """Steps before this one are of an earlier run."""
+        self._first_step = self._resumed_at = step
+
+    def begin_generation(self, generation: int, change: Change) -> None:
+        """The generation stands at its first step; steps that were run beyond it are forgotten."""
+        assert change.restore_step is not None
+        self.records = {
+            step: record
+            for step, record in self.records.items()
+            if step < change.restore_step
+            or record.generation == generation  # its first steps came with the news of readiness
+        }
+        self._first_step = change.restore_step
+        self._generation = generation
+        self.forget_pace()
+        self._make_up_for(change.restore_step - 1)
+        self.step_seconds.setdefault(generation, [])
+        if self.open_change is not None and self.open_change is not change:
+            self._record(self.open_change, generation)  # overtaken by the next change before its first step
+        self.open_change = change
+
+    def _make_up_for(self, step: int) -> None:
+        """The survivors rolled forward over a step whose only witness died after its vote was seen here and before its record
+        was: the vote knows the loss, nobody the time that it took."""
+        if self._vote is None or self._vote[1][0] != step or step in self.records or step < self._resumed_at:
+            return
+        generation, (_, vote) = self._vote
+        self._keep(StepRecord(step, vote.loss, vote.gradient_norm, vote.tokens, 0.0, generation, 0.0))
+
+    def forget_pace(self) -> None:
+        """The workers' compute times start anew: they are to be compared with another plan or other speeds."""
+        self._compute_s = {}
+
+    def compute_s(self, workers: Collection[str]) -> dict[str, list[float]]:
+        """Each worker's compute seconds in its last steps; {} until every one has enough of them to judge it by, and
+        something new."""
+        elastic, found = self.job.elastic, {}
+        if not self._pace_is_new:
+            return {}
+        self._pace_is_new = False
+        for worker in workers:
+            recent = self._compute_s.get(worker, deque())
+            if len(recent) < elastic.slow_steps or recent[-1][0] - recent[0][0] < elastic.arrivals_debounce_s:
+                return {}
+            found[worker] = [seconds for _, seconds in recent]
+        return found
+
+    def _take_pace(self, worker: str, record: StepRecord, first_step: int) -> None:
+        """Keep the last `slow_steps` steps of a worker, and as many more as fill the time that arrivals settle in."""
+        warm = record.generation == self._generation and record.step >= first_step + WARM_STEPS
+        if not warm or "compute" not in record.parts_s:
+            return
+        self._pace_is_new = True
+        recent, elastic = self._compute_s.setdefault(worker, deque()), self.job.elastic
+        recent.append((record.ended_at, record.parts_s["compute"]))
+        while len(recent) > elastic.slow_steps and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s:
+            recent.popleft()
+
+    def take(self, seen: Observation, controller: Controller) -> None:
+        for report in seen.reports.values():
+            self._take_vote(report)
+            for record in report.steps:
+                self._take_pace(report.worker, record, self._first_step)
+                self._take_step(record, controller, seen.now)
+            for receipt in report.receipts:
+                self._take_receipt(report.worker, receipt, controller)
+        self._take_snapshots(seen)
+        self._take_checkpoints(seen, controller)
+
+    def _take_snapshots(self, seen: Observation) -> None:
+        """The newest step that all keep in host memory, with copies on other nodes where they are asked for."""
+        age = settled_age(self.orders, seen.reports)
+        if age is not None and age > self._snapshot:
+            self._snapshot = age
+            self.events.emit("snapshot", age[0], step=age[1])
+
+    def _take_checkpoints(self, seen: Observation, controller: Controller) -> None:
+        committed = seen.checkpoint.committed
+        for step, uri in committed[self._checkpoints_taken :]:
+            self.checkpoint_step, self.checkpoint_uri = step, uri
+            self.events.emit("checkpoint", controller.generation, step=step, uri=uri)
+        self._checkpoints_taken = len(committed)
+
+    def newest_vote(self, generation: int) -> tuple[int, Any] | None:
+        """The newest step of this generation whose vote anybody saw, the dead too, and its result."""
+        return self._vote[1] if self._vote is not None and self._vote[0] == generation else None
+
+    def _take_vote(self, report: WorkerReport) -> None:
+        """Also of a generation that is not known to be ready: one that dies before it is may have run a step."""
+        if report.vote is None or report.live_generation is None:
+            return
+        known = (0, -1) if self._vote is None else (self._vote[0], self._vote[1][0])
+        if (report.live_generation, report.vote[0]) > known:
+            self._vote = (report.live_generation, report.vote)
+
+    def _take_step(self, record: StepRecord, controller: Controller, now: float) -> None:
+        if record.generation < self._generation:
+            return  # of a generation that has been gone back behind
+        if record.generation != controller.generation and record.step in self.records:
+            return
+        if record.step in self.records and self.records[record.step].generation >= record.generation:
+            return
+        self._keep(record)
+        self.step_seconds.setdefault(record.generation, []).append(record.seconds)
+        if record.generation == controller.generation:
+            controller.failures_in_a_row = 0
+            self._close_change(controller, now)
+
+    def _keep(self, record: StepRecord) -> None:
+        self.records[record.step] = record
+        seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
+        self.events.emit(
+            "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,
+            seconds=seconds,
+        )  # fmt: skip
+
+    def _close_change(self, controller: Controller, now: float) -> None:
+        """The first step is done, by the driver's clock as all other moments of a change: workers' clocks may disagree."""
+        change = self.open_change
+        if change is None:
+            return
+        change.first_step_at = now
+        self.open_change = None
+        self._record(change, controller.generation)
+
+    def _record(self, change: Change, generation: int) -> None:
+        self.changes.append(change)
+        if change.cause != "start":
+            self.events.emit("reconfigure", generation, **change.to_document())
+
+    def _take_receipt(self, worker: str, receipt: Any, controller: Controller) -> None:
+        """Collect one worker's part of a checkpoint; once all are in, have the manifest written. They may all be in before the
+        generation is known to be ready: one that begins at the last step has nothing else to do.
+        """
+        generation, step, parts = receipt
+        if generation != controller.generation or (generation, step) in self._committed:
+            return
+        if isinstance(parts, str):
+            self.checkpoint_errors[generation, step] = f"{worker}: {parts}"
+            return
+        got = self._receipts.setdefault((generation, step), {})
+        got[worker] = parts
+        layout = controller.orders.layout_of(generation)
+        if got.keys() >= set(layout.workers):
+            self._committed.add((generation, step))
+            controller.workforce.commit_checkpoint(step, generation, layout, list(got.values()))
+            self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
+
+    def measured_step_s(self, generation: int) -> float | None:
+        """Median step time of a generation, its first step left out; None where nothing was measured."""
+        seconds = self.step_seconds.get(generation, [])
+        seconds = seconds[WARM_STEPS:] or seconds
+        return statistics.median(seconds) if seconds else None
+
+    def status(self) -> dict[str, Any]:
+        last = self.records.get(self.committed_steps - 1)
+        return {
+            "step": self.committed_steps,
+            "steps": self.job.training.steps,
+            "loss": None if last is None else last.loss,
+            "tokens_per_s": None if last is None or not last.seconds else last.tokens / last.seconds,
+            "checkpoint": self.checkpoint_uri,
+            "reconfigurations": len([c for c in self.changes if c.cause != "start"]),
+        }
+
+    def summary(self, generations: int, plans: Iterable[tuple[int, Plan, float | None]]) -> dict[str, Any]:
+        """The document that `autohet train --json` prints."""
+        first = min(self.records, default=self._resumed_at)
+        # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
+        steps = range(first, max(self.committed_steps, first))
+        losses = [self.records[step].loss if step in self.records else None for step in steps]
+        changes = [change for change in self.changes if change.cause != "start"]
+        return {
+            "steps": len(losses),
+            "first_step": first,
+            "final_loss": next((loss for loss in reversed(losses) if loss is not None), None),
+            "losses": losses,
+            "generations": generations,
+            "steps_lost": sum(change.steps_lost for change in changes),
+            "reconfigurations": [change.to_document() for change in changes],
+            "plans": [
+                {
+                    "generation": generation,
+                    "plan": plan.to_document(),
+                    "predicted_step_s": predicted,
+                    "measured_step_s": self.measured_step_s(generation),
+                }
+                for generation, plan, predicted in plans
+            ],
+            "checkpoint": self.checkpoint_uri,
+            "events": None if self.events.path is None else str(self.events.path),
+        }

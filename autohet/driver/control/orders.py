@@ -1,0 +1,236 @@
+"""From a decision to orders: who holds which shard now, from which step the state is restored, and what each worker does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.planning import Proposal
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.messages import GenerationOrder, WorkerReport
+from planner.plan import Plan
+from recovery.checkpoint.commit import assign_writers
+from recovery.errors import NotRestorable
+from recovery.peers.replication_targets import Duty, Peer, replica_duties
+from recovery.state.holdings import Holding, Source, in_lineage, require_restorable_step, restorable_step
+from recovery.state.layout import Layout, ShardId
+from recovery.transfer.links import Links
+from recovery.transfer.schedule import TransferSchedule, schedule
+
+MIN_REPLICATION_BYTES_PER_S = 8e6  # a shard server gives up peers that are slower than a quarter of this
+
+URGENT = 0.25  # of the time until a node leaves: a restore that would take more asks it only for what nobody else has
+
+
+@dataclass(frozen=True)
+class Book:
+    """All orders of one generation. `schedule` is None when the state is made from the seed (or pretrained weights)."""
+
+    orders: Mapping[str, GenerationOrder]
+    start_step: int
+    schedule: TransferSchedule | None
+
+
+class OrderBook:
+    """Knows every generation's layout and the step that it began from. Pure but for that memory."""
+
+    def __init__(
+        self,
+        job: Job,
+        model_config: Any,
+        pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.job = job
+        self.model_config = model_config
+        self._pace = pace
+        self._layouts: dict[int, Layout] = {}
+        self._first_steps: dict[int, int] = {}
+        self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
+        self._begun = False
+
+    def confirm(self) -> None:
+        """A generation has its state, or has run a step: from now on the state must be found, never drawn anew."""
+        self._begun = True
+
+    def layout_of(self, generation: int) -> Layout:
+        return self._layouts[generation]
+
+    def live_holdings(self, seen: Observation, workers: Collection[str]) -> list[Holding]:
+        """What the living processes hold, each at its step and in its generation's layout."""
+        found = []
+        for worker in workers:
+            report = seen.reports.get(worker)
+            if report is None or report.live_generation not in self._layouts or worker in seen.losses:
+                continue
+            found.append(self._live(report, seen.node_of(worker)))
+        arrived = (report for worker, report in seen.reports.items() if worker not in seen.losses)
+        return [*found, *(self._arrived(r, seen.node_of(r.worker)) for r in arrived if r.broken and r.broken.arrived)]
+
+    def _live(self, report: WorkerReport, node: str) -> Holding:
+        assert report.live_generation is not None
+        source = Source("worker", node, report.worker, report.step, report.live_generation)
+        return Holding(source, self._layouts[report.live_generation].shards_by_worker[report.worker])
+
+    def _arrived(self, report: WorkerReport, node: str) -> Holding:
+        """What a restore that was broken off had brought: as good as live, and often of a node that is gone now."""
+        assert report.broken is not None
+        same = report.live_generation in self._layouts and report.step == report.broken.step
+        generation = report.live_generation if same and report.live_generation is not None else report.generation
+        return Holding(Source("worker", node, report.worker, report.broken.step, generation), report.broken.arrived)
+
+    def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
+        """Whether live memory alone does not hold the newest state whole."""
+        self._note_bad(seen)
+        live = without(self.live_holdings(seen, members), self._bad)
+        newest = max((holding.step for holding in live), default=None)
+        layout = layout_of_plan(plan, self.model_config)
+        return newest is None or restorable_step(layout.shards, live) != newest
+
+    def write(
+        self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int]
+    ) -> Book:
+        """Orders for every worker of the plan, and for living workers outside it that hold state which is needed.
+
+        Raises:
+            NotRestorable: training has begun and no step has all its shards anywhere.
+        """
+        plan = proposal.plan
+        layout = layout_of_plan(plan, self.model_config)
+        self._note_bad(seen)
+        live = self.live_holdings(seen, members)
+        holdings = [h for h in (*live, *self._kept(seen)) if in_lineage(h.source.generation, h.step, self._first_steps)]
+        step, transfers = self._schedule(layout, holdings, seen, self._begun)
+        self._layouts[generation], self._first_steps[generation] = layout, step
+        sources = (
+            set()
+            if transfers is None
+            else {w for w, part in transfers.parts.items() if part.messages} - set(plan.workers)
+        )
+        leaving = tuple(sorted(w for w in sources if w in seen.reports))
+        participants = (*plan.workers, *leaving)
+        writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
+        duties = self._duties(layout, seen)
+        paces = {} if self._pace is None else self._pace(proposal)
+        agents = {name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None}
+        assert self.job.training.steps is not None
+        orders = {
+            worker: GenerationOrder(
+                generation=generation, plan=plan, layout=layout, start_step=step, end_step=self.job.training.steps, store_host=store[0],
+                store_port=store[1], participants=participants, transfers=transfers, agents=agents,
+                checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
+                duties=duties.get(worker, ()), replicates=bool(duties), replicate_bytes_per_s=self._bandwidth(seen, worker),
+            )
+            for worker in participants
+        }  # fmt: skip
+        return Book(orders, step, transfers)
+
+    def _duties(self, layout: Layout, seen: Observation) -> dict[str, tuple[Duty, ...]]:
+        """What each worker's agent copies to other nodes: whatever one node alone would hold. A plan that survives any
+        node has none.
+        """
+        if not self.job.checkpoint.replication_steps:
+            return {}
+        peers = [
+            Peer(name, view.node.node_type.zone, name in seen.notices)
+            for name, view in seen.nodes.items()
+            if view.endpoint is not None
+        ]
+        return replica_duties(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers)
+
+    def _bandwidth(self, seen: Observation, worker: str) -> float:
+        """Bytes per second that copies of this worker's node may take of its network."""
+        view = seen.nodes.get(seen.node_of(worker))
+        network = 0.0 if view is None else view.node.node_type.inter_node_bytes_per_s
+        return max(MIN_REPLICATION_BYTES_PER_S, self.job.checkpoint.replicate_bandwidth_share * network)
+
+    def _kept(self, seen: Observation) -> Iterable[Holding]:
+        """Snapshots that agents hold, and the newest durable checkpoint."""
+        for inventory in (seen.inventories or {}).values():
+            yield from inventory
+        manifest = seen.checkpoint.manifest
+        if manifest is not None:
+            yield Holding(
+                Source("s3", "", str(seen.checkpoint.uri), manifest.step, manifest.generation),
+                manifest.shards,
+                manifest.checksums,
+            )
+
+    def _schedule(
+        self, layout: Layout, holdings: list[Holding], seen: Observation, begun: bool
+    ) -> tuple[int, TransferSchedule | None]:
+        node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}
+        if not begun:
+            manifest = seen.checkpoint.manifest
+            if manifest is None:
+                return 0, None
+            # A new run trusts local copies of the committed step alone: what a node kept beyond it may be another run's.
+            holdings = [holding for holding in holdings if holding.step == manifest.step]
+        if not holdings:
+            raise NotRestorable(None, tuple(sorted(layout.shards))[:3])
+        good = without(holdings, self._bad)
+        if restorable_step(layout.shards, good) is not None:
+            holdings = good  # else a source that failed may do better this time
+        step = require_restorable_step(layout.shards, holdings)
+        links = links_of(seen)
+        transfers = schedule(layout, node_by_worker, holdings, step, links)
+        if transfers.makespan_s > URGENT * self._time_left(seen):
+            spared = spare_leavers(holdings, step, seen.notices)
+            transfers = schedule(layout, node_by_worker, spared, step, links)
+        return step, transfers
+
+    def _note_bad(self, seen: Observation) -> None:
+        """Copies that failed or lied in a restore are not asked again. Those of steps that are behind the newest durable one
+        are never wanted again, and forgotten.
+        """
+        told: set[tuple[Source, ShardId]] = set(self._bad)
+        for report in seen.reports.values():
+            for record in (report.broken, report.restore):
+                told.update(() if record is None else record.bad)
+        oldest = seen.checkpoint.step or 0
+        self._bad = frozenset((s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3")
+
+    def _time_left(self, seen: Observation) -> float:
+        deadlines = [notice.deadline for notice in seen.notices.values() if notice.deadline is not None]
+        return max(0.0, min(deadlines, default=math.inf) - seen.now)
+
+
+def links_of(seen: Observation) -> Links:
+    """Each living node's card at the speed that labels or the catalogue give it: unequal nodes give unequal shares."""
+    return Links(
+        network_by_node={name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
+    )
+
+
+def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]) -> list[Holding]:
+    """Holdings less the copies that proved bad."""
+    shards_by_source: dict[Source, set[ShardId]] = {}
+    for source, shard in bad:
+        shards_by_source.setdefault(source, set()).add(shard)
+    return [
+        replace(holding, shards=holding.shards - shards_by_source[holding.source])
+        if holding.source in shards_by_source
+        else holding
+        for holding in holdings
+    ]
+
+
+def spare_leavers(holdings: Iterable[Holding], step: int, leaving: Collection[str]) -> list[Holding]:
+    """Holdings in which workers of leaving nodes are left with what nobody else's memory has at `step`: the precious part,
+    which then has their network for itself.
+    """
+    holdings = list(holdings)
+    elsewhere: set[ShardId] = set()
+    for holding in holdings:
+        source = holding.source
+        if holding.step == step and source.node not in leaving and source.kind in ("worker", "memory"):
+            elsewhere |= holding.shards
+    return [
+        replace(holding, shards=holding.shards - elsewhere)
+        if holding.source.kind == "worker" and holding.source.node in leaving
+        else holding
+        for holding in holdings
+    ]

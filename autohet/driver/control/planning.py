@@ -1,0 +1,205 @@
+"""What the controller asks of the planner: a plan for a fleet, or the advice to stay as it is. No Ray, no torch."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from autohet.runtime.beside import beside
+from autohet.runtime.job import Job
+from autohet.runtime.planning import PlanningInputs, planning_inputs
+from planner.cluster import Fleet
+from planner.cost.frameworks import OURS, framework_parameters
+from planner.cost.model import CostModel, Prediction
+from planner.errors import ConfigError, InfeasibleError
+from planner.plan import Plan, check_plan
+from planner.replan import MigrationCost, ReplanDecision, replan
+from planner.strategies import Answer, Request, plan_with
+
+REPLANNING_STRATEGY = "autohet"
+MOST_LISTED = 8  # pipelines, in a sentence
+MOVE_FIXED_S = 5.0  # to stop, rebuild groups and take the first step, beside the bytes moved: what reconfigurations took when measured
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan with what is predicted of it. `stay` says that the present plan is better kept, and `reason` why. searched: False where it is
+    the best repair of the plan before, with nothing else looked at."""
+
+    plan: Plan
+    prediction: Prediction
+    cost: CostModel
+    idle: tuple[str, ...] = ()
+    stay: bool = False
+    reason: str = ""
+    searched: bool = True
+
+    @property
+    def predicted_step_s(self) -> float:
+        return self.prediction.step_time_s
+
+    def compute_s(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of its own compute that each worker needs for a step, its node as slow as it is known to be."""
+        found = {}
+        for pipeline in self.plan.pipelines:
+            for index, stage in enumerate(pipeline.stages):
+                seconds = pipeline.num_microbatches * sum(self.cost.stage_seconds(pipeline, index, rated=True))
+                slowdown = max(slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0) for worker in stage.workers)
+                found.update(dict.fromkeys(stage.workers, seconds * slowdown))
+        return found
+
+    @property
+    def headline(self) -> str:
+        depths = [len(pipeline.stages) for pipeline in self.plan.pipelines]
+        shapes = " + ".join(map(str, depths))
+        if len(depths) > MOST_LISTED:
+            shapes = " + ".join(f"{number} x {depth}" for depth, number in Counter(depths).items())
+        noun = "pipeline" if len(depths) == 1 else "pipelines"
+        return f"train on {len(depths)} {noun} ({shapes} stages, {len(self.plan.workers)} GPUs)"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Whether to stay with a plan, and else which to move to. thorough: as in `Planning.propose`."""
+
+    plan: Plan
+    request: Request
+    horizon_s: float
+    thorough: bool | None
+
+
+def replanned(asked: Question) -> ReplanDecision:
+    """By the useful work until the fleet is expected to change again, the move's cost taken off."""
+    migration = MigrationCost(fixed_s=MOVE_FIXED_S)
+    return replan(asked.plan, asked.request, horizon_s=asked.horizon_s, migration=migration, thorough=asked.thorough)
+
+
+class Search(Protocol):
+    """A whole search while training goes on."""
+
+    def proposal(self) -> Proposal | None:
+        """What it found, None while it goes on. Raises ConfigError where no plan exists."""
+
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+
+
+class _Done:
+    """A search that was over at once."""
+
+    def __init__(self, propose: Callable[[], Proposal]) -> None:
+        self.proposal = propose
+
+    def drop(self) -> None:
+        pass
+
+
+class Planning:
+    """The planner as one job uses it: its spec, profile and wishes are fixed, the fleet is the argument."""
+
+    def __init__(self, inputs: PlanningInputs, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.inputs = inputs
+        self.job = inputs.job
+        self.clock = clock
+
+    def make_cost(self, fleet: Fleet) -> CostModel:
+        """The cost model of a fleet, as this project's runtime does its steps; an emulated fleet has the emulated memory."""
+        parameters = framework_parameters(OURS, self.inputs.parameters)
+        return self.inputs.cost_model(self.inputs.fleet(fleet), parameters=parameters)
+
+    def propose(
+        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+    ) -> Proposal:
+        """The plan for `fleet` that will have done the most work by the time the fleet is expected to change again.
+
+        With a present plan that still can run, the answer may be to stay with it. `redundant` False: any plan that fits
+        will do, one without the wished-for copies of each shard too. `thorough`: whether a whole search is worth its time now; None:
+        as `planner.replan` sees fit.
+
+        Raises:
+            ConfigError: no plan exists for this fleet (InfeasibleError), or the job's wishes are wrong.
+        """
+        cost = self.make_cost(fleet)
+        fixed = self._fixed_plan(fleet, cost)
+        if fixed is not None:
+            return fixed
+        request = self.request(fleet, cost)
+        if redundant:
+            self._require_nodes(fleet)
+        else:
+            request = replace(request, min_node_disjoint_holders=1)
+        if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
+            return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
+        return self.concluded(replanned(self.question(current, request, thorough)), cost)
+
+    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+        """As `propose` with `thorough`, while nobody waits."""
+        return _Done(lambda: self.propose(fleet, current, thorough=True))
+
+    def _require_nodes(self, fleet: Fleet) -> None:
+        """In the job's words, before a search would say it in its own."""
+        wishes, num_nodes = self.job.parallelism, sum(bool(node.workers) for node in fleet.nodes)
+        wanted = max(wishes.redundancy, wishes.min_pipelines)
+        if num_nodes < wanted:
+            name = "min_pipelines" if wishes.min_pipelines == wanted else "redundancy"
+            raise InfeasibleError(
+                f"parallelism.{name} is {wanted}, so that each layer needs as many nodes, and the fleet has {num_nodes}: lower"
+                " it, or add nodes"
+            )
+
+    def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
+        """What `replanned` is asked, here or in another process."""
+        return Question(current.plan, request, self.job.parallelism.horizon_s, thorough)
+
+    def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
+        """What follows from its answer for the fleet of this cost model."""
+        proposal = self._proposal(decision.answer, cost)
+        return replace(proposal, stay=decision.kind == "stay", reason=decision.reason, searched=decision.searched)
+
+    def request(self, fleet: Fleet, cost: CostModel) -> Request:
+        """The job's wishes as one planning problem."""
+        wishes, training = self.job.parallelism, self.job.training
+        return Request(
+            fleet=cost.fleet,
+            spec=self.inputs.spec,
+            cost=cost,
+            global_batch_sequences=training.global_batch_sequences,
+            sequence_length=training.sequence_length,
+            microbatch_sequences=wishes.microbatch_sequences,
+            max_tp_degree=wishes.max_tp_degree,
+            max_stages=wishes.max_pipeline_stages,
+            objective=wishes.objective,
+            max_usd_per_hour=wishes.max_usd_per_hour,
+            min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
+            time_limit_s=wishes.search_time_limit_s,
+            clock=self.clock,
+            beside=beside,
+        )
+
+    def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:
+        check_plan(answer.plan, self.inputs.spec.num_layers)
+        idle = tuple(f"{', '.join(idle.workers)}: {idle.why}" for idle in answer.idle)
+        return Proposal(answer.plan, answer.prediction, cost, idle)
+
+    def _fixed_plan(self, fleet: Fleet, cost: CostModel) -> Proposal | None:
+        """The plan that the job names, while all its workers are there."""
+        path = self.job.parallelism.plan
+        if path is None:
+            return None
+        try:
+            plan = Plan.from_json(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
+        check_plan(plan, self.inputs.spec.num_layers)
+        if not set(plan.workers) <= set(fleet.workers):
+            return None
+        return Proposal(plan, cost.predict(plan), cost)
+
+
+def make_planning(job: Job, clock: Callable[[], float] = time.perf_counter) -> Planning:
+    """The planner for a job. Raises ConfigError where model, profile or links are wrong."""
+    return Planning(planning_inputs(job), clock)

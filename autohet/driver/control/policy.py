@@ -1,0 +1,191 @@
+"""Decisions about the fleet, as pure functions of an observation: what is usable, what is wrong, what has come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+
+from autohet.driver.control.observation import Loss, Notice, Observation
+from autohet.runtime.messages import Phase
+from planner.cluster import Fleet, node_of
+
+MOST_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that ends the present generation. `workers` are gone or about to go; `happened_at` is the last moment at which
+    all was well as far as anyone can tell."""
+
+    cause: str
+    nodes: tuple[str, ...]
+    workers: tuple[str, ...]
+    happened_at: float
+    reason: str
+
+    def joined(self, other: Trouble) -> Trouble:
+        """One after the other, answered together."""
+        if self.cause == "search":
+            return other
+        nodes = tuple(sorted({*self.nodes, *other.nodes}))
+        return replace(other, nodes=nodes, reason=f"{self.reason}, {other.reason}")
+
+
+def usable_nodes(observation: Observation) -> tuple[str, ...]:
+    """Living nodes that may be planned on: agent up, no notice, and a process that answers on every GPU."""
+    return tuple(
+        name
+        for name, view in sorted(observation.nodes.items())
+        if view.endpoint is not None
+        and name not in observation.notices
+        and all(_can_work(observation, worker) for worker in view.workers)
+    )
+
+
+def _can_work(observation: Observation, worker: str) -> bool:
+    report = observation.reports.get(worker)
+    return report is not None and not report.unfit and worker not in observation.losses
+
+
+def fleet_of(
+    observation: Observation, names: Collection[str], generation: int, slowdowns: Mapping[str, float] | None = None
+) -> Fleet:
+    """The fleet that the planner is asked about; `slowdowns`: of nodes that compute more slowly than their type."""
+    nodes = [observation.nodes[name].node for name in sorted(names)]
+    factors = slowdowns or {}
+    slowed = [
+        replace(node, node_type=replace(node.node_type, slowdown=factors[node.name])) if node.name in factors else node
+        for node in nodes
+    ]
+    return Fleet(generation=generation, nodes=tuple(slowed))
+
+
+def workers_to_hire(observation: Observation) -> tuple[str, ...]:
+    """GPUs of living, staying nodes whose process is not there yet (or no more)."""
+    return tuple(
+        worker
+        for name, view in sorted(observation.nodes.items())
+        if view.endpoint is not None and name not in observation.notices
+        for worker in view.workers
+        if worker not in observation.reports
+        and not (worker in observation.losses and observation.losses[worker].for_good)
+    )
+
+
+def shortage(num_ready: int, num_needed: int, num_starting: int) -> str:
+    """What a job that waits for its fleet has, and what it needs."""
+    starting = f" ({num_starting} more starting)" if num_starting else ""
+    return f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}; the job needs {num_needed}"
+
+
+def find_unfit(observation: Observation) -> dict[str, str]:
+    """Workers that can never take part -> why: they report so themselves, or never came up."""
+    found = {
+        worker: report.error or "it does not say why"
+        for worker, report in observation.reports.items()
+        if report.unfit and observation.node_of(worker) in observation.nodes
+    }
+    lost = {worker: loss.reason for worker, loss in observation.losses.items() if loss.for_good}
+    return found | {w: reason for w, reason in lost.items() if observation.node_of(w) in observation.nodes}
+
+
+def find_deaths(observation: Observation, members: Collection[str]) -> Trouble | None:
+    """Members that are gone: their process ended, their node died, or they have been silent for too long."""
+    lost: dict[str, Loss] = {worker: observation.losses[worker] for worker in members if worker in observation.losses}
+    for worker in members:
+        if worker not in lost and observation.node_of(worker) not in observation.nodes:
+            lost[worker] = Loss(worker, "its node is gone", observation.now, observation.now)
+    if not lost:
+        return None
+    nodes = tuple(sorted({observation.node_of(worker) for worker in lost}))
+    by_reason: dict[str, list[str]] = {}
+    for worker, loss in sorted(lost.items()):
+        by_reason.setdefault(loss.reason, []).append(worker)
+    reasons = "; ".join(f"{named(workers)}: {reason}" for reason, workers in by_reason.items())
+    return Trouble(
+        "death", nodes, tuple(sorted(lost)), min(loss.last_heard for loss in lost.values()), f"lost {reasons}"
+    )
+
+
+def named(workers: Sequence[str]) -> str:
+    """Workers for a sentence: of a node with several the node, of many the first few."""
+    by_node: dict[str, list[str]] = {}
+    for worker in workers:
+        by_node.setdefault(node_of(worker), []).append(worker)
+    names = [found[0] if len(found) == 1 else f"{node} ({len(found)} workers)" for node, found in by_node.items()]
+    if len(names) > MOST_NAMED:
+        names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
+    return ", ".join(names)
+
+
+def find_failures(observation: Observation, members: Collection[str]) -> Trouble | None:
+    """Members that stopped by themselves: an error of their own, or a peer that broke off."""
+    halted = {
+        worker: report
+        for worker, report in observation.reports.items()
+        if worker in members and report.phase in (Phase.HALTED, Phase.FAILED)
+    }
+    if not halted:
+        return None
+    failed = [f"{worker}: {report.error}" for worker, report in sorted(halted.items()) if report.phase is Phase.FAILED]
+    reason = "; ".join(failed) if failed else f"{named(sorted(halted))} lost contact with a peer"
+    return Trouble("death", (), tuple(sorted(halted)), observation.now, reason)
+
+
+def find_leavers(observation: Observation, members: Collection[str], debounce_s: float) -> Trouble | None:
+    """Nodes of members that have a notice. Staggered notices are waited for, `debounce_s` at the most."""
+    nodes = {observation.node_of(worker) for worker in members}
+    notices: Mapping[str, Notice] = {
+        name: n for name, n in observation.notices.items() if name in nodes and name in observation.nodes
+    }
+    if not notices or observation.now - min(n.seen_at for n in notices.values()) < debounce_s:
+        return None
+    workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
+    first = min(notices.values(), key=lambda n: (n.deadline is None, n.deadline or 0.0, n.node))
+    when = (
+        "with no deadline named" if first.deadline is None else f"in {max(0.0, first.deadline - observation.now):.0f} s"
+    )
+    names = ", ".join(sorted(notices))
+    verb = "leaves" if len(notices) == 1 else "leave"
+    return Trouble("notice", tuple(sorted(notices)), workers, first.seen_at, f"{names} {verb} {when} ({first.source})")
+
+
+def find_arrivals(
+    observation: Observation, planned: Collection[str], declined: Collection[str], debounce_s: float, start_s: float
+) -> tuple[str, ...]:
+    """Usable nodes that the present plan was not made for. More may be on their way: the newest must be `debounce_s` old,
+    and nodes that came less than `start_s` ago are waited for while their processes start."""
+    new = [name for name in usable_nodes(observation) if name not in planned and name not in declined]
+    if not new or observation.now - max(observation.nodes[name].joined_at for name in new) < debounce_s:
+        return ()
+    young = {name for name, view in observation.nodes.items() if observation.now - view.joined_at < start_s}
+    starting = {observation.node_of(worker) for worker in workers_to_hire(observation)} - set(planned)
+    return () if starting & young else tuple(new)
+
+
+def find_slow(
+    measured_s: Mapping[str, Sequence[float]],
+    planned_s: Mapping[str, float],
+    slowdowns: Mapping[str, float],
+    ratio: float,
+) -> dict[str, float]:
+    """Nodes whose compute has left the plan for good -> their new slowdown (1.0: as fast as their type again).
+
+    measured_s: each worker's compute of the last steps; planned_s: what the plan says of it with the `slowdowns` known
+    so far. A worker is slow when every one of its steps takes `ratio` times what the fleet's typical worker takes of
+    its own plan, and recovered when the reverse holds: a profile that is wrong for the whole fleet makes nobody slow.
+    """
+    shares = {worker: [s / planned_s[worker] for s in steps] for worker, steps in measured_s.items() if steps}
+    if ratio == 0 or len(shares) < 2 or len(shares) < len(planned_s):
+        return {}
+    typical = median_low(median(steps) for steps in shares.values())
+    found: dict[str, float] = {}
+    for worker, steps in shares.items():
+        node = node_of(worker)
+        known = slowdowns.get(node, 1.0)
+        if min(steps) >= ratio * typical:
+            found[node] = max(found.get(node, 1.0), round(known * median(steps) / typical, 2))
+        elif known > 1.0 and max(steps) * ratio <= typical:
+            found.setdefault(node, max(1.0, round(known * median(steps) / typical, 2)))
+    return found

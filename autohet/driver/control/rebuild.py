@@ -1,0 +1,109 @@
+"""From a plan to a generation that trains: find the state, write the orders, see the groups built and the state restored."""
+
+from __future__ import annotations
+
+from autohet.driver.control import policy
+from autohet.driver.control.change import Change
+from autohet.driver.control.desk import Desk
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.planning import Proposal
+from autohet.driver.control.states import Building, Quiescing, Sourcing, State, Training
+from autohet.runtime.messages import QUIET, Phase, WorkerReport
+from planner.errors import ConfigError
+from recovery.errors import NotRestorable
+
+
+class Rebuild(Desk):
+    """The states Sourcing and Building of a job's controller."""
+
+    def _adopt(self, change: Change, proposal: Proposal, seen: Observation) -> State:
+        change.plan_after, change.predicted_step_s = proposal.plan, proposal.predicted_step_s
+        return self._source(Sourcing(change, proposal, seen.now + self.timeouts.quiesce_s), seen)
+
+    def _source(self, state: Sourcing, seen: Observation) -> State:
+        needs_more = self.orders.needs_inventories(state.proposal.plan, seen, self.members)
+        if needs_more and not state.asked:
+            state.asked = True
+            self.workforce.request_inventories()
+            return state
+        if needs_more and seen.inventories is None and seen.now < state.deadline:
+            return state
+        if any(w not in seen.reports or w in seen.losses for w in state.proposal.plan.workers):
+            return Quiescing(state.change, seen.now + self.timeouts.quiesce_s, interrupted=True)  # it died meanwhile
+        generation = self.generation + 1
+        try:
+            book = self.orders.write(
+                generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation)
+            )
+        except NotRestorable as error:
+            return self._fail(f"the training state is lost: {error}")
+        except ConfigError as error:
+            return self._fail(str(error))
+        state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)  # all stand now
+        state.change.restore_step, state.change.begun_at = book.start_step, seen.now
+        self.generation = generation
+        self._emit_plan(state, book.start_step)
+        self.workforce.begin(book.orders)
+        self.ledger.orders = book.orders
+        participants = tuple(book.orders)
+        deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
+        return Building(state.change, state.proposal, generation, participants, deadline)
+
+    def _emit_plan(self, state: Sourcing, start_step: int) -> None:
+        proposal = state.proposal
+        self.events.emit(
+            "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
+            reason=state.change.reason, step=start_step, idle=list(proposal.idle),
+        )  # fmt: skip
+
+    def _build(self, state: Building, seen: Observation) -> State:
+        mine = [seen.reports[w] for w in state.proposal.plan.workers if w in seen.reports and w not in seen.losses]
+        there = [r for r in mine if r.generation == state.generation and r.live_generation == state.generation]
+        if len(there) == len(state.proposal.plan.workers) and all(
+            r.phase not in (Phase.BUILDING, Phase.RESTORING) for r in there
+        ):
+            return self._ready(state, seen, there)
+        trouble = policy.find_deaths(seen, state.participants)
+        fresh = {w for w, r in seen.reports.items() if r.generation == state.generation}
+        trouble = trouble or policy.find_failures(seen, [w for w in state.participants if w in fresh])
+        if trouble is None and seen.now > state.deadline:
+            late = tuple(w for w in state.participants if w not in fresh or seen.reports[w].phase not in QUIET)
+            trouble = policy.Trouble("death", (), late, seen.now, f"{', '.join(late)} did not get ready in time")
+        return self._build_failed(state, trouble, seen) if trouble else state
+
+    def _build_failed(self, state: Building, trouble: policy.Trouble, seen: Observation) -> State:
+        self._tell_of_death(trouble, seen)
+        change = state.change
+        change.attempts += 1
+        change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
+        self.failures_in_a_row += 1
+        if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
+            return self._fail(f"{self.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}")
+        self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
+        self.workforce.interrupt(self._survivors(seen))
+        return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
+
+    def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:
+        change = state.change
+        change.ready_at = seen.now
+        change.restores = {r.worker: r.restore for r in reports if r.restore is not None}
+        leaving = [w for w in state.participants if w not in state.proposal.plan.workers]
+        self.workforce.dismiss([w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices])
+        for name in {seen.node_of(w) for w in leaving} & set(seen.notices):
+            self._released.add(name)
+            self.workforce.release_node(name)
+        self.members, self.proposal = state.proposal.plan.workers, state.proposal
+        self._mourned.clear()
+        self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes) & seen.nodes.keys()
+        self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
+        self.orders.confirm()
+        self.ledger.begin_generation(state.generation, change)
+        self.events.emit(
+            "restore",
+            self.generation,
+            step=change.restore_step,
+            bytes_by_tier=change.bytes_by_tier(),
+            steps_lost=change.steps_lost,
+            cause=change.cause,
+        )
+        return Training(state.generation, seen.now)

@@ -1,0 +1,102 @@
+"""The states of a job's controller. Each carries its reason and its deadline; the controller moves between them, one tick at a time.
+
+Waiting -> Sourcing -> Building -> Training -> Closing -> Ended
+              ^            |          |
+              |            v          v
+              +------- Quiescing <----+          (a notice, a death, an arrival; or the same during Building)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autohet.driver.control.change import Change
+from autohet.driver.control.planning import Proposal, Search
+from autohet.driver.control.policy import Trouble
+
+
+@dataclass
+class Waiting:
+    """Too few workers, or no plan for those there are. Goes on as soon as a plan exists."""
+
+    reason: str
+    since: float
+    change: Change | None = None
+    announced: bool = False
+    said: str = ""
+    said_at: float = 0.0
+    tried: frozenset[str] = frozenset()
+
+
+@dataclass
+class Quiescing:
+    """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt."""
+
+    change: Change
+    deadline: float
+    interrupted: bool
+    proposal: Proposal | None = None
+    rolling: bool = False
+    quiet_since: float | None = None
+
+
+@dataclass
+class Sourcing:
+    """All stand. Finding out who holds what (agents and durable storage are asked only if live memory does not hold all)."""
+
+    change: Change
+    proposal: Proposal
+    deadline: float
+    asked: bool = False
+
+
+@dataclass
+class Building:
+    """Orders are out: groups are being built and state restored."""
+
+    change: Change
+    proposal: Proposal
+    generation: int
+    participants: tuple[str, ...]
+    deadline: float
+
+
+@dataclass
+class Considering:
+    """Whether another plan is worth a move, asked because of `trouble` at `since` on the planner's clock."""
+
+    trouble: Trouble
+    search: Search
+    since: float
+
+
+@dataclass
+class Training:
+    generation: int
+    since: float
+    declined: frozenset[str] = field(default_factory=frozenset)
+    considering: Considering | None = None
+
+    @property
+    def reason(self) -> str:
+        return "" if self.considering is None else f"looking for a better plan, since {self.considering.trouble.reason}"
+
+
+@dataclass
+class Closing:
+    """The last step is done or a stop was asked for: the newest step is being committed to durable storage."""
+
+    reason: str
+    ok: bool
+    deadline: float
+    step: int | None = None
+    then_wait: str | None = None
+
+
+@dataclass
+class Ended:
+    ok: bool
+    reason: str
+
+
+State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Ended

@@ -1,0 +1,135 @@
+"""What nodes' agents may forget, and which leaving nodes are not needed any more: pure, from orders and reports.
+
+An age is a (generation, step): state of a younger age is newer, and belongs to the run's present history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
+from recovery.state.holdings import Holding, Source, in_lineage, restorable_step
+from recovery.state.layout import ShardId
+
+Age = tuple[int, int]
+Part = tuple[Source, tuple[ShardId, ...]]
+MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
+
+
+def settled_age(orders: Mapping[str, GenerationOrder], reports: Mapping[str, WorkerReport]) -> Age | None:
+    """The age at which the present generation's state is kept by every worker, with a copy on another node of what one node
+    alone holds: nothing older in host memory is needed. None until that is so for the first time.
+    """
+    ages = []
+    for worker in next(iter(orders.values())).plan.workers if orders else ():
+        report, order = reports.get(worker), orders[worker]
+        if report is None or report.generation != order.generation or report.live_generation != order.generation:
+            return None
+        step = report.replicated_step if order.replicates else report.snapshot_step
+        if step is None:
+            return None
+        ages.append((order.generation, step))
+    return min(ages, default=None)
+
+
+@dataclass(frozen=True)
+class Prune:
+    """What agents may remove: in host memory what is older than `memory_before`, on disk steps before `disk_before`; but not
+    what `living` workers write themselves.
+    """
+
+    memory_before: Age
+    disk_before: int
+    living: frozenset[str]
+
+
+@dataclass
+class Farewell:
+    """A node that may go once nothing on it is needed: `newest_copy` is the age of the newest copy that its agent took in
+    from others before it was told to take no more.
+    """
+
+    generation: int
+    until: float
+    newest_copy: Age | None = None
+    told: bool = False
+
+
+@dataclass
+class Upkeep:
+    """Follows one job's generations. Asks for a pruning when a generation is settled for the first time, and when a durable
+    step is new; ages of durable steps are those of their manifests.
+    """
+
+    orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
+    leaving: dict[str, Farewell] = field(default_factory=dict)
+    _first_steps: dict[int, int] = field(default_factory=dict)
+    _pruned: tuple[int | None, Age | None] | None = None
+
+    def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        self.orders = dict(orders)
+        for order in orders.values():
+            self._first_steps[order.generation] = order.start_step
+
+    @property
+    def generation(self) -> int:
+        return next((order.generation for order in self.orders.values()), 0)
+
+    def prune(self, reports: Mapping[str, WorkerReport], durable: Age | None) -> Prune | None:
+        """What to tell every agent now, if anything. A restore never goes back behind the newest `durable` state."""
+        settled = settled_age(self.orders, reports)
+        known = [age for age in (settled, durable) if age is not None]
+        state = (self.generation if settled is not None else None, durable)
+        if not self.orders or not known or state == self._pruned:
+            return None
+        self._pruned = state
+        living = frozenset(next(iter(self.orders.values())).plan.workers)
+        return Prune(max(known), 0 if durable is None else durable[1], living)
+
+    def stranded(self, reports: Mapping[str, WorkerReport]) -> bool:
+        """Whether nobody trains or rebuilds, and some member's live state is gone: state is where agents keep it."""
+        if not self.orders:
+            return False
+        order = next(iter(self.orders.values()))
+        found = [reports.get(worker) for worker in order.plan.workers]
+        if any(report is not None and report.phase in MOVING for report in found):
+            return False
+        return any(report is None or report.live_generation != order.generation for report in found)
+
+    def precious(self, holdings: Iterable[Holding], leaving: Collection[str]) -> dict[str, tuple[Part, ...]]:
+        """By leaving node, what of the newest whole step only leaving nodes keep: each shard once, from one source."""
+        if not self.orders:
+            return {}
+        shards = next(iter(self.orders.values())).layout.shards
+        known = [h for h in holdings if in_lineage(h.source.generation, h.step, self._first_steps)]
+        step = restorable_step(shards, known)
+        holders: dict[ShardId, list[Source]] = {}
+        for holding in known:
+            for shard in holding.shards if holding.step == step else ():
+                holders.setdefault(shard, []).append(holding.source)
+        parts: dict[Source, list[ShardId]] = {}
+        for shard in sorted(shards & holders.keys()):
+            if all(source.node in leaving for source in holders[shard]):
+                first = min(holders[shard], key=lambda source: (source.kind != "memory", source))
+                parts.setdefault(first, []).append(shard)
+        found: dict[str, tuple[Part, ...]] = {}
+        for source, of_source in sorted(parts.items()):
+            found[source.node] = (*found.get(source.node, ()), (source, tuple(of_source)))
+        return found
+
+    def unneeded(self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float) -> list[str]:
+        """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has lasted too long."""
+        age = settled_age(self.orders, reports)
+        return [name for name, farewell in self.leaving.items() if self._over(farewell, age, durable, now)]
+
+    def _over(self, farewell: Farewell, age: Age | None, durable: Age | None, now: float) -> bool:
+        if now >= farewell.until:
+            return True
+        if not farewell.told or not self.orders:
+            return False
+        newest = farewell.newest_copy
+        if age is not None and age[0] >= farewell.generation and (newest is None or age > newest):
+            return True
+        start = next(iter(self.orders.values())).start_step
+        return durable is not None and durable[1] >= max(start, 0 if newest is None else newest[1])

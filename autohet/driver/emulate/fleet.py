@@ -1,0 +1,198 @@
+"""An EMULATED fleet on this machine: real Ray nodes whose labels pose as GPU types, and events that really happen
+to them.
+
+What is emulated: the GPU types (labels and paced compute) and the machines (processes). What is real: Ray,
+torch.distributed, the state, its loss and its recovery. A node that dies here takes its host memory and its disk
+directory with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import services
+from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
+from ray.cluster_utils import Cluster as LocalCluster
+
+from autohet.driver.ray.cluster import NAME_LABEL
+from planner.cluster import read_cluster_yaml
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+OBJECT_STORE_BYTES = 80 << 20
+
+
+@dataclass
+class EmulatedNode:
+    """One emulated machine: its Ray node and the directories that die with it."""
+
+    name: str
+    node_type: str
+    ray_node: Any
+    doomed_at: float | None = None
+
+
+@dataclass
+class EmulatedFleet:
+    """Owns the local Ray cluster that poses as a fleet. `close` ends every process that it started."""
+
+    document: Mapping[str, Any]
+    directories: Callable[[str], tuple[str, ...]] = lambda name: ()
+    nodes: dict[str, EmulatedNode] = field(default_factory=dict)
+    head_arguments: Mapping[str, Any] = field(default_factory=dict)
+    _cluster: LocalCluster | None = None
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def start(self, counts: Mapping[str, int] | None = None) -> str:
+        """Start the head and `counts` (default: min_workers) nodes of each type; returns the address for
+        `ray.init`.
+        """
+        with _environment(HEALTH_CHECKS), _groups_of_their_own():
+            self._cluster = LocalCluster(
+                initialize_head=True,
+                head_node_args={
+                    "num_cpus": 2,
+                    "num_gpus": 0,
+                    "object_store_memory": OBJECT_STORE_BYTES,
+                    "include_dashboard": False,
+                    **self.head_arguments,
+                },
+            )
+        for name, count in (first_nodes(self.document) if counts is None else counts).items():
+            for _ in range(count):
+                self.add(name, wait=False)
+        self._cluster.wait_for_nodes(timeout=60)
+        return str(self._cluster.address)
+
+    def add(
+        self,
+        node_type: str,
+        name: str | None = None,
+        *,
+        wait: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> EmulatedNode:
+        """A new machine of `node_type` joins; what runs there finds `environment` beside this process's own."""
+        assert self._cluster is not None
+        entry = self.document["available_node_types"].get(node_type)
+        if entry is None:
+            raise ConfigError(
+                f"the cluster has no node type '{node_type}'; it has {', '.join(self.document['available_node_types'])}"
+            )
+        index = self._counts.get(node_type, 0)
+        self._counts[node_type] = index + 1
+        name = name or f"{node_type}-{index}"
+        resources = entry.get("resources", {})
+        labels = {**{k: v for k, v in entry.get("labels", {}).items() if not k.startswith("ray.io/")}, NAME_LABEL: name}
+        with _environment({**(environment or {}), NODE_TYPE_NAME_ENV: node_type}), _groups_of_their_own():
+            ray_node = self._cluster.add_node(
+                wait=wait,
+                num_cpus=resources.get("CPU", 1),
+                num_gpus=resources.get("GPU", 1),
+                labels=labels,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+        self.nodes[name] = EmulatedNode(name, node_type, ray_node)
+        return self.nodes[name]
+
+    def kill(self, name: str) -> None:
+        """The machine is gone, at once, with its host memory and its disk."""
+        assert self._cluster is not None
+        node = self.nodes.pop(name)
+        self._cluster.remove_node(node.ray_node, allow_graceful=False)
+        self._erase(name)
+
+    def _erase(self, name: str) -> None:
+        """The machine's host memory and disk are gone; directories that held nothing else go too."""
+        for directory in map(Path, self.directories(name)):
+            shutil.rmtree(directory, ignore_errors=True)
+            for parent in (directory.parent, directory.parent.parent):
+                with suppress(OSError):
+                    parent.rmdir()
+
+    def freeze(self, process_id: int) -> None:
+        """A worker's process stops answering without ending."""
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(process_id, signal.SIGSTOP)
+
+    def doom(self, name: str, at: float) -> None:
+        """The machine will be taken away at `at` (this process's clock), whatever runs there."""
+        self.nodes[name].doomed_at = at
+
+    def reap(self, now: float) -> list[str]:
+        """Take away the machines whose time has come; returns their names."""
+        due = [name for name, node in self.nodes.items() if node.doomed_at is not None and now >= node.doomed_at]
+        for name in due:
+            self.kill(name)
+        return due
+
+    def close(self) -> None:
+        if ray.is_initialized():
+            ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster = None
+        for name in self.nodes:
+            self._erase(name)
+        self.nodes.clear()
+
+
+def is_emulated(document: Mapping[str, Any]) -> bool:
+    """Whether a cluster file describes an emulated fleet on one machine."""
+    return (document.get("provider") or {}).get("type") == "fake_multinode"
+
+
+def first_nodes(document: Mapping[str, Any]) -> dict[str, int]:
+    """How many nodes of each type an emulated fleet starts with."""
+    types = document["available_node_types"].items()
+    return {name: entry.get("min_workers", 0) for name, entry in types if name != document["head_node_type"]}
+
+
+def read_document(path: str | Path) -> dict[str, Any]:
+    """A cluster file as it stands; `planner.cluster` checks what it says."""
+    document = read_cluster_yaml(path)
+    if not isinstance(document, dict):
+        raise ConfigError(f"cluster '{path}' is no mapping; it should be a Ray cluster-launcher document")
+    return document
+
+
+@contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Processes that Ray starts meanwhile are not in this one's group: what is sent to the group (by a terminal, `timeout`, a
+    service manager) would end the cluster before the newest step is committed, and the driver with it."""
+    module: Any = services
+    before = module.ConsolePopen
+    module.ConsolePopen = functools.partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = before
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started meanwhile."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})

@@ -1,0 +1,18 @@
+"""EMULATION: how long each worker's forward and backward take on the GPU type that its node poses as, from the planner's own profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autohet.driver.control.planning import Proposal
+from autohet.runtime.pacing import Pace
+
+
+def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
+    """Seconds of one microbatch's forward and backward on each worker of the plan."""
+    return {
+        worker: Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
+        for pipeline in proposal.plan.pipelines
+        for index, stage in enumerate(pipeline.stages)
+        for worker in stage.workers
+    }

@@ -1,0 +1,188 @@
+"""The baseline of the recovery benchmark: Ray Train's own elastic trainer on a real local cluster, a node of which leaves.
+
+Data parallel over equal workers is what that trainer can do, so this is: one plain transformers model a worker, gloo, a checkpoint of
+model and optimizer every few steps. What is measured is the time without a step, and the steps that are run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_checkpoint, get_context, report
+from ray.train.torch import TorchTrainer, prepare_model
+
+from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.ray import cluster as ray_cluster
+
+NUM_NODES = 3
+CHECKPOINT_EVERY = 5
+WARM_STEPS = 12
+STEPS_AFTER = 3
+DEADLINE_S = 240.0
+NOTICE_S = 10.0
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """`total_s`: between the end of the last step before and the end of the first one after; `kept`: survivors whose process went on."""
+
+    total_s: float
+    steps_lost: int
+    kept: int
+    survivors: int
+
+
+def measure_ray_train(model: Mapping[str, Any], cause: str) -> BaselineResult:
+    """Trains `model` (a transformers config as a mapping) on three nodes, takes one away with `cause` "notice" or "death", and waits for
+    the steps after it.
+
+    Raises:
+        RuntimeError: training did not go on within four minutes.
+    """
+    document = {
+        "head_node_type": "head",
+        "available_node_types": {"head": {}, "node": {"resources": {"CPU": 1, "GPU": 0}, "min_workers": NUM_NODES}},
+    }
+    ray_cluster.quieten()
+    fleet = EmulatedFleet(document, head_arguments={"num_cpus": 0})
+    with tempfile.TemporaryDirectory(prefix="autohet-ray-train-") as directory:
+        try:
+            ray.init(address=fleet.start(), log_to_driver=False, logging_level=logging.ERROR)
+            return _run(fleet, dict(model), cause, Path(directory))
+        finally:
+            fleet.close()
+
+
+def _run(fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Path) -> BaselineResult:
+    trainer = TorchTrainer(
+        _train,
+        train_loop_config={"model": model, "directory": str(directory)},
+        scaling_config=ScalingConfig(num_workers=(1, NUM_NODES), resources_per_worker={"CPU": 1}),  # type: ignore[arg-type]
+        run_config=RunConfig(
+            name="baseline", storage_path=str(directory / "runs"), failure_config=FailureConfig(max_failures=5)
+        ),
+    )
+    training = threading.Thread(target=_fit, args=(trainer,), name="ray train", daemon=True)
+    training.start()
+    deadline = time.monotonic() + DEADLINE_S
+    _until(lambda: _newest(directory) >= WARM_STEPS, deadline, "the first steps")
+    struck = time.monotonic()  # which all processes of one machine share
+    _take_a_node(fleet, cause)
+    _until(lambda: _found(directory, struck) is not None, deadline, f"a step after the {cause}")
+    (directory / "stop").touch()
+    training.join(30)
+    result = _found(directory, struck)
+    assert result is not None
+    return result
+
+
+def _fit(trainer: TorchTrainer) -> None:
+    try:
+        trainer.fit()
+    except Exception:  # noqa: BLE001  the baseline's end does not matter: what it did is in its files
+        return
+
+
+def _take_a_node(fleet: EmulatedFleet, cause: str) -> None:
+    name = max(fleet.nodes)
+    node_id = fleet.nodes[name].ray_node.node_id
+    if cause == "notice":
+        ray_cluster.drain(node_id, "benchmark", NOTICE_S)
+        time.sleep(NOTICE_S)
+    fleet.kill(name)
+
+
+def _train(settings: dict[str, Any]) -> None:
+    """One worker's loop; every step is written down with its time and process."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    directory, config = Path(settings["directory"]), dict(settings["model"])
+    model = prepare_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    first = _resume(model, optimizer)
+    log = (directory / f"steps-{get_context().get_world_rank()}-{time.time_ns()}").open("a", buffering=1)
+    for step in range(first, 100_000):
+        tokens = torch.randint(0, config["vocab_size"], (2, 65), generator=torch.Generator().manual_seed(step))
+        model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.1)
+        log.write(f"{step} {time.monotonic()} {os.getpid()}\n")
+        if (directory / "stop").exists():
+            return
+        if step % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
+            _save(model, optimizer, step)
+
+
+def _resume(model: Any, optimizer: Any) -> int:
+    import torch
+
+    checkpoint = get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as directory:
+        state = torch.load(Path(directory, "state.pt"))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"]) + 1
+
+
+def _save(model: Any, optimizer: Any, step: int) -> None:
+    import torch
+
+    if get_context().get_world_rank() != 0:
+        report({"step": step})
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            Path(directory, "state.pt"),
+        )
+        report({"step": step}, checkpoint=Checkpoint.from_directory(directory))
+
+
+def _records(directory: Path) -> list[tuple[float, int, str]]:
+    """(time, step, process) of every step of every worker, by time."""
+    lines = [line.split() for path in directory.glob("steps-*") for line in path.read_text().splitlines()]
+    return sorted((float(at), int(step), process) for step, at, process in (line for line in lines if len(line) == 3))
+
+
+def _newest(directory: Path) -> int:
+    return max((step for _, step, _ in _records(directory)), default=-1)
+
+
+def _found(directory: Path, struck: float) -> BaselineResult | None:
+    """The largest time without a step since the node was struck, once a few steps have followed it."""
+    records = _records(directory)
+    after = [record for record in records if record[0] >= struck - 1.0]
+    gaps = [(b[0] - a[0], a, b) for a, b in pairwise(after)]
+    if not gaps:
+        return None
+    total, last, first = max(gaps)
+    later = {process for at, _, process in after if at >= first[0]}
+    steps_later = {step for at, step, _ in after if at >= first[0]}
+    before = {process for at, _, process in records if at <= last[0]}
+    if later == before or len(steps_later) < STEPS_AFTER:
+        return None  # a pause, with the same workers after it
+    done = max(step for at, step, _ in records if at <= last[0])
+    return BaselineResult(total, max(0, done + 1 - first[1]), len(before & later), NUM_NODES - 1)
+
+
+def _until(condition: Any, deadline: float, what: str) -> None:
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Ray Train's trainer: waited too long for {what}")
+        time.sleep(0.1)

@@ -1,0 +1,164 @@
+"""Scripted events of a rehearsal: at known steps a notice is given, a node is killed or frozen, or one joins."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from autohet.driver.control.observation import Notice, Observation
+from autohet.driver.emulate.fleet import EmulatedFleet
+from autohet.driver.ray.workforce import RayWorkforce
+from autohet.runtime.job import ScriptedEvent
+from planner.cluster import Cluster
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+
+
+def check_script(
+    script: Sequence[ScriptedEvent], cluster: Cluster | None, first: dict[str, int] | None, num_steps: int
+) -> None:
+    """Whether the events of a script can happen at all, before anything is started for them.
+
+    `cluster`: what there may be, None where that is not known; `first`: how many nodes of each type an emulated fleet starts
+    with, None for a real cluster, whose nodes nobody can name before they are there.
+
+    Raises:
+        ConfigError: an event names a node or a type that there will not be.
+    """
+    kinds = None if cluster is None else sorted(kind.name for kind in cluster.node_types if kind.num_gpus)
+    fleet = None if first is None else ExpectedFleet.of(first)
+    for event in sorted(script, key=lambda event: event.at_step):
+        where = f"elastic.script: the {event.event} at step {event.at_step}"
+        if event.at_step >= num_steps:
+            logger.warning("%s never comes: training.steps is %d", where, num_steps)
+        if fleet is None and event.event in ("arrival", "freeze"):
+            raise ConfigError(f"{where} can be rehearsed on an emulated fleet only; take it out, or give --cluster one")
+        if kinds is not None and event.node_type is not None and event.node_type not in kinds:
+            raise ConfigError(f"{where} names node type '{event.node_type}'; the cluster has {', '.join(kinds)}")
+        if (
+            kinds is not None
+            and fleet is None
+            and event.node is not None
+            and event.node.rpartition("-")[0] not in kinds
+        ):
+            raise ConfigError(
+                f"{where} names node '{event.node}'; nodes are named {', '.join(f'{k}-0' for k in kinds)} and on"
+            )
+        if fleet is not None:
+            fleet.suffer(event, where)
+
+
+@dataclass
+class ExpectedFleet:
+    """Which emulated nodes there will be as a script goes on: type by name. Of a type's nodes that die unnamed only the number
+    is known (`unnamed`)."""
+
+    nodes: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    gone: dict[str, int] = field(default_factory=dict)
+    unnamed: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, first: dict[str, int]) -> ExpectedFleet:
+        names = {f"{kind}-{index}": kind for kind, count in first.items() for index in range(count)}
+        return cls(names, Counter(first))
+
+    def suffer(self, event: ScriptedEvent, where: str) -> None:
+        """Let an event happen.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if event.event == "arrival":
+            self._join(event, where)
+        elif event.node is None:
+            assert event.node_type is not None
+            if sum(kind == event.node_type for kind in self.nodes.values()) <= self.unnamed[event.node_type]:
+                raise ConfigError(f"{where} finds no node of type '{event.node_type}'; there are {self._said()} then")
+            self.unnamed[event.node_type] += event.event != "freeze"
+        elif event.node not in self.nodes:
+            died = self.gone.get(event.node)
+            why = "; there are " + self._said() + " then" if died is None else f", which dies at step {died}"
+            raise ConfigError(f"{where} names node '{event.node}'{why}")
+        elif event.event == "death":
+            del self.nodes[event.node]
+            self.gone[event.node] = event.at_step
+
+    def _join(self, event: ScriptedEvent, where: str) -> None:
+        assert event.node_type is not None
+        name = event.node or f"{event.node_type}-{self.counts[event.node_type]}"
+        if name in self.nodes:
+            raise ConfigError(f"{where} names its node '{name}', and there is one of that name; take another name")
+        self.counts[event.node_type] += 1
+        self.nodes[name] = event.node_type
+
+    def _said(self) -> str:
+        return ", ".join(sorted(self.nodes)) or "none"
+
+
+class Rehearsal:
+    """Makes the events of `elastic.script` happen, each once. `fleet` None: a real cluster, where only notices and
+    deaths of workers can be rehearsed (deaths and freezes kill or stop processes, they take no machine away)."""
+
+    def __init__(
+        self,
+        script: Sequence[ScriptedEvent],
+        workforce: RayWorkforce,
+        fleet: EmulatedFleet | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._left = sorted(script, key=lambda event: event.at_step)
+        self._workforce, self._fleet, self._clock = workforce, fleet, clock
+
+    def play(self, step: int, seen: Observation, members: Sequence[str], training: bool) -> None:
+        """Start what is due: one event at a time, and only while training stands on a whole fleet."""
+        if self._fleet is not None:
+            self._fleet.reap(self._clock())
+        if training and self._left and step >= self._left[0].at_step:
+            self._happen(self._left.pop(0), seen, members)
+
+    def _happen(self, event: ScriptedEvent, seen: Observation, members: Sequence[str]) -> None:
+        if event.event == "arrival":
+            assert self._fleet is not None, "check_script lets no arrival on a real cluster pass"
+            node = self._fleet.add(event.node_type or "", event.node)
+            logger.info("Rehearsal: %s joins", node.name)
+            return
+        name = event.node or self._pick(event, seen, members)
+        if name is None or name not in seen.nodes or (self._fleet is not None and name not in self._fleet.nodes):
+            missing = f"no {event.node}" if event.node else f"no node of type {event.node_type} that trains"
+            logger.warning(
+                "Rehearsal: the %s at step %d does not happen: %s is there", event.event, event.at_step, missing
+            )
+            return
+        logger.info("Rehearsal: %s of %s", event.event, name)
+        if event.event == "notice":
+            now = self._clock()
+            self._workforce.scripted_notices[name] = Notice(name, "scripted notice", now, now + event.deadline_s)
+            if self._fleet is not None:
+                self._fleet.doom(name, now + event.deadline_s)
+        elif event.event == "death" and self._fleet is not None:
+            self._fleet.kill(name)
+        else:
+            self._strike(event, name, seen)
+
+    def _strike(self, event: ScriptedEvent, name: str, seen: Observation) -> None:
+        workers = [worker for worker in seen.reports if seen.node_of(worker) == name]
+        if event.event == "freeze":
+            assert self._fleet is not None, "check_script lets no freeze on a real cluster pass"
+            for worker in workers:
+                self._fleet.freeze(seen.reports[worker].process_id)
+        else:
+            self._workforce.kill_processes(workers)
+
+    def _pick(self, event: ScriptedEvent, seen: Observation, members: Sequence[str]) -> str | None:
+        """A node of the type that trains now; the last by name, so that a rehearsal repeats."""
+        trains = {seen.node_of(worker) for worker in members}
+        fitting = [
+            n
+            for n, v in seen.nodes.items()
+            if v.node.node_type.name == event.node_type and n in trains and n not in seen.notices
+        ]
+        return max(fitting, default=None)

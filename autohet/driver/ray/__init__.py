@@ -1,0 +1,1 @@
+"""The workforce carried out by Ray: workers, agents, the cluster."""

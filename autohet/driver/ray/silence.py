@@ -1,0 +1,117 @@
+"""Who of those that say nothing is truly frozen: a witness beside the silence tells it sooner than patience does.
+
+A worker that says nothing for `suspicion_s` is asked about at its node's agent, a process of its own. What makes a death certain
+before the heartbeat's time-out is over:
+
+* the agent sees, twice in a row, that the worker's process was stopped and has not run in between;
+* the agent does not answer either, nor does any other worker of the node: the node as a whole is frozen, or cut off.
+
+Everything else (an interpreter that is held up, a processor that is wanted by others, a debugger) has the whole time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from autohet.driver.ray.agent_calls import AgentCalls
+from autohet.runtime.job.elastic import Timeouts
+from autohet.runtime.process_state import ProcessState
+from planner.cluster import node_of
+
+LOOK_PERIOD_S = 0.5
+"""Between two looks of an agent at the same processes."""
+LONGEST_TICK_S = 0.5
+"""What one round counts for at most: a driver that itself slept has not waited for anybody meanwhile."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A worker that has been heard of, and when last."""
+
+    worker: str
+    process_id: int
+    heard_at: float
+
+    @property
+    def node(self) -> str:
+        return node_of(self.worker)
+
+
+class Witnesses:
+    """Asks agents about silent workers. Owned by the workforce and called from its thread; never waits for an agent."""
+
+    def __init__(self, timeouts: Timeouts, calls: AgentCalls) -> None:
+        self._timeouts = timeouts
+        self._calls = calls
+        self._awake_s = 0.0
+        self._ticked_at: float | None = None
+        self._asked: dict[Any, str] = {}
+        self._asked_at: dict[str, float] = {}
+        self._stopped: dict[str, ProcessState] = {}
+        self.silent_nodes: frozenset[str] = frozenset()
+        """Of which nothing answered in the last round, for long enough to be sure of it: no worker, nor the agent."""
+
+    def frozen(self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float) -> dict[str, str]:
+        """One round: of the workers that are not known to be dead, those that are frozen for certain, and why."""
+        self._tick(now)
+        by_node: dict[str, list[Heard]] = {}
+        for one in heard:
+            by_node.setdefault(one.node, []).append(one)
+        silent = {
+            node: found
+            for node, workers in by_node.items()
+            if node in agents and (found := [w for w in workers if now - w.heard_at > self._timeouts.suspicion_s])
+        }
+        lost = agents.keys() - by_node.keys()
+        verdicts = self._take_looks(silent, lost)
+        for node, suspects in silent.items():
+            if node not in self._asked.values() and self._unanswered_s(node) >= LOOK_PERIOD_S:
+                call = self._calls.ask(agents[node], "process_states", [w.process_id for w in suspects])
+                self._asked[call], self._asked_at[node] = node, self._awake_s
+        self.silent_nodes = frozenset(
+            node
+            for node in self._asked.values()
+            if self._unanswered_s(node) > self._patience_s and len(silent.get(node, ())) == len(by_node.get(node, ()))
+        )
+        for node in self.silent_nodes & silent.keys():
+            verdicts |= {w.worker: self._of_node(node, now - w.heard_at) for w in silent[node]}
+        return verdicts
+
+    @property
+    def _patience_s(self) -> float:
+        return self._timeouts.node_silence_s - self._timeouts.suspicion_s
+
+    def _tick(self, now: float) -> None:
+        self._awake_s += 0.0 if self._ticked_at is None else min(now - self._ticked_at, LONGEST_TICK_S)
+        self._ticked_at = now
+
+    def _unanswered_s(self, node: str) -> float:
+        """Since the agent was asked last."""
+        asked_at = self._asked_at.get(node)
+        return LOOK_PERIOD_S if asked_at is None else self._awake_s - asked_at
+
+    def _take_looks(self, silent: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
+        """Take the agents' answers; who speaks again, or runs again, is no suspect any more. `lost`: nodes whose workers are all
+        known to be dead; what their agents were asked still shows whether these answer.
+        """
+        waited_for = silent.keys() | lost
+        suspects = {w.worker: w for workers in silent.values() for w in workers}
+        self._asked = {call: node for call, node in self._asked.items() if node in waited_for}
+        self._asked_at = {node: at for node, at in self._asked_at.items() if node in waited_for}
+        before = {worker: look for worker, look in self._stopped.items() if worker in suspects}
+        self._stopped, verdicts = dict(before), {}
+        for node, looks in self._calls.take(self._asked):
+            for suspect in silent.get(node, ()):
+                look: ProcessState | None = looks.get(suspect.process_id)
+                if look is not None and look.stopped and look == before.get(suspect.worker):
+                    verdicts[suspect.worker] = f"its process {suspect.process_id} is stopped, as its node's agent sees"
+                if look is not None and look.stopped:
+                    self._stopped[suspect.worker] = look
+                else:
+                    self._stopped.pop(suspect.worker, None)
+        return verdicts
+
+    def _of_node(self, node: str, silent_s: float) -> str:
+        return f"nothing on {node} answers, its agent included: silent for {silent_s:.1f} s"

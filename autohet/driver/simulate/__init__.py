@@ -1,0 +1,1 @@
+"""SIMULATED workforces: spot traces through the real controller on a fake clock."""

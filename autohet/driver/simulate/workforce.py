@@ -1,0 +1,335 @@
+"""SIMULATED workforce: a spot trace instead of machines, a clock that jumps to what happens next. The controller above it is the real one.
+
+What is real: controller, planner, order book, layouts, holdings, transfer schedules. What is simulated: time. A step takes what the
+cost model predicts, a restore what its schedule says, everything else the stated `Costs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.simulate.spot_trace import TraceEvent
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerReport
+from planner.cluster import Node, NodeType, node_of
+from planner.plan import Plan
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import ShardId
+
+BUSY_TICK_S = 0.25
+MOVING = (Phase.BUILDING, Phase.TRAINING)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Stated seconds of what neither the cost model nor a transfer schedule knows."""
+
+    detect_s: float = 3.0
+    """From a node's death until Ray says so (measured 2.9 s with this project's health checks)."""
+    replan_s: float = 0.5
+    rebuild_s: float = 1.5
+    """Stop, groups, orders (0.8 to 1.6 s measured on gloo)."""
+    process_start_s: float = 20.0
+    """From a node's arrival until its workers answer; part of every recovery where survivors are restarted."""
+    s3_bytes_per_s: float = 1e9
+    """A node's way to durable storage."""
+    restarts: bool = False
+    """Whether a recovery restarts every process."""
+
+
+@dataclass(frozen=True)
+class SimulatedManifest:
+    """What a committed checkpoint holds."""
+
+    step: int
+    generation: int
+    shards: frozenset[ShardId]
+    checksums: Mapping[ShardId, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    """The generation under way: all its workers do the same, so one clock serves them."""
+
+    orders: Mapping[str, GenerationOrder]
+    order: GenerationOrder
+    ready_at: float
+    step_s: float
+    upload_s: float
+    push_s: float
+    phase: Phase = Phase.BUILDING
+    step: int = 0
+    step_ends_at: float = math.inf
+    stop: bool = False
+    upload: bool = False
+    records: list[StepRecord] = field(default_factory=list)
+    uploads: list[tuple[float, int]] = field(default_factory=list)
+
+
+class SimulatedWorkforce:
+    """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long the controller lets arrivals gather."""
+
+    def __init__(
+        self,
+        kinds: Mapping[str, NodeType],
+        trace: Sequence[TraceEvent],
+        step_s: Callable[[Plan, Mapping[str, NodeView]], float],
+        costs: Costs,
+        *,
+        every_steps: int,
+        settle_s: float,
+        tokens_by_step: int,
+    ) -> None:
+        self.now = 0.0
+        self.costs = costs
+        self.usd = 0.0
+        self.stop_reason: str | None = None
+        self._kinds, self._trace, self._step_s = kinds, list(trace), step_s
+        self._every, self._settle_s, self._tokens = every_steps, settle_s, tokens_by_step
+        self._machines: dict[str, NodeType] = {}
+        self._nodes: dict[str, NodeView] = {}
+        self._notices: dict[str, Notice] = {}
+        self._starts: dict[str, float] = {}
+        self._live: dict[str, tuple[int | None, int]] = {}
+        self._losses: dict[str, Loss] = {}
+        self._dead: dict[str, float] = {}
+        self._run: _Run | None = None
+        self._copies: list[Holding] = []
+        self._inventories: dict[str, Any] | None = None
+        self._checkpoint = CheckpointState()
+        self._restored: tuple[str, RestoreRecord] | None = None
+        self._stirred_at = 0.0
+
+    # time ------------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> Observation:
+        """Let time pass until something happens that the controller may have to answer."""
+        self._pass_to(self._next_moment())
+        reports = {worker: self._report(worker) for worker in self._live if self._answers(worker)}
+        run = self._run
+        if run is not None:
+            run.records, run.uploads = [], [u for u in run.uploads if u[0] > self.now]
+        return Observation(
+            self.now, dict(self._nodes), {n: x for n, x in self._notices.items() if n in self._nodes}, reports,
+            dict(self._losses), self._inventories, self._checkpoint, self.stop_reason,
+        )  # fmt: skip
+
+    def _next_moment(self) -> float:
+        """The next thing that happens by itself. While anything is being settled, time goes in small ticks, as the controller's own
+        deadlines are not known here."""
+        run = self._run
+        moments = [event.time_s for event in self._trace[:1]]
+        moments += [at for at in self._starts.values() if at > self.now]
+        moments += [died + self.costs.detect_s for died in self._dead.values()]
+        if run is not None:
+            moments += [run.ready_at] if run.phase is Phase.BUILDING else []
+            # the step after which all stand, and the first of a change, which ends it
+            awaited = run.stop or run.step == run.order.start_step
+            moments += [run.step_ends_at] if run.phase is Phase.TRAINING and awaited else []
+            moments += [at for at, _ in run.uploads if at > self.now]
+        calm = self.now - self._stirred_at > self._settle_s and (run is None or run.phase is Phase.TRAINING)
+        limit = self.now + (60.0 if calm else BUSY_TICK_S)
+        if calm and run is not None and run.phase is Phase.TRAINING and not run.stop:
+            limit = math.inf if moments else self.now + 3600.0
+        return max(self.now + 1e-3, min([*moments, limit]))
+
+    def _pass_to(self, moment: float) -> None:
+        """Steps that end until then are made, prices are paid, and what is due happens."""
+        self.usd += sum(kind.usd_per_hour or 0.0 for kind in self._machines.values()) * (moment - self.now) / 3600
+        self._make_steps(moment)
+        self.now = moment
+        run = self._run
+        if run is not None and run.phase is Phase.BUILDING and run.ready_at <= moment:
+            self._ready(run)
+        while self._trace and self._trace[0].time_s <= moment:
+            self._happen(self._trace.pop(0))
+        for name in [name for name, died in self._dead.items() if died + self.costs.detect_s <= moment]:
+            self._forget(name, self._dead.pop(name))
+
+    def _make_steps(self, moment: float) -> None:
+        run = self._run
+        if run is None or run.phase is not Phase.TRAINING:
+            return
+        while run.phase is Phase.TRAINING and run.step_ends_at <= moment:
+            at, generation = run.step_ends_at, run.order.generation
+            run.records.append(StepRecord(run.step, 0.0, 0.0, self._tokens, run.step_s, generation, at))
+            run.step += 1
+            if run.step % self._every == 0 or (run.stop and run.upload):
+                run.uploads.append((at + run.upload_s, run.step))
+            if run.stop:
+                run.phase = Phase.STOPPED
+                self._stirred_at = at
+            run.step_ends_at = at + run.step_s
+        for worker in run.order.plan.workers:
+            self._live[worker] = (run.order.generation, run.step)
+
+    # what the trace does ---------------------------------------------------------------------------------------------
+
+    def _happen(self, event: TraceEvent) -> None:
+        self._stirred_at = self.now
+        if event.kind == "arrival":
+            kind = self._kinds[event.node_type]
+            self._machines[event.node] = kind
+            self._nodes[event.node] = NodeView(
+                Node(event.node, kind), self.now, AgentEndpoint(event.node, "simulated", 1, "")
+            )
+        elif event.kind == "notice" and event.node in self._nodes:
+            self._notices[event.node] = Notice(event.node, "trace", self.now, event.gone_s)
+        elif event.kind == "death":
+            self._machines.pop(event.node, None)
+            if event.node in self._nodes:
+                self._die(event.node)
+
+    def _die(self, name: str) -> None:
+        """The machine is gone: those that train with it stand at once, Ray notices later."""
+        self._dead[name] = self.now
+        run = self._run
+        if run is not None and run.phase in MOVING and any(node_of(w) == name for w in run.orders):
+            run.phase = Phase.HALTED
+
+    def _forget(self, name: str, died: float) -> None:
+        self._stirred_at = self.now
+        self._nodes.pop(name, None)
+        self._notices.pop(name, None)
+        for worker in [worker for worker in self._live if node_of(worker) == name]:
+            del self._live[worker]
+            self._starts.pop(worker, None)
+            self._losses[worker] = Loss(worker, "its node died", self.now, died)
+        self._copies = [copy for copy in self._copies if copy.source.node != name]
+
+    # what is seen ----------------------------------------------------------------------------------------------------
+
+    def _answers(self, worker: str) -> bool:
+        return self._starts.get(worker, 0.0) <= self.now
+
+    def _report(self, worker: str) -> WorkerReport:
+        generation, step = self._live[worker]
+        run = self._run
+        if run is None or worker not in run.orders:
+            return WorkerReport(worker, 1, 0, Phase.IDLE, step, generation)
+        member = worker in run.order.plan.workers
+        phase = run.phase if member or run.phase in (Phase.BUILDING, Phase.HALTED) else Phase.RELEASED
+        done = [s for at, s in run.uploads if at <= self.now] if member else []
+        return WorkerReport(
+            worker, 1, run.order.generation, phase, step, generation,
+            steps=tuple(run.records) if worker == run.order.plan.workers[0] else (),
+            receipts=tuple((run.order.generation, s, ("simulated",)) for s in done[-1:]),
+            restore=self._restored[1] if self._restored is not None and self._restored[0] == worker else None,
+        )  # fmt: skip
+
+    # what the controller does ----------------------------------------------------------------------------------------
+
+    def hire(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            if worker not in self._live and node_of(worker) in self._nodes:
+                self._losses.pop(worker, None)
+                self._live[worker] = (None, 0)
+                self._starts[worker] = self.now + self.costs.process_start_s
+
+    def dismiss(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            self._live.pop(worker, None)
+            self._starts.pop(worker, None)
+
+    def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        self._keep_copies()
+        order = next(iter(orders.values()))
+        costs, transfers = self.costs, order.transfers
+        restore_s = 0.0 if transfers is None else transfers.makespan_s
+        ready_at = self.now + costs.replan_s + costs.rebuild_s + restore_s
+        if costs.restarts and transfers is not None:
+            ready_at += costs.process_start_s
+        step_s = self._step_s(order.plan, self._nodes)
+        self._run = _Run(
+            orders, order, ready_at, step_s, self._upload_s(orders), _push_s(orders), step=order.start_step
+        )
+        tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
+        self._restored = (order.plan.workers[0], RestoreRecord(tiers, 0.0, restore_s))
+        self._inventories, self._stirred_at = None, self.now
+        if any(node_of(worker) in self._dead for worker in orders):
+            self._run.phase = Phase.HALTED
+
+    def _ready(self, run: _Run) -> None:
+        run.phase, run.step_ends_at = Phase.TRAINING, run.ready_at + run.step_s
+        self._stirred_at = self.now
+        for worker in run.order.plan.workers:
+            self._live[worker] = (run.order.generation, run.step)
+
+    def _upload_s(self, orders: Mapping[str, GenerationOrder]) -> float:
+        """The slowest node's part of a checkpoint on its way to storage."""
+        by_node: dict[str, int] = {}
+        for worker, order in orders.items():
+            num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
+            by_node[node_of(worker)] = by_node.get(node_of(worker), 0) + num_bytes
+        return max(by_node.values()) / self.costs.s3_bytes_per_s
+
+    def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
+        if self._run is not None:
+            self._run.stop, self._run.upload = True, checkpoint
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        if self._run is not None and self._run.phase in MOVING:
+            self._run.phase = Phase.HALTED
+            self._stirred_at = self.now
+
+    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
+        """Steps end for all at once here: nobody is behind."""
+
+    def request_inventories(self) -> None:
+        self._keep_copies()
+        self._inventories = {}
+        for copy in self._copies:
+            if copy.source.node in self._nodes and copy.source.node not in self._dead:
+                self._inventories.setdefault(copy.source.node, []).append(copy)
+
+    def _keep_copies(self) -> None:
+        """What other nodes' agents hold of this generation: the newest round of copies that had time to arrive."""
+        run = self._run
+        if run is None or run.phase is Phase.BUILDING:
+            return
+        step = run.step - max(1, math.ceil(run.push_s / run.step_s)) + 1
+        if step < run.order.start_step:
+            return
+        found = []
+        for worker, order in run.orders.items():
+            duties = {duty.peers[0]: duty.shards for duty in order.duties}
+            for peer, shards in duties.items():
+                source = Source("memory", peer, worker, step, order.generation)
+                found.append(Holding(source, frozenset(shards)))
+            if duties:  # the nodes' own snapshots of that round complete it
+                source = Source("memory", node_of(worker), worker, step, order.generation)
+                found.append(Holding(source, order.layout.shards_by_worker.get(worker, frozenset())))
+        self._copies = [copy for copy in self._copies if copy.source.kind == "disk"] + found
+
+    def commit_checkpoint(self, step: int, generation: int, layout: Any, receipts: Sequence[Any]) -> None:
+        self._checkpoint = self._checkpoint.followed_by(
+            step, f"simulated/step-{step:08d}", SimulatedManifest(step, generation, layout.shards)
+        )
+        disks = [
+            Holding(Source("disk", node_of(worker), worker, step, generation), shards)
+            for worker, shards in layout.shards_by_worker.items()
+        ]
+        self._copies = [copy for copy in self._copies if copy.source.kind != "disk"] + disks
+
+    def release_node(self, node: str) -> None:
+        if node in self._nodes:
+            self._forget(node, self.now)
+
+    def next_generation_store(self, generation: int) -> tuple[str, int]:
+        return "simulated", 1
+
+    def publish(self, status: Mapping[str, Any]) -> None:
+        """Nobody looks."""
+
+
+def _push_s(orders: Mapping[str, GenerationOrder]) -> float:
+    """Seconds of one round of copies to other nodes: the slowest worker's."""
+    seconds = [0.0]
+    for order in orders.values():
+        num_bytes = sum(order.layout.shard_bytes(shard) for duty in order.duties for shard in duty.shards)
+        if num_bytes and order.replicate_bytes_per_s:
+            seconds.append(num_bytes / order.replicate_bytes_per_s)
+    return max(seconds)

@@ -1,0 +1,1 @@
+"""What a plan costs: layers, memory, links, and the simulated step."""

@@ -1,0 +1,146 @@
+"""Links and collectives: alpha-beta costs, measured link tables, NICs shared by all flows that cross them.
+
+Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring all-reduce of n bytes
+over p members sends 2 (p - 1) / p n bytes over every link of the ring (Patarasu and Yuan, 2009); laid out node by
+node it crosses each node's NIC once.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.catalogue import canonical_gpu_type
+from planner.cluster import NodeType
+from planner.cost.parameters import CostParameters
+from planner.errors import ConfigError
+from planner.profile import read_table
+
+_COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s")
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2 bytes, bytes per
+    second)."""
+
+    curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
+
+    def bytes_per_s(self, scope: str, gpu_type: str, peer: str, message_bytes: float) -> float | None:
+        """Interpolated over the logarithm of the size, flat beyond its ends; None where that pair was not measured."""
+        curve = self.curves.get((scope, gpu_type, peer)) or self.curves.get((scope, peer, gpu_type))
+        if curve is None:
+            return None
+        return float(np.interp(np.log2(max(message_bytes, 1.0)), *curve))
+
+
+def read_links(path: str | Path) -> LinkTable:
+    """Reads a link table (CSV or Parquet); ConfigError names the row that is wrong."""
+    points: dict[tuple[str, str, str], dict[float, float]] = {}
+    for number, row in enumerate(read_table(path, "links"), 1):
+        what = f"row {number} of links '{path}'"
+        wrong = set(row) ^ set(_COLUMNS)
+        if wrong:
+            raise ConfigError(f"{what} has columns {', '.join(map(str, row))}; they must be {', '.join(_COLUMNS)}")
+        if row["scope"] not in ("intra", "inter"):
+            raise ConfigError(f"'scope' of {what} is '{row['scope']}'; it must be intra or inter")
+        key = (row["scope"], canonical_gpu_type(row["gpu_type"]), canonical_gpu_type(row["peer_gpu_type"]))
+        points.setdefault(key, {})[np.log2(_positive(row, "message_bytes", what))] = _positive(row, "bytes_per_s", what)
+    curves = {key: tuple(zip(*sorted(values.items()), strict=True)) for key, values in points.items()}
+    return LinkTable(curves)  # type: ignore[arg-type]
+
+
+def _positive(row: Mapping[str, Any], column: str, what: str) -> float:
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise ConfigError(f"'{column}' of {what} must be a positive number, not {row[column]!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of messages and collectives between GPUs of node types."""
+
+    parameters: CostParameters
+    table: LinkTable | None = None
+
+    def bandwidth(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive at the receiver's (inside a node:
+        none shared)."""
+        scope = "intra" if same_node else "inter"
+        measured = None
+        if self.table is not None:
+            measured = self.table.bytes_per_s(scope, sender.gpu_type, receiver.gpu_type, message_bytes)
+        if same_node:
+            nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
+            return measured if measured is not None else nominal * self.parameters.efficiency_intra
+        sent = sender.inter_node_bytes_per_s / max(leaving, 1.0)
+        taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
+        share = min(sent, taken) * self.parameters.efficiency_inter
+        return share if measured is None else min(measured, share)
+
+    def latency(self, same_node: bool) -> float:
+        return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
+
+    def message_s(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """One message between two GPUs, while as many leave the sender's NIC and arrive at the receiver's."""
+        rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
+        return self.latency(same_node) + message_bytes / rate
+
+    def all_reduce_s(
+        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float | Mapping[str, float] = 1.0
+    ) -> float:
+        """A ring all-reduce over workers given as (node name, node type), ordered node by node; flows: rings that share each NIC, or
+        node -> those that share its."""
+        count = len(members)
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        nodes = dict(members)
+        kinds = list(dict.fromkeys(nodes.values()))
+        volume, chunk = _ring_bytes(count, num_bytes), num_bytes / count
+        slowest = 0.0
+        if len(nodes) < count:
+            slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
+        if len(nodes) > 1:
+            shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
+            ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
+            rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
+            slowest = max(slowest, volume / (self._reached(count) * min(rates)))
+        return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
+
+    def ring_link_s(self, node_type: NodeType, same_node: bool, count: int, num_bytes: float) -> float:
+        """For how long a ring all-reduce over so many members fills a link inside a node, or a node's NIC, whatever one flow alone
+        reaches through it."""
+        volume = _ring_bytes(count, num_bytes)
+        if same_node:
+            return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
+        return volume / (node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter * self._reached(count))
+
+    def _reached(self, count: int) -> float:
+        """Share of a message's bandwidth that rings of so many members reach between nodes."""
+        return self.parameters.all_reduce_efficiency if count > 2 else 1.0
+
+    def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
+        """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has its part."""
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        part = num_bytes / count
+        rate = self.bandwidth(node_type, node_type, True, part)
+        return (count - 1) * part / rate + math.log2(count) * self.latency(True)
+
+
+def _ring_bytes(count: int, num_bytes: float) -> float:
+    """What a ring all-reduce over so many members sends over each of its links."""
+    return 2 * (count - 1) / count * num_bytes

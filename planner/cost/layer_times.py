@@ -1,0 +1,328 @@
+"""Seconds of every layer as a function of (GPU type, TP degree, microbatch): measured, interpolated, or an estimate
+that says so.
+
+Order of preference, for one (GPU type, dtype, sequence length, TP degree):
+1. measured points of this model: piecewise linear in the microbatch, kept non-decreasing, extended by the slope of
+its last half; 2. one measured point: split into launch, work and tensor-parallel communication, of which only the
+last two grow (`PointSplit`); 3. another TP degree of this model and GPU: work divided, communication added from the
+link (flagged); 4. `estimate.py`: the nearest measured model and GPU, scaled by FLOPs and memory bandwidth (flagged).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.catalogue import canonical_gpu_type, find_gpu_type
+from planner.cost.estimate import Estimate, estimate_layer, estimate_update_s
+from planner.cost.parameters import CostParameters
+from planner.errors import ConfigError
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.profile import Measurement, ProfileKey, ProfileTable, default_profile
+
+Floats = NDArray[np.float64]
+VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one microbatch, arrays (num_layers + 2,): embedding, blocks, head; update_s: of one optimizer step.
+
+    estimated: what of it was not measured, one sentence each.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    estimated: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by microbatch: increasing `microbatches`, non-decreasing `seconds`."""
+
+    microbatches: Floats
+    seconds: Floats
+
+    def at(self, microbatch: int) -> float:
+        """Piecewise linear inside; outside, the straight line through the nearer half of the points, never negative."""
+        x, y = self.microbatches, self.seconds
+        if len(x) == 1:
+            return float(y[0] * microbatch / x[0])
+        if microbatch > x[-1]:
+            half = max(2, len(x) // 2)
+            slope = max(0.0, float(np.polyfit(x[-half:], y[-half:], 1)[0]))
+            return float(y[-1] + slope * (microbatch - x[-1]))
+        if microbatch < x[0]:
+            slope = float(y[1] - y[0]) / float(x[1] - x[0])
+            return max(float(y[0] * microbatch / x[0]), float(y[0] - slope * (x[0] - microbatch)))
+        return float(np.interp(microbatch, x, y))
+
+    def in_run(self, microbatch: int, launch_exposure: float) -> float:
+        """`at`, with only a share of what exceeds work in proportion to the largest measured microbatch."""
+        seconds = self.at(microbatch)
+        work = float(self.seconds[-1]) * microbatch / float(self.microbatches[-1])
+        return seconds - (1.0 - launch_exposure) * max(0.0, seconds - work)
+
+
+def make_curve(points: Mapping[int, float]) -> Curve:
+    """A curve through measured points, made non-decreasing by pooling neighbours that fall (isotonic regression)."""
+    x = np.array(sorted(points), dtype=np.float64)
+    blocks: list[tuple[float, int]] = []
+    for value in (points[int(b)] for b in x):
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, n), (b, m) = blocks[-2:]
+            blocks[-2:] = [((a * n + b * m) / (n + m), n + m)]
+    return Curve(x, np.array([value for value, count in blocks for _ in range(count)]))
+
+
+@dataclass
+class LayerTimeModel:
+    """Layer times of one model at one sequence length and dtype; results are cached.
+
+    tp_communication_s(gpu_type, tp_degree, microbatch): seconds of one block's tensor-parallel all-reduces in one
+    direction.
+    """
+
+    profile: ProfileTable
+    spec: ModelSpec
+    model: str
+    dtype: str
+    sequence_length: int
+    parameters: CostParameters
+    recompute: bool
+    tp_communication_s: Callable[[str, int, int], float]
+    borrow: bool = True
+    _cache: dict[tuple[str, int, int], LayerTimes] = field(default_factory=dict)
+    _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
+    _sources: dict[ProfileKey, "LayerTimeModel"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {key.model for key in self.profile.keys}
+        if self.model not in names and self.spec.name in names:
+            self.model = self.spec.name
+        elif self.model not in names and len(names) == 1:
+            self.model = next(iter(names))
+
+    def times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        """All layers' seconds for one microbatch."""
+        gpu_type = canonical_gpu_type(gpu_type)
+        key = (gpu_type, tp_degree, microbatch)
+        if key not in self._cache:
+            self._cache[key] = self._compute(*key)
+        return self._cache[key]
+
+    def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        measured = self.profile.layers(self._key(gpu_type, tp_degree))
+        notes: list[str] = []
+        layers = [("embedding", self.spec.embedding), *((f"block:{i}", b) for i, b in enumerate(self.spec.blocks))]
+        layers.append(("head", self.spec.head))
+        found: dict[object, tuple[float, float, float]] = {}
+        rows = []
+        for name, layer in layers:
+            points = measured.get(name) or measured.get(name.split(":")[0])
+            identity: object = id(points) if points else (name.split(":")[0], layer)
+            if identity not in found:
+                found[identity] = self._layer(gpu_type, tp_degree, microbatch, name, layer, points, notes)
+            rows.append(found[identity])
+        table = np.array(rows)
+        backward = table[:, 1].copy()
+        if self.recompute:
+            backward[1:-1] += table[1:-1, 0]
+        return LayerTimes(table[:, 0], backward, table[:, 2], tuple(dict.fromkeys(notes)))
+
+    def _key(self, gpu_type: str, tp_degree: int) -> ProfileKey:
+        return ProfileKey(self.model, gpu_type, self.dtype, self.sequence_length, tp_degree)
+
+    def _layer(
+        self,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        layer: LayerSpec,
+        points: Mapping[int, Measurement] | None,
+        notes: list[str],
+    ) -> tuple[float, float, float]:
+        kind = name.split(":")[0]
+        if points:
+            forward, backward = self._measured(gpu_type, tp_degree, microbatch, name, points)
+            update = next((p.update_s for _, p in sorted(points.items()) if p.update_s is not None), None)
+        else:
+            forward, backward = self._unmeasured(gpu_type, tp_degree, microbatch, name, layer, notes)
+            update = None
+        if update is None and (elsewhere := self._measured_degree(gpu_type, tp_degree, name)) is not None:
+            degree, others = elsewhere
+            share = layer.parameters_per_worker(tp_degree) / max(layer.parameters_per_worker(degree), 1)
+            update = next((p.update_s * share for _, p in sorted(others.items()) if p.update_s is not None), None)
+        if update is None:
+            update = estimate_update_s(gpu_type, layer, tp_degree, self.parameters)
+            notes.append(f"optimizer of {kind} on {gpu_type}: from memory bandwidth")
+        return forward, backward, update
+
+    def _measured(
+        self, gpu_type: str, tp_degree: int, microbatch: int, name: str, points: Mapping[int, Measurement]
+    ) -> tuple[float, float]:
+        forward_points = {b: p.forward_s for b, p in points.items()}
+        backward_points = {b: p.backward_s for b, p in points.items() if p.backward_s is not None}
+        if len(points) == 1 and not backward_points:
+            split = self._split(gpu_type, tp_degree, name, points)
+            return split.at(microbatch, self.parameters)
+        key = self._key(gpu_type, tp_degree)
+        exposure = self.parameters.launch_exposure
+        forward = self._curve(key, name, True, forward_points).in_run(microbatch, exposure)
+        if backward_points:
+            return forward, self._curve(key, name, False, backward_points).in_run(microbatch, exposure)
+        return forward, self.parameters.backward_ratio * forward
+
+    def _split(self, gpu_type: str, tp_degree: int, name: str, points: Mapping[int, Measurement]) -> "PointSplit":
+        """Launch, work and communication of a layer with one measured forward.
+
+        At the smallest measured TP degree the launch is `launch_s`; at larger ones the work is divided, and the rest
+        is launch.
+        """
+        ((base, measurement),) = points.items()
+        communication = min(self._communication(gpu_type, tp_degree, base, name), 0.6 * measurement.forward_s)
+        rest = measurement.forward_s - communication
+        if not name.startswith("block"):
+            return PointSplit(base, 0.0, rest, communication)
+        smallest = self._smallest_degree(gpu_type, tp_degree, name, base)
+        if smallest is None:
+            launch = min(self.parameters.launch_s, self.parameters.launch_limit * rest)
+            return PointSplit(base, launch, rest - launch, communication)
+        degree, other = smallest
+        work = min(rest, self._split(gpu_type, degree, name, {base: other}).work_s * degree / tp_degree)
+        return PointSplit(base, rest - work, work, communication)
+
+    def _smallest_degree(self, gpu_type: str, tp_degree: int, name: str, base: int) -> tuple[int, Measurement] | None:
+        """The smallest TP degree below `tp_degree` at which the layer was measured at that microbatch."""
+        for degree in (2**i for i in range(tp_degree.bit_length() - 1)):
+            layers = self.profile.layers(self._key(gpu_type, degree))
+            points = layers.get(name) or layers.get(name.split(":")[0]) or {}
+            if base in points:
+                return degree, points[base]
+        return None
+
+    def _curve(self, key: ProfileKey, name: str, forward: bool, points: Mapping[int, float]) -> Curve:
+        cache_key = (key, name, forward)
+        if cache_key not in self._curves:
+            self._curves[cache_key] = make_curve(points)
+        return self._curves[cache_key]
+
+    def _communication(self, gpu_type: str, tp_degree: int, microbatch: int, name: str) -> float:
+        if tp_degree == 1 or not name.startswith("block"):
+            return 0.0
+        return self.tp_communication_s(gpu_type, tp_degree, microbatch)
+
+    def _unmeasured(
+        self, gpu_type: str, tp_degree: int, microbatch: int, name: str, layer: LayerSpec, notes: list[str]
+    ) -> tuple[float, float]:
+        kind = name.split(":")[0]
+        other = self._measured_degree(gpu_type, tp_degree, name)
+        if other is not None:
+            degree, points = other
+            forward, backward = self._measured(gpu_type, degree, microbatch, name, points)
+            had = self._communication(gpu_type, degree, microbatch, name)
+            add = self._communication(gpu_type, tp_degree, microbatch, name)
+            ratio = degree / tp_degree
+            notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
+            return max(0.2 * forward, forward - had) * ratio + add, max(0.2 * backward, backward - had) * ratio + add
+        source = self._nearest_key(gpu_type, name) if self.borrow else None
+        if source is not None:
+            return self._borrowed(source, gpu_type, tp_degree, microbatch, name, layer, notes)
+        found = self._estimate(gpu_type, tp_degree, microbatch, kind, layer)
+        communication = self._communication(gpu_type, tp_degree, microbatch, name)
+        notes.append(f"{kind} on {gpu_type} ({self.dtype}, TP {tp_degree}): {found.reason}")
+        return found.forward_s + communication, found.backward_s + communication
+
+    def _estimate(self, gpu_type: str, tp_degree: int, microbatch: int, kind: str, layer: LayerSpec) -> Estimate:
+        tables = (self.profile, default_profile())
+        length = self.sequence_length
+        return estimate_layer(
+            tables, gpu_type, self.dtype, kind, layer, self.spec, length, microbatch, tp_degree, self.parameters
+        )
+
+    def _nearest_key(self, gpu_type: str, name: str) -> ProfileKey | None:
+        """Where this model's layer was measured on another device, dtype or length: the nearest, in that order."""
+        device = find_gpu_type(gpu_type)
+        found = []
+        for key in self.profile.keys:
+            other, layers = find_gpu_type(key.gpu_type), self.profile.layers(key)
+            measured = name in layers or name.split(":")[0] in layers
+            if key.model != self.model or other is None or device is None or not measured:
+                continue
+            apart = abs(math.log(other.peak_flops(self.dtype) / device.peak_flops(self.dtype)))
+            length = abs(math.log(key.sequence_length / self.sequence_length))
+            found.append(((apart, key.dtype != self.dtype, length, key.tp_degree, key.gpu_type, key.dtype), key))
+        return min(found)[1] if found else None
+
+    def _borrowed(
+        self,
+        source: ProfileKey,
+        gpu_type: str,
+        tp_degree: int,
+        microbatch: int,
+        name: str,
+        layer: LayerSpec,
+        notes: list[str],
+    ) -> tuple[float, float]:
+        """This model's own times at `source`, times the ratio of the estimates here and there."""
+        kind = name.split(":")[0]
+        if source not in self._sources:
+            self._sources[source] = LayerTimeModel(
+                self.profile, self.spec, self.model, source.dtype, source.sequence_length, self.parameters, False,
+                self.tp_communication_s, borrow=False,
+            )  # fmt: skip
+        there = self._sources[source]
+        times = there.times(source.gpu_type, tp_degree, microbatch)
+        index = int(name.split(":")[1]) + 1 if kind == "block" else {"embedding": 0, "head": -1}[kind]
+        here = self._estimate(gpu_type, tp_degree, microbatch, kind, layer)
+        beside = there._estimate(source.gpu_type, tp_degree, microbatch, kind, layer)
+        notes.append(
+            f"{kind} on {gpu_type} ({self.dtype}, length {self.sequence_length}): from its time on {source.gpu_type} "
+            f"({source.dtype}, length {source.sequence_length}) by measured speeds of other models, FLOPs and bandwidth"
+        )
+        forward, backward = float(times.forward_s[index]), float(times.backward_s[index])
+        return forward * here.forward_s / beside.forward_s, backward * here.backward_s / beside.backward_s
+
+    def _measured_degree(
+        self, gpu_type: str, tp_degree: int, name: str
+    ) -> tuple[int, Mapping[int, Measurement]] | None:
+        """The nearest TP degree at which this model's layer was measured on this GPU."""
+        degrees = sorted(
+            (k.tp_degree for k in self.profile.keys if k == self._key(gpu_type, k.tp_degree)),
+            key=lambda degree: (abs(np.log2(degree / tp_degree)), degree),
+        )
+        for degree in degrees:
+            layers = self.profile.layers(self._key(gpu_type, degree))
+            points = layers.get(name) or layers.get(name.split(":")[0])
+            if points:
+                return degree, points
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PointSplit:
+    """One forward measured at microbatch `base`, in seconds: launches do not grow with the microbatch, the others in
+    proportion."""
+
+    base: int
+    launch_s: float
+    work_s: float
+    communication_s: float
+
+    def at(self, microbatch: int, parameters: CostParameters) -> tuple[float, float]:
+        """Forward and backward seconds. Backward: each part times its ratio, the communication once."""
+        scale, launch = microbatch / self.base, parameters.launch_exposure * self.launch_s
+        forward = launch + (self.work_s + self.communication_s) * scale
+        growing = (parameters.backward_ratio * self.work_s + self.communication_s) * scale
+        return forward, parameters.launch_backward_ratio * launch + growing
+
+
+def require_dtype(dtype: str) -> None:
+    """ConfigError for a precision that the model does not know."""
+    if dtype not in VALUE_BYTES:
+        raise ConfigError(f"precision is '{dtype}'; known: {', '.join(VALUE_BYTES)}")

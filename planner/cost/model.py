@@ -1,0 +1,359 @@
+"""The cost model: what a plan's step takes in seconds, bytes and dollars, and the queries that a search asks.
+
+A search reads `layer_costs` (arrays over the layers of one way to use a node type), `boundary_s` and `sync_s`;
+`predict` runs the whole model with the event simulation. All of it is a function of the arguments alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Fleet, NodeType
+from planner.cost.boundary_costs import BoundaryCosts
+from planner.cost.communication import Links, LinkTable
+from planner.cost.gradient_groups import sync_jobs
+from planner.cost.layer_times import LayerTimeModel, LayerTimes, require_dtype
+from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
+from planner.cost.parameters import CostParameters
+from planner.cost.pipeline_simulation import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
+from planner.cost.prediction import Prediction
+from planner.cost.stage_costs import StageCosts
+from planner.cost.step_simulation import StepTimeline, simulate_sync
+from planner.in_flight import MOST_AHEAD, one_each, working_ahead
+from planner.model_spec import ModelSpec
+from planner.plan import Pipeline, Plan, check_plan
+from planner.profile import ProfileTable, default_profile
+
+__all__ = ["CostModel", "LayerCosts", "Prediction", "Simulation"]
+
+Floats = NDArray[np.float64]
+
+_REMEMBERED = 4096  # predictions times GPUs
+_TIMELINES = 1024  # one of the latest may be 100 KB
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding first, the head last.
+
+    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes all step long,
+    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage
+    once), sync_bytes that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers.
+    border_bytes: for each neighbour of the stage. limit_bytes: what a GPU has.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    state_bytes: Floats
+    activation_bytes: Floats
+    peak_bytes: Floats
+    sync_bytes: Floats
+    fixed_bytes: float
+    border_bytes: float
+    limit_bytes: float
+    estimated: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The simulated step: one timeline a pipeline (of `plan.pipelines`), the gradient sync and updates after them."""
+
+    pipelines: tuple[Timeline, ...]
+    sync: StepTimeline
+    step_time_s: float
+
+
+class CostModel:
+    """Costs plans of one model on one fleet, for one sequence length and precision.
+
+    profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else
+    the spec's name, else the profile's only model). With a `links` table measured bandwidths replace the labels' and
+    the catalogue's.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        spec: ModelSpec,
+        profile: ProfileTable | None = None,
+        *,
+        sequence_length: int,
+        precision: str = "bf16",
+        recompute: bool = False,
+        links: LinkTable | None = None,
+        parameters: CostParameters | None = None,
+        model: str | None = None,
+    ) -> None:
+        require_dtype(precision)
+        self.fleet, self.spec, self.precision, self.recompute = fleet, spec, precision, recompute
+        self.sequence_length = sequence_length
+        self.parameters = parameters or CostParameters()
+        self.profile = profile or default_profile()
+        self.links = Links(self.parameters, links)
+        self.model = model or spec.name
+        self._layer_times = LayerTimeModel(
+            self.profile,
+            spec,
+            self.model,
+            precision,
+            sequence_length,
+            self.parameters,
+            recompute,
+            self._tp_communication_s,
+        )
+        self._stages = StageCosts(
+            fleet, spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.limit_bytes,
+            self.activation_message_bytes,
+        )  # fmt: skip
+        self._boundaries = BoundaryCosts(
+            fleet, self.links, self.activation_message_bytes, self.parameters.sliced_boundaries
+        )
+        self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
+        self._memories: dict[tuple[int, int], MemoryTerms] = {}
+        self._timelines: dict[tuple[object, int], Timeline] = {}
+        self._predictions: dict[Plan, Prediction] = {}
+
+    # ---- queries of a search ----
+
+    @cached_property
+    def node_types(self) -> tuple[NodeType, ...]:
+        """The fleet's node types, in order of appearance."""
+        return tuple(dict.fromkeys(node.node_type for node in self.fleet.nodes))
+
+    def layer_costs(self, node_type: NodeType, tp_degree: int, microbatch: int) -> LayerCosts:
+        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type; cached."""
+        key = (node_type, tp_degree, microbatch)
+        if key not in self._costs:
+            times = self.layer_times(node_type.gpu_type, tp_degree, microbatch)
+            slowdown = node_type.slowdown
+            memory = self._memory(tp_degree, microbatch)
+            self._costs[key] = LayerCosts(
+                forward_s=times.forward_s * slowdown,
+                backward_s=times.backward_s * slowdown,
+                update_s=times.update_s * slowdown,
+                state_bytes=memory.state_bytes,
+                activation_bytes=memory.activation_bytes,
+                peak_bytes=memory.peak_bytes,
+                sync_bytes=self._sync_bytes(tp_degree),
+                fixed_bytes=self.fixed_bytes(node_type),
+                border_bytes=self.parameters.border_messages * self.activation_message_bytes(microbatch),
+                limit_bytes=self.limit_bytes(node_type),
+                estimated=times.estimated,
+            )
+        return self._costs[key]
+
+    def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
+        """Forward, backward (recomputation included) and update seconds of every layer."""
+        return self._layer_times.times(gpu_type, tp_degree, microbatch)
+
+    def fixed_bytes(self, node_type: NodeType) -> float:
+        """Bytes that any worker needs whatever its layers."""
+        return self.parameters.context_bytes + self.parameters.context_share * node_type.gpu_memory_bytes
+
+    def limit_bytes(self, node_type: NodeType) -> float:
+        """Bytes of a GPU that a plan may use: its memory less the margin."""
+        return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
+
+    @property
+    def stage_overhead_s(self) -> float:
+        """Seconds that each forward and each backward of a stage takes beyond its layers."""
+        return self.parameters.stage_overhead_s
+
+    def activation_message_bytes(self, microbatch: int) -> float:
+        """Bytes of one microbatch's hidden states, and of their gradient: what goes over a stage boundary."""
+        return float(microbatch * self.sequence_length * self.spec.hidden_size * VALUE_BYTES[self.precision])
+
+    def boundary_s(
+        self, sender: NodeType, receiver: NodeType, microbatch: int, *, same_node: bool = False, tp_degree: int = 1,
+        leaving: float = 1.0, arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """Seconds of one microbatch's transfer over a stage boundary, one direction, to a group of `tp_degree` GPUs of one node; for so
+        many such groups transfers leave the sender's node and arrive at the receiver's."""
+        slices = tp_degree if self.parameters.sliced_boundaries and not same_node else 1
+        each = 0.0 if same_node else float(tp_degree)
+        return self._boundaries.hop_s(
+            sender, receiver, microbatch, same_node, slices, max(1.0, leaving * each), max(1.0, arriving * each)
+        )
+
+    def sync_s(
+        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, *, flows: float | Mapping[str, float] = 1.0
+    ) -> float:
+        """Seconds of one gradient all-reduce of `num_bytes` over workers (node name, node type); flows: rings that share each NIC, or
+        node -> those that share its."""
+        return self.links.all_reduce_s(members, num_bytes, flows)
+
+    def tied_sync_bytes(self, tp_degree: int) -> float:
+        """Gradient bytes of the tied embedding on one worker: in `sync_bytes` of the embedding and of the head, although a stage
+        that holds both sums it once."""
+        return self.spec.tied_parameters / tp_degree * self.parameters.sync_bytes_per_parameter
+
+    def _sync_bytes(self, tp_degree: int) -> Floats:
+        layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
+        width = self.parameters.sync_bytes_per_parameter
+        found = np.array([layer.parameters_per_worker(tp_degree) * width for layer in layers])
+        found[-1] += self.tied_sync_bytes(tp_degree)
+        return found
+
+    def _memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:
+        key = (tp_degree, microbatch)
+        if key not in self._memories:
+            self._memories[key] = memory_terms(
+                self.spec, self.sequence_length, self.precision, tp_degree, microbatch, self.recompute, self.parameters
+            )
+        return self._memories[key]
+
+    def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
+        """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section
+        3)."""
+        kind = next((k for k in self.node_types if k.gpu_type == gpu_type), None)
+        if tp_degree == 1 or kind is None:
+            return 0.0
+        members = [("node", kind)] * tp_degree
+        return 2 * self.links.all_reduce_s(members, self.activation_message_bytes(microbatch))
+
+    # ---- the whole plan ----
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Costs a plan, batch and microbatches as it has them; the latest predictions are remembered. ConfigError where it is not
+        whole or names unknown workers."""
+        known = self._predictions.get(plan)
+        if known is None:
+            known = self._predictions[plan] = self._predict(plan)
+            while len(self._predictions) > max(1, _REMEMBERED // len(self.fleet.workers)):
+                del self._predictions[next(iter(self._predictions))]
+        return known
+
+    def _predict(self, plan: Plan) -> Prediction:
+        check_plan(plan, self.spec.num_layers, exact_batch=False)
+        simulation = self.simulate(plan)
+        sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
+        tokens = sequences * self.sequence_length
+        step = simulation.step_time_s
+        usd = self._usd_per_hour(plan)
+        return Prediction(
+            step_time_s=step,
+            sequences_per_s=sequences / step,
+            tokens_per_s=tokens / step,
+            usd_per_hour=usd,
+            usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
+            breakdown_s=self._breakdown(simulation),
+            memory_bytes_by_worker=self.memory_by_worker(plan),
+            memory_limit_bytes_by_worker={
+                w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
+            },
+            estimated=self._estimated(plan),
+        )
+
+    def simulate(self, plan: Plan) -> Simulation:
+        """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then updates."""
+        timelines = tuple(self._pipeline_timeline(plan, pipeline) for pipeline in plan.pipelines)
+        ends = {
+            worker: float(timeline.end_s[s])
+            for pipeline, timeline in zip(plan.pipelines, timelines, strict=True)
+            for s, stage in enumerate(pipeline.stages)
+            for worker in stage.workers
+        }
+        jobs = sync_jobs(plan, self.spec, self.parameters)
+        update = {}
+        for pipeline in plan.pipelines:
+            for index, stage in enumerate(pipeline.stages):
+                update.update(dict.fromkeys(stage.workers, self._stages.terms(pipeline, index).update_s))
+        sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
+        return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
+
+    def pipelines_s(self, plan: Plan) -> list[float]:
+        """When each pipeline has done its part of a step."""
+        return [self._pipeline_timeline(plan, pipeline).total_s for pipeline in plan.pipelines]
+
+    def pipelines_at_least_s(self, plan: Plan) -> float:
+        """A lower bound of the slowest pipeline's part of a step, without simulating it."""
+        return max(
+            pipeline_bound_s(self.pipeline_times(plan, pipeline), pipeline.num_microbatches)
+            for pipeline in plan.pipelines
+        )
+
+    def _breakdown(self, simulation: Simulation) -> dict[str, float]:
+        pipeline = max(timeline.total_s for timeline in simulation.pipelines)
+        sync = simulation.sync
+        return {
+            "pipeline": pipeline,
+            "grad_sync": max(0.0, sync.gradients_end_s - pipeline),
+            "tied_embedding_sync": max(0.0, sync.tied_end_s - max(pipeline, sync.gradients_end_s)),
+            "optimizer": sync.end_s - max(pipeline, sync.gradients_end_s, sync.tied_end_s),
+            "overhead": self.parameters.step_overhead_s,
+        }
+
+    def _pipeline_timeline(self, plan: Plan, pipeline: Pipeline) -> Timeline:
+        times = self.pipeline_times(plan, pipeline)
+        key = (times, pipeline.num_microbatches)
+        known = self._timelines.get(key)
+        if known is None:
+            known = self._timelines[key] = simulate_pipeline(times, pipeline.num_microbatches)
+            if len(self._timelines) > _TIMELINES:
+                del self._timelines[next(iter(self._timelines))]
+        return known
+
+    def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:
+        """Stage and boundary seconds of one pipeline of a plan, NICs shared with the plan's other pipelines."""
+        seconds = [self.stage_seconds(pipeline, i) for i in range(len(pipeline.stages))]
+        send_forward, send_backward = self._boundaries.of(plan, pipeline)
+        return PipelineTimes(
+            forward_s=tuple(f for f, _ in seconds),
+            backward_s=tuple(b for _, b in seconds),
+            send_forward_s=tuple(send_forward),
+            send_backward_s=tuple(send_backward),
+            transfers=self.parameters.transfers,
+            most_in_flight=pipeline.most_in_flight,
+        )
+
+    def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
+        """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next, where
+        transfers run beside the work; else as it is."""
+        if self.parameters.transfers != "none":
+            return plan
+        pipelines = (replace(p, most_in_flight=self._most_in_flight(plan, p, most)) for p in plan.pipelines)
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def ways_ahead(self, plan: Plan) -> list[Plan]:
+        """The plan with each number by which stages may keep more than the next, fewest in flight first; each plan once."""
+        return list(dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)))
+
+    def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
+        depth = len(pipeline.stages)
+        both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
+        room = [self._stages.terms(pipeline, i).room for i in range(depth)]
+        # a stage that holds all microbatches has room for any number
+        room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
+        numbers = working_ahead(both, room, most)
+        return () if numbers == one_each(depth) else numbers
+
+    def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
+        were slowed down."""
+        if rated:
+            return self._stages.seconds(pipeline, index, rated=True)
+        terms = self._stages.terms(pipeline, index)
+        return terms.forward_s, terms.backward_s
+
+    def memory_by_worker(self, plan: Plan) -> dict[str, int]:
+        """Peak bytes of every worker of a plan."""
+        found = {}
+        for pipeline in plan.pipelines:
+            for i, stage in enumerate(pipeline.stages):
+                terms = self._stages.terms(pipeline, i)
+                need = terms.held_bytes + pipeline.in_flight(i) * terms.activation_bytes
+                found.update(dict.fromkeys(stage.workers, int(need)))
+        return found
+
+    def _usd_per_hour(self, plan: Plan) -> float | None:
+        nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}
+        prices = list(nodes.values())
+        return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)
+
+    def _estimated(self, plan: Plan) -> tuple[str, ...]:
+        stages = [(pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))]
+        return tuple(dict.fromkeys(note for place in stages for note in self._stages.terms(*place).estimated))

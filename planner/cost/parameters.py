@@ -1,0 +1,73 @@
+"""The cost model's few constants that no table holds, each with a physical meaning; calibration fits some
+(README.md)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.cost.pipeline_simulation import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class CostParameters:
+    """Defaults come from data sheets and published measurements; sources in README.md.
+
+    Compute.
+    launch_exposure: share of the launch time in a measured curve (what exceeds its work at the largest microbatch, in
+    proportion) that a run pays; the rest is an artefact of measuring one layer at a time.
+    launch_s, launch_limit: the host's time to launch one block's forward kernels without tensor parallelism, where only
+    one microbatch size was measured (`PointSplit`), and the largest share of the measurement that it may be.
+    backward_ratio, launch_backward_ratio: backward over forward for work and for launches, where it was not measured.
+    stage_overhead_s: what a framework adds to each forward and each backward of a stage.
+
+    Links.
+    efficiency_intra, efficiency_inter: share of nominal bandwidth that a message reaches where no link table says it.
+    all_reduce_efficiency: share of that which rings of more than two members over several nodes reach.
+    latency_intra_s, latency_inter_s: of one message.
+    transfers: whom a transfer between stages occupies: "both" sender and receiver (blocking calls, as in DeepSpeed),
+    the "receiver" alone (fused or asynchronous sends, as in Megatron-LM), or "none" (receives are posted ahead as well, as in this
+    project's runtime).
+    sliced_boundaries: whether hidden states cross from node to node in slices, one for each rank of the tensor-parallel group
+    that takes them, which then gathers them inside its node (scatter and gather, Narayanan et al. 2021, section 4.1); else
+    each rank takes the whole.
+    sync_bytes_per_parameter: width of a gradient on the wire.
+    tied_sync: "union" sums a tied embedding over its holders in first and last stages at once, "two_step" first within
+    each stage and then between the two (Megatron-LM).
+
+    Step.
+    optimizer_bytes_per_parameter: memory traffic of one AdamW step with its gradient norm and casts.
+    memory_efficiency: reached share of a device's memory bandwidth. step_overhead_s: once a step.
+
+    Memory.
+    state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients: whether all-reduces need a flat fp32 buffer
+    beside the gradients; else these lie in it. border_messages: hidden states and gradients of them that a stage keeps for each
+    neighbour beside the microbatches in flight: received ahead, in use, on their way.
+    activation_scale: kept activations over the formula's.
+    context_bytes, context_share of the device's memory: CUDA context, communicators, library workspace.
+    memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
+    """
+
+    launch_exposure: float = 0.9
+    launch_s: float = 1.6e-3
+    launch_limit: float = 0.5
+    launch_backward_ratio: float = 1.0
+    backward_ratio: float = 2.0
+    stage_overhead_s: float = 0.0
+    efficiency_intra: float = 0.7
+    efficiency_inter: float = 0.85
+    all_reduce_efficiency: float = 0.75
+    latency_intra_s: float = 10e-6
+    latency_inter_s: float = 30e-6
+    transfers: Transfers = "both"
+    sliced_boundaries: bool = False
+    sync_bytes_per_parameter: float = 4.0
+    tied_sync: Literal["union", "two_step"] = "union"
+    optimizer_bytes_per_parameter: float = 48.0
+    memory_efficiency: float = 0.75
+    step_overhead_s: float = 0.0
+    state_bytes_per_parameter: float | None = None
+    flat_gradients: bool = True
+    border_messages: float = 0.0
+    activation_scale: float = 1.0
+    context_bytes: float = 1.0 * 2**30
+    context_share: float = 0.03
+    memory_margin: float = 0.03

@@ -1,0 +1,119 @@
+"""What one stage of a plan takes, remembered: searches change few stages of a plan at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Fleet, NodeType
+from planner.cost.communication import Links
+from planner.cost.layer_times import LayerTimes
+from planner.cost.memory import MemoryTerms
+from planner.cost.parameters import CostParameters
+from planner.model_spec import ModelSpec
+from planner.plan import Pipeline, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class StageTerms:
+    """Seconds of a microbatch and of the update; bytes of each of its workers all step long (held_bytes) and for each microbatch
+    in flight; room: microbatches in flight that memory holds; what of the times is estimated."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    held_bytes: float
+    activation_bytes: float
+    room: int
+    estimated: tuple[str, ...]
+
+
+class StageCosts:
+    """Stages on one fleet. layer_times(GPU type, TP degree, microbatch size), memory(TP degree, microbatch size): of every layer;
+    fixed_bytes(node type): of a worker whatever its layers; limit_bytes(node type): that a plan may use of it;
+    message_bytes(microbatch size): of the hidden states."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        spec: ModelSpec,
+        links: Links,
+        parameters: CostParameters,
+        layer_times: Callable[[str, int, int], LayerTimes],
+        memory: Callable[[int, int], MemoryTerms],
+        fixed_bytes: Callable[[NodeType], float],
+        limit_bytes: Callable[[NodeType], float],
+        message_bytes: Callable[[int], float],
+    ) -> None:
+        self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
+        self.layer_times, self.memory = layer_times, memory
+        self.fixed_bytes, self.limit_bytes, self.message_bytes = fixed_bytes, limit_bytes, message_bytes
+        self._known: dict[tuple[Stage, bool, bool, int], StageTerms] = {}
+
+    def terms(self, pipeline: Pipeline, index: int) -> StageTerms:
+        """Of one stage of a pipeline."""
+        last = len(pipeline.stages) - 1
+        key = (pipeline.stages[index], index == 0, index == last, pipeline.microbatch_sequences)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._terms(pipeline, index)
+        return known
+
+    def seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
+        """Forward and backward seconds of one microbatch: the slowest worker's; `rated`: as if no node were slowed down."""
+        stage = pipeline.stages[index]
+        chosen = _entries(stage, index, len(pipeline.stages))
+        kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
+        forward = backward = 0.0
+        for kind in kinds:
+            times = self.layer_times(kind.gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
+            slowdown = 1.0 if rated else kind.slowdown
+            forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
+            backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
+        more = self._spread_tp_s(stage, pipeline.microbatch_sequences) + self.parameters.stage_overhead_s
+        return forward + more, backward + more
+
+    def _terms(self, pipeline: Pipeline, index: int) -> StageTerms:
+        stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
+        chosen = _entries(stage, index, count)
+        kinds = sorted({self.fleet.node_of(worker).node_type for worker in stage.workers}, key=lambda kind: kind.name)
+        times = [self.layer_times(kind.gpu_type, stage.tp_degree, size) for kind in kinds]
+        memory = self.memory(stage.tp_degree, size)
+        fixed = max(map(self.fixed_bytes, kinds))
+        borders = (index > 0) + (index < count - 1)
+        held = float(memory.state_bytes[chosen].sum() + memory.peak_bytes[chosen].max()) + fixed
+        held += borders * self.parameters.border_messages * self.message_bytes(size)
+        if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
+            held -= float(memory.state_bytes[0]) * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+        activations = float(memory.activation_bytes[chosen].sum())
+        return StageTerms(
+            *self.seconds(pipeline, index),
+            max(kind.slowdown * float(of.update_s[chosen].sum()) for kind, of in zip(kinds, times, strict=True)),
+            held,
+            activations,
+            int((min(map(self.limit_bytes, kinds)) - held) / max(1.0, activations)),
+            tuple(dict.fromkeys(note for of in times for note in of.estimated)),
+        )
+
+    def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
+        """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one
+        node."""
+        nodes = [self.fleet.node_of(worker) for worker in stage.workers]
+        if len({node.name for node in nodes}) == 1:
+            return 0.0
+        num_bytes = self.message_bytes(microbatch)
+        members = sorted(((node.name, node.node_type) for node in nodes), key=lambda member: member[0])
+        over = self.links.all_reduce_s(members, num_bytes)
+        inside = self.links.all_reduce_s([("node", nodes[0].node_type)] * stage.tp_degree, num_bytes)
+        return 2 * stage.num_layers * max(0.0, over - inside)
+
+
+def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:
+    """The stage's entries of the layer arrays: 0 the embedding, 1.. the blocks, -1 the head."""
+    chosen = list(range(stage.first_layer + 1, stage.end_layer + 1))
+    if index == 0:
+        chosen = [0, *chosen]
+    if index == num_stages - 1:
+        chosen = [*chosen, -1]
+    return np.array(chosen, dtype=np.int64)

@@ -1,0 +1,121 @@
+"""What follows the pipelines in a step: gradient all-reduces side by side on shared links, then updates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost.communication import Links
+from planner.cost.gradient_groups import SyncJob
+
+
+@dataclass(frozen=True, slots=True)
+class SyncEvent:
+    """One all-reduce as it ran. spans: (start, end) of what it takes of each member's link to the others, as if that carried one after
+    the other."""
+
+    job: SyncJob
+    start_s: float
+    end_s: float
+    spans: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """Events after the pipelines. gradients_end_s, tied_end_s: when the last all-reduce of each sort ended; end_s:
+    the last update."""
+
+    events: tuple[SyncEvent, ...]
+    gradients_end_s: float
+    tied_end_s: float
+    update_start_s: Mapping[str, float]
+    update_s: Mapping[str, float]
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One all-reduce by itself: how long it takes, and for how much of that each link that it uses would be full. link_of: of each
+    member, the link that leads to the others: its node's NIC, or its own inside the node."""
+
+    seconds: float
+    link_s: Mapping[str, float]
+    link_of: Mapping[str, str]
+
+
+def simulate_sync(
+    jobs: Sequence[SyncJob], ready_s: Mapping[str, float], update_s: Mapping[str, float], fleet: Fleet, links: Links
+) -> StepTimeline:
+    """Gradients are summed `side_by_side` as soon as pipelines let them, tied embeddings' after them. Updates start when all
+    all-reduces have ended: the global norm needs every gradient."""
+    events, free, carried, rings = list[SyncEvent](), dict(ready_s), dict[str, float](), _Rings(fleet, links)
+    for tied in (False, True):
+        mine = [job for job in jobs if job.tied == tied]
+        events += side_by_side(mine, [rings.of(job) for job in mine], free, carried)
+    begin = max(ready_s.values())
+    ends = {tied: max([begin, *(e.end_s for e in events if e.job.tied == tied)]) for tied in (False, True)}
+    summed = max(free.values())
+    starts = dict.fromkeys(free, summed)
+    return StepTimeline(tuple(events), ends[False], ends[True], starts, dict(update_s), summed + max(update_s.values()))
+
+
+def side_by_side(
+    jobs: Sequence[SyncJob], rings: Sequence[Ring], free_s: dict[str, float], carried: dict[str, float]
+) -> list[SyncEvent]:
+    """Each all-reduce starts when its last member is free, whatever else its members take part in. free_s: when each worker is free;
+    carried: when each link used before has carried all that; both kept up to date.
+
+    It ends when it could by itself, and no sooner than each of its links, which what started before it uses as well, has carried its
+    share. So all have ended when the slowest all-reduce or the fullest link is done: nothing can be sooner, and where all start
+    together, rates in proportion to what each still has to carry reach it.
+    """
+    starts = [max(free_s[worker] for worker in job.members) for job in jobs]
+    events = list[SyncEvent]()
+    for i in sorted(range(len(rings)), key=starts.__getitem__):
+        start, ring, spans = starts[i], rings[i], dict[str, tuple[float, float]]()
+        for link, seconds in ring.link_s.items():
+            begin = max(carried.get(link, start), start)
+            carried[link] = begin + seconds
+            spans[link] = begin, carried[link]
+        end = max(start + ring.seconds, *(last for _, last in spans.values()))
+        events.append(SyncEvent(jobs[i], start, end, {worker: spans[link] for worker, link in ring.link_of.items()}))
+    for event in events:
+        for worker in event.spans:
+            free_s[worker] = max(free_s[worker], event.end_s)
+    return events
+
+
+class _Rings:
+    """All-reduces by themselves. A node's NIC carries a ring once, however many members are there; between those, each one's own link
+    does."""
+
+    def __init__(self, fleet: Fleet, links: Links):
+        self._fleet, self._links = fleet, links
+        self._known: dict[tuple[object, ...], tuple[float, dict[NodeType, float], dict[NodeType, float]]] = {}
+
+    def of(self, job: SyncJob) -> Ring:
+        by_node: dict[Node, list[str]] = {}
+        for worker in job.members:
+            by_node.setdefault(self._fleet.node_of(worker), []).append(worker)
+        seconds, nic_s, own_s = self._seconds([(n.node_type, len(mine)) for n, mine in by_node.items()], job.num_bytes)
+        link_s, link_of = dict[str, float](), dict[str, str]()
+        for node, mine in by_node.items():
+            if len(mine) > 1:
+                link_s |= dict.fromkeys(mine, own_s[node.node_type])
+            if len(by_node) > 1:
+                link_s[node.name] = nic_s[node.node_type]
+            link_of |= {worker: worker if len(by_node) == 1 else node.name for worker in mine}
+        return Ring(seconds, link_s, link_of)
+
+    def _seconds(
+        self, nodes: list[tuple[NodeType, int]], num_bytes: float
+    ) -> tuple[float, dict[NodeType, float], dict[NodeType, float]]:
+        """Of a ring over so many members on each node: all, of a NIC and of a link inside by node type."""
+        key = (num_bytes, *sorted((kind.name, kind.slowdown, count) for kind, count in nodes))
+        if key not in self._known:
+            members = [(str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)]
+            nic_s, own_s = (
+                {kind: self._links.ring_link_s(kind, inside, len(members), num_bytes) for kind, _ in nodes}
+                for inside in (False, True)
+            )
+            self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s
+        return self._known[key]

@@ -1,0 +1,84 @@
+"""The simulated step as a Chrome trace (chrome://tracing, Perfetto): one process a node, one lane a worker."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.cluster import Fleet
+from planner.cost.model import Simulation
+from planner.cost.pipeline_simulation import Timeline
+from planner.plan import Pipeline, Plan
+
+_MICROSECONDS = 1e6
+
+
+def chrome_trace(plan: Plan, simulation: Simulation, fleet: Fleet) -> dict[str, Any]:
+    """The trace document: complete events ("X", microseconds) for forwards, backwards, all-reduces and updates."""
+    lanes = _lanes(plan, fleet)
+    events = list(_names(plan, fleet, lanes))
+    for number, (pipeline, timeline) in enumerate(zip(plan.pipelines, simulation.pipelines, strict=True)):
+        events += _pipeline_events(number, pipeline, timeline, lanes)
+    events += _sync_events(simulation, lanes)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _lanes(plan: Plan, fleet: Fleet) -> dict[str, tuple[int, int]]:
+    """worker -> (process of its node, lane of its own)."""
+    process: dict[str, int] = {}
+    return {
+        worker: (process.setdefault(fleet.node_of(worker).name, len(process)), lane)
+        for lane, worker in enumerate(plan.workers)
+    }
+
+
+def _names(plan: Plan, fleet: Fleet, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    for worker in plan.workers:
+        node, (pid, tid) = fleet.node_of(worker), lanes[worker]
+        label = f"{node.name} ({node.node_type.gpu_type})"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": label}}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": worker}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _event(
+    name: str, category: str, start_s: float, end_s: float, lane: tuple[int, int], **args: object
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": start_s * _MICROSECONDS,
+        "dur": max(0.0, end_s - start_s) * _MICROSECONDS,
+        "pid": lane[0],
+        "tid": lane[1],
+        "args": args,
+    }
+
+
+def _pipeline_events(
+    number: int, pipeline: Pipeline, timeline: Timeline, lanes: dict[str, tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    tables = (
+        ("F", "forward", timeline.forward_start_s, timeline.forward_end_s),
+        ("B", "backward", timeline.backward_start_s, timeline.backward_end_s),
+    )
+    for index, stage in enumerate(pipeline.stages):
+        for letter, category, starts, ends in tables:
+            for m in range(pipeline.num_microbatches):
+                for worker in stage.workers:
+                    start, end = float(starts[index, m]), float(ends[index, m])
+                    yield _event(f"{letter}{m}", category, start, end, lanes[worker], pipeline=number, stage=index)
+
+
+def _sync_events(simulation: Simulation, lanes: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """All-reduces side by side, one after the other on a worker's lane for as long as each takes of its link, less where its NIC and its
+    link inside the node are full at a time; `ended_s` of all of one."""
+    sync, drawn = simulation.sync, dict[str, float]()
+    for event in sync.events:
+        name = "tied embedding all-reduce" if event.job.tied else "gradient all-reduce"
+        facts = {"bytes": int(event.job.num_bytes), "members": len(event.job.members), "ended_s": event.end_s}
+        for worker, (begin, until) in event.spans.items():
+            start = max(begin, drawn.get(worker, 0.0))
+            end = drawn[worker] = max(until, start)
+            yield _event(name, "sync", start, end, lanes[worker], **facts)
+    for worker, start in sync.update_start_s.items():
+        yield _event("optimizer", "update", start, start + sync.update_s[worker], lanes[worker])

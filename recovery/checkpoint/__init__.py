@@ -1,0 +1,1 @@
+"""Durable checkpoints: written, committed, read, kept and removed."""

@@ -1,0 +1,202 @@
+"""Committed checkpoints: the coordinator's commit, and finding them again.
+
+A checkpoint of step s is the prefix `step-<s>/`: data files of the workers, then `.metadata` (for stock PyTorch), then
+`manifest.json`, put only if there is none yet. Without its manifest a checkpoint does not exist. See CHECKPOINTS.md.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recovery.checkpoint.dcp import METADATA_NAME, encode_dcp_metadata
+from recovery.checkpoint.errors import (
+    CheckpointConflict,
+    CheckpointIncomplete,
+    CheckpointMissing,
+)
+from recovery.checkpoint.manifest import (
+    MANIFEST_NAME,
+    DataFile,
+    Manifest,
+    Scalar,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+)
+from recovery.checkpoint.write import WorkerReceipt, assign_writers, step_prefix, write_shards
+from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.storage.errors import ObjectExists, ObjectMissing
+from recovery.storage.protocol import Storage
+
+__all__ = [
+    "CheckpointInfo",
+    "WorkerReceipt",
+    "assign_writers",
+    "checkpoint_uri",
+    "commit_checkpoint",
+    "list_checkpoints",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "step_prefix",
+    "write_shards",
+]
+
+_MANIFEST_PATTERN = re.compile(r"^step-(\d{8,})/" + re.escape(MANIFEST_NAME) + "$")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint; `committed_unix_s` by the storage's clock."""
+
+    step: int
+    uri: str
+    committed_unix_s: float
+
+
+def checkpoint_uri(storage: Storage, step: int) -> str:
+    return f"{storage.uri.rstrip('/')}/{step_prefix(step).rstrip('/')}"
+
+
+def commit_checkpoint(
+    storage: Storage,
+    step: int,
+    layout: Layout,
+    receipts: Iterable[WorkerReceipt],
+    scalars: Mapping[str, Scalar],
+    model_config: Mapping[str, Any],
+    *,
+    job: str = "job",
+    generation: int = 0,
+    created_by: str | None = None,
+) -> Manifest:
+    """Make the checkpoint of `step` exist, once every shard of `layout` is in `receipts`. One coordinator calls it.
+
+    Idempotent: when this job's checkpoint of this step is committed already, that one is returned, whoever wrote it.
+
+    Raises:
+        CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
+        CheckpointConflict: the step belongs to another job or model, or two receipts disagree about a shard.
+    """
+    committed = _committed(storage, step)
+    if committed is not None:
+        return _same_state(storage, committed, job, layout.tensors)
+    files = _chosen_files(storage, step, layout, list(receipts))
+    manifest = Manifest(
+        step=step,
+        generation=generation,
+        job=job,
+        created_by=created_by or f"autohet, torch {torch.__version__}",
+        created_unix_s=round(time.time(), 3),
+        scalars=dict(scalars),
+        model_config=dict(model_config),
+        num_bytes=layout.num_bytes,
+        tensors=tuple(_tensor_entry(layout.tensors[name]) for name in sorted(layout.tensors)),
+        files=files,
+    )
+    _check_files(storage, manifest)
+    return _put_manifest(storage, manifest)
+
+
+def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
+    """All committed checkpoints, oldest step first."""
+    found = [(match, info) for info in storage.list("step-") if (match := _MANIFEST_PATTERN.match(info.name))]
+    infos = [CheckpointInfo(int(m[1]), checkpoint_uri(storage, int(m[1])), info.modified_s) for m, info in found]
+    return sorted(infos, key=lambda info: info.step)
+
+
+def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
+    """The committed checkpoint of the highest step; None when there is none."""
+    return max(list_checkpoints(storage), key=lambda info: info.step, default=None)
+
+
+def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:
+    """The manifest of the committed checkpoint of `step` (the newest when None), checked.
+
+    Raises:
+        CheckpointMissing: there is none. ManifestInvalid: it is damaged.
+    """
+    if step is None:
+        newest = newest_checkpoint(storage)
+        if newest is None:
+            raise CheckpointMissing(storage.uri, None)
+        step = newest.step
+    manifest = _committed(storage, step)
+    if manifest is None:
+        raise CheckpointMissing(storage.uri, step, tuple(info.step for info in list_checkpoints(storage)))
+    return manifest
+
+
+def _committed(storage: Storage, step: int) -> Manifest | None:
+    name = step_prefix(step) + MANIFEST_NAME
+    try:
+        return decode_manifest(storage.get(name), f"{storage.uri}/{name}")
+    except ObjectMissing:
+        return None
+
+
+def _same_state(storage: Storage, manifest: Manifest, job: str, specs: Mapping[str, TensorSpec]) -> Manifest:
+    """The committed manifest, if it is of this job and of the same tensors."""
+    if manifest.job != job:
+        reason = f"is committed by job {manifest.job!r}, not {job!r}; give each job a storage prefix of its own"
+        raise CheckpointConflict(storage.uri, manifest.step, reason)
+    theirs = {name: (spec.shape, spec.dtype) for name, spec in manifest.specs.items()}
+    if theirs != {name: (spec.shape, spec.dtype) for name, spec in specs.items()}:
+        reason = f"is committed by job {job!r} with other tensors: has its model changed? use another storage prefix"
+        raise CheckpointConflict(storage.uri, manifest.step, reason)
+    return manifest
+
+
+def _chosen_files(storage: Storage, step: int, layout: Layout, receipts: list[WorkerReceipt]) -> tuple[DataFile, ...]:
+    """The files of the receipts with each shard once: of two that wrote the same bytes, the first counts."""
+    checksums: dict[ShardId, int] = {}
+    files = []
+    for receipt in receipts:
+        assert receipt.step == step, f"receipt of step {receipt.step} for a commit of step {step}"
+        for file in receipt.files:
+            for stored in file.shards:
+                if checksums.get(stored.shard, stored.crc32) != stored.crc32:
+                    reason = f"two workers wrote shard {stored.shard} with different content: replicas have diverged"
+                    raise CheckpointConflict(storage.uri, step, reason)
+            fresh = tuple(stored for stored in file.shards if stored.shard not in checksums)
+            checksums.update({stored.shard: stored.crc32 for stored in fresh})
+            if fresh:
+                files.append(DataFile(file.name, file.num_bytes, file.writer, fresh))
+    missing = sorted(layout.shards - checksums.keys())
+    if missing:
+        raise CheckpointIncomplete(step, tuple(map(str, missing)))
+    return tuple(files)
+
+
+def _tensor_entry(spec: TensorSpec) -> TensorEntry:
+    return TensorEntry(spec.name, spec.shape, spec.dtype, spec.split_dim, spec.cuts)
+
+
+def _check_files(storage: Storage, manifest: Manifest) -> None:
+    """Look before the commit whether every data file really is there, whole."""
+    prefix = step_prefix(manifest.step)
+    sizes = {info.name: info.size for info in storage.list(prefix)}
+    missing = tuple(file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes)
+    if missing:
+        raise CheckpointIncomplete(manifest.step, missing)
+
+
+def _put_manifest(storage: Storage, manifest: Manifest) -> Manifest:
+    """Write `.metadata`, then the manifest if nobody else has; returns the manifest that counts."""
+    prefix = step_prefix(manifest.step)
+    encoded = encode_manifest(manifest)
+    storage.put(prefix + METADATA_NAME, encode_dcp_metadata(manifest))
+    try:
+        storage.put(prefix + MANIFEST_NAME, encoded, if_none_match=True)
+    except ObjectExists:
+        winner = _committed(storage, manifest.step)
+        assert winner is not None, "a conditional put said that the manifest exists"
+        # Ours went over the winner's .metadata, whose files are not ours.
+        storage.put(prefix + METADATA_NAME, encode_dcp_metadata(winner))
+        return _same_state(storage, winner, manifest.job, manifest.specs)
+    return decode_manifest(encoded, prefix + MANIFEST_NAME)

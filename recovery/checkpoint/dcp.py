@@ -1,0 +1,92 @@
+"""`.metadata`: what makes a checkpoint's prefix a torch.distributed.checkpoint that stock PyTorch loads.
+
+Derived from the manifest alone, so whoever finds it missing can write it again.
+Source of the format: torch/distributed/checkpoint/{metadata,filesystem}.py.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from recovery.checkpoint.manifest import Manifest
+from recovery.state.layout import TensorSpec
+from recovery.state.slices import TORCH_DTYPES
+
+METADATA_NAME = ".metadata"
+DATA_SUFFIX = ".distcp"
+
+
+def encode_dcp_metadata(manifest: Manifest) -> bytes:
+    """The pickled `Metadata` that DCP's FileSystemReader opens first."""
+    storage_data = {}
+    for shard, (file_name, stored) in manifest.locations.items():
+        offset = torch.Size(manifest.specs[shard.tensor].unit_offset(shard.unit))
+        index = MetadataIndex(shard.tensor, offset, shard.unit)
+        storage_data[index] = _StorageInfo(file_name, stored.item_offset, stored.item_bytes)
+    metadata = Metadata(
+        state_dict_metadata={name: _tensor_metadata(spec) for name, spec in manifest.specs.items()},
+        planner_data={name: (name,) for name in manifest.specs},  # flat: no nested dictionaries to rebuild
+        storage_data=storage_data,
+        version=CURRENT_DCP_VERSION,
+    )
+    return pickle.dumps(metadata)
+
+
+def dcp_metadata_problem(data: bytes, manifest: Manifest) -> str:
+    """What is wrong with a stored `.metadata`, compared with what the manifest implies; empty when nothing is."""
+    try:
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # noqa: BLE001  a damaged pickle raises whatever it likes
+        return f"is damaged ({type(error).__name__}: {str(error)[:100]})"
+    expected = pickle.loads(encode_dcp_metadata(manifest))
+    same = (found.state_dict_metadata, found.storage_data) == (expected.state_dict_metadata, expected.storage_data)
+    return "" if same else "does not agree with the manifest"
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes nothing but what belongs into a `Metadata`: bytes from storage are not to be trusted."""
+
+    _ALLOWED = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *((("torch", str(dtype).removeprefix("torch."))) for dtype in TORCH_DTYPES.values()),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "Metadata",
+                    "MetadataIndex",
+                    "TensorStorageMetadata",
+                    "TensorProperties",
+                    "ChunkStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into checkpoint metadata")
+        return super().find_class(module, name)
+
+
+def _tensor_metadata(spec: TensorSpec) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(spec.unit_offset(unit)), torch.Size(spec.unit_shape(unit)))
+        for unit in range(spec.num_units)
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=TORCH_DTYPES[spec.dtype]), torch.Size(spec.shape), chunks)

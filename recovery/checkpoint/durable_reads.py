@@ -1,0 +1,63 @@
+"""A restore's reads of durable storage: whoever asks, they share one client, one pool of requests, one lease a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from recovery.checkpoint.manifest import Manifest
+from recovery.checkpoint.read import READ_MEMORY_BYTES, read_shards
+from recovery.checkpoint.retention import reading_checkpoint
+from recovery.state.layout import ShardId
+from recovery.storage.protocol import Storage
+
+READERS = 4  # that may read ahead at once: `recovery.transfer.restore` fetches in as many threads
+
+
+class DurableReads:
+    """A `recovery.transfer.tiers.ReadDurable` for any number of threads. Contacts nothing before the first read.
+
+    At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends leases and threads, once
+    nobody reads any more; the storage is its owner's. Once `given_up` is set, every read ends with Abandoned and `close` waits
+    for no answer of the storage.
+    """
+
+    def __init__(self, storage: Storage, given_up: threading.Event | None = None) -> None:
+        self._storage, self._given_up = storage, given_up
+        self._read_from = storage if given_up is None else storage.until(given_up)
+        self._lock = threading.Lock()
+        self._leases = ExitStack()
+        self._manifest_by_step: dict[int, Manifest] = {}
+        self._requests = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
+
+    def __call__(self, uri: str, step: int, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor]]:
+        """The shards of the committed checkpoint of `step`, as `read_shards` gives them and with its errors."""
+        memory_bytes = READ_MEMORY_BYTES // READERS
+        manifest = self._manifest(step)
+        yield from read_shards(
+            self._read_from, manifest, shards, max_memory_bytes=memory_bytes, requests=self._requests
+        )
+
+    def _manifest(self, step: int) -> Manifest:
+        """Read once, under a lease that retention respects until `close`."""
+        with self._lock:
+            if step not in self._manifest_by_step:
+                reading = reading_checkpoint(self._storage, step, given_up=self._given_up)
+                self._manifest_by_step[step] = self._leases.enter_context(reading)
+            return self._manifest_by_step[step]
+
+    def close(self) -> None:
+        """Bounded by the storage's own deadlines; idempotent."""
+        self._requests.shutdown(wait=True, cancel_futures=True)
+        self._leases.close()
+        self._manifest_by_step.clear()
+
+    def __enter__(self) -> DurableReads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

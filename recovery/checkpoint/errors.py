@@ -1,0 +1,79 @@
+"""What can be wrong with a durable checkpoint; each error crosses a process and names what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recovery.errors import RecoveryError
+from recovery.state.layout import ShardId
+
+
+class CheckpointError(RecoveryError):
+    """A checkpoint cannot be written, committed or read."""
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointMissing(CheckpointError, LookupError):
+    """No committed checkpoint of this step; `committed` are the steps that there are."""
+
+    uri: str
+    step: int | None
+    committed: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.step is None or not self.committed:
+            wanted = "checkpoint" if self.step is None else f"checkpoint of step {self.step}"
+            return f"{self.uri} holds no committed {wanted}; check the URI, or wait until the first commit"
+        steps = ", ".join(map(str, self.committed))
+        return f"{self.uri} holds no committed checkpoint of step {self.step}; committed steps: {steps}"
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointIncomplete(CheckpointError):
+    """A commit found shards that nobody wrote, or files that are not there: nothing was committed."""
+
+    step: int
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
+        return f"checkpoint of step {self.step} is not committed: {len(self.missing)} pieces are missing ({shown})"
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointConflict(CheckpointError):
+    """The storage already holds a checkpoint that is not ours, or two writers disagree about a shard."""
+
+    uri: str
+    step: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint of step {self.step} in {self.uri}: {self.reason}"
+
+
+@dataclass(eq=False, repr=False)
+class ManifestInvalid(CheckpointError, ValueError):
+    """A manifest is damaged, from a later version, or has keys that it must not have."""
+
+    uri: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.uri} is not a valid manifest: {self.reason}"
+
+
+@dataclass(eq=False, repr=False)
+class CheckpointCorrupt(CheckpointError):
+    """Stored bytes of a shard are not what the manifest says, also after reading them again."""
+
+    uri: str
+    shard: ShardId
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.uri}: shard {self.shard} is corrupt: {self.reason}; use an older checkpoint"
+
+
+class UploadFailed(CheckpointError):
+    """A background upload ended with an error that is no RecoveryError."""

@@ -1,0 +1,165 @@
+"""The manifest of a checkpoint: what it holds and where each shard's bytes are. It is written last, and once.
+
+Versioned JSON, strict (an unknown key is an error), with a checksum over itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from recovery.checkpoint.errors import ManifestInvalid
+from recovery.state.layout import ShardId, TensorSpec
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "autohet-checkpoint"
+VERSION = 1
+
+Scalar = int | float | str | bool | None
+
+
+class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One shard in a data file.
+
+    The item at [item_offset, item_offset + item_bytes) is what `torch.load` reads; its raw elements, C order, little
+    endian, lie at [offset, offset + num_bytes) and have the CRC-32 (zlib's) `crc32`.
+    """
+
+    tensor: str
+    unit: int
+    item_offset: int
+    item_bytes: int
+    offset: int
+    num_bytes: int
+    crc32: int
+
+    @property
+    def shard(self) -> ShardId:
+        return ShardId(self.tensor, self.unit)
+
+
+class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One data file: its name within the checkpoint, its size, and the shards in it by ascending offset."""
+
+    name: str
+    num_bytes: int
+    writer: str
+    shards: tuple[StoredShard, ...]
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A TensorSpec as stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    split_dim: int | None
+    cuts: tuple[int, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Everything about one committed checkpoint but the bytes themselves."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    checksum: int = 0
+    """CRC-32 of this document with checksum 0."""
+    step: int
+    generation: int
+    job: str
+    created_by: str
+    created_unix_s: float
+    byteorder: str = sys.byteorder
+    scalars: dict[str, Scalar]
+    """What is no tensor: seed, data position, ..."""
+    model_config: dict[str, Any]
+    """The Hugging Face config of the model, as its own JSON."""
+    num_bytes: int
+    """Raw bytes of all shards."""
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[DataFile, ...]
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The spec of each tensor, by state name."""
+        return {
+            entry.name: TensorSpec(entry.name, entry.shape, entry.dtype, entry.split_dim, entry.cuts)
+            for entry in self.tensors
+        }
+
+    @cached_property
+    def locations(self) -> Mapping[ShardId, tuple[str, StoredShard]]:
+        """Data file (its name within the checkpoint) and place of each shard."""
+        return {stored.shard: (file.name, stored) for file in self.files for stored in file.shards}
+
+    @property
+    def shards(self) -> frozenset[ShardId]:
+        return frozenset(self.locations)
+
+    @property
+    def checksums(self) -> dict[ShardId, int]:
+        """CRC-32 of each shard's raw bytes."""
+        return {shard: stored.crc32 for shard, (_, stored) in self.locations.items()}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The document, with its checksum filled in."""
+    blank = msgspec.structs.replace(manifest, checksum=0)
+    return msgspec.json.encode(msgspec.structs.replace(blank, checksum=zlib.crc32(msgspec.json.encode(blank))))
+
+
+def decode_manifest(data: bytes, uri: str) -> Manifest:
+    """Read and check a manifest that lies at `uri`.
+
+    Raises:
+        ManifestInvalid: no JSON, a later version, unknown or missing keys, a wrong checksum, shards that do not fit.
+    """
+    _check_version(data, uri)
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ManifestInvalid(uri, str(error)) from error
+    expected = zlib.crc32(msgspec.json.encode(msgspec.structs.replace(manifest, checksum=0)))
+    if manifest.checksum != expected:
+        raise ManifestInvalid(uri, f"its checksum is {expected:#010x}, not the recorded {manifest.checksum:#010x}")
+    _check_places(manifest, uri)
+    return manifest
+
+
+def _check_version(data: bytes, uri: str) -> None:
+    class Head(msgspec.Struct):
+        format: str = ""
+        version: int = 0
+
+    try:
+        head = msgspec.json.decode(data, type=Head)
+    except msgspec.DecodeError as error:
+        raise ManifestInvalid(uri, str(error)) from error
+    if head.format != FORMAT:
+        raise ManifestInvalid(uri, f"format {head.format!r} is not {FORMAT!r}")
+    if head.version != VERSION:
+        raise ManifestInvalid(uri, f"version {head.version} is not {VERSION}; read it with the release that wrote it")
+
+
+def _check_places(manifest: Manifest, uri: str) -> None:
+    """Every shard of every tensor exactly once, with its own size, within its file."""
+    if manifest.byteorder != sys.byteorder:
+        raise ManifestInvalid(uri, f"was written on a {manifest.byteorder}-endian machine, this one is not")
+    try:
+        expected = {shard: spec.unit_bytes(shard.unit) for spec in manifest.specs.values() for shard in spec.shards}
+    except (ValueError, IndexError) as error:
+        raise ManifestInvalid(uri, str(error)) from error
+    for file in manifest.files:
+        for stored in file.shards:
+            if expected.pop(stored.shard, None) != stored.num_bytes:
+                raise ManifestInvalid(uri, f"shard {stored.shard} is unknown, listed twice, or has a wrong size")
+            inside = 0 <= stored.item_offset <= stored.offset
+            if not inside or stored.offset + stored.num_bytes > file.num_bytes:
+                raise ManifestInvalid(uri, f"shard {stored.shard} lies outside of {file.name}")
+    if expected:
+        raise ManifestInvalid(uri, f"{len(expected)} shards have no place, {next(iter(expected))} among them")

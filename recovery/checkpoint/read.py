@@ -1,0 +1,270 @@
+"""Reading a committed checkpoint: parallel, coalesced ranged reads with bounded memory; every shard checked."""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from recovery.checkpoint.commit import checkpoint_uri, open_checkpoint
+from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem
+from recovery.checkpoint.errors import CheckpointCorrupt
+from recovery.checkpoint.manifest import Manifest, StoredShard
+from recovery.checkpoint.write import step_prefix
+from recovery.state.layout import ShardId
+from recovery.state.slices import TORCH_DTYPES
+from recovery.storage.errors import ObjectMissing, ObjectTruncated
+from recovery.storage.payload import tensor_bytes
+from recovery.storage.protocol import Storage
+
+READ_MEMORY_BYTES = 512 << 20
+COALESCE_GAP_BYTES = 64 << 10
+"""Neighbours closer than this are fetched by one request: an S3 request costs about 100 ms, 64 KiB a thousandth."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A contiguous range of one data file, and the shards that lie in it whole."""
+
+    file: str
+    start: int
+    end: int
+    shards: tuple[StoredShard, ...]
+
+
+def plan_reads(
+    manifest: Manifest,
+    ids: Iterable[ShardId],
+    span_bytes: int,
+    gap_bytes: int = COALESCE_GAP_BYTES,
+    whole_items: bool = False,
+) -> list[Span]:
+    """The fewest ranges that hold `ids`: neighbours merge up to `span_bytes`; a larger shard is a span alone. In the order of
+    each one's first shard, whatever the files: several writers' parts lie side by side in it.
+
+    Pure. `whole_items` covers the items that stock PyTorch reads, not just their raw elements.
+
+    Raises:
+        KeyError: the manifest has no such shard.
+    """
+    wanted = sorted((manifest.locations[shard] for shard in set(ids)), key=lambda place: (place[0], place[1].offset))
+    spans: list[Span] = []
+    for file, stored in wanted:
+        start, end = stored.offset, stored.offset + stored.num_bytes
+        if whole_items:
+            start, end = stored.item_offset, stored.item_offset + stored.item_bytes
+        last = spans[-1] if spans else None
+        if last and last.file == file and start - last.end <= gap_bytes and end - last.start <= span_bytes:
+            spans[-1] = Span(file, last.start, end, (*last.shards, stored))
+        else:
+            spans.append(Span(file, start, end, (stored,)))
+    return sorted(spans, key=lambda span: min(stored.shard for stored in span.shards))
+
+
+def read_shards(
+    storage: Storage,
+    manifest: Manifest,
+    ids: Iterable[ShardId] | None = None,
+    *,
+    max_memory_bytes: int = READ_MEMORY_BYTES,
+    requests: Executor | None = None,
+) -> Iterator[tuple[ShardId, torch.Tensor]]:
+    """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape, checked, in about the shards' order.
+
+    Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own or in `requests`,
+    which several readers may share; at most `max_memory_bytes` (or one shard,
+    if that is larger) are read ahead of it. Each tensor owns its memory. Close the iterator to stop early.
+
+    Raises:
+        CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError: the storage failed.
+    """
+    for shard, outcome in _read(storage, manifest, ids, max_memory_bytes, whole_items=False, requests=requests):
+        if isinstance(outcome, Exception):
+            raise outcome
+        yield shard, outcome
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found in one checkpoint; `problems` is empty when all is well."""
+
+    step: int
+    uri: str
+    num_shards: int
+    num_bytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    storage: Storage, step: int | None = None, *, progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
+    """Read every shard of the checkpoint of `step` (the newest when None): by our checksums and as stock PyTorch would.
+
+    Damage is reported, not raised; `progress(done_bytes, total_bytes)` is called after each shard.
+
+    Raises:
+        CheckpointMissing, ManifestInvalid: there is nothing to verify. StorageError: the storage failed.
+    """
+    manifest = open_checkpoint(storage, step)
+    problems = _metadata_problems(storage, manifest)
+    done = 0
+    for shard, outcome in _read(storage, manifest, None, READ_MEMORY_BYTES, whole_items=True):
+        if isinstance(outcome, Exception):
+            problems.append(str(outcome))
+        done += manifest.locations[shard][1].num_bytes
+        if progress:
+            progress(done, manifest.num_bytes)
+    uri = checkpoint_uri(storage, manifest.step)
+    return VerifyReport(manifest.step, uri, len(manifest.locations), manifest.num_bytes, tuple(problems))
+
+
+def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    name = step_prefix(manifest.step) + METADATA_NAME
+    try:
+        problem = dcp_metadata_problem(storage.get(name), manifest)
+    except ObjectMissing:
+        problem = "is missing"
+    return [f"{storage.uri}/{name} {problem}: stock PyTorch cannot load this checkpoint"] if problem else []
+
+
+@dataclass
+class _Fetch:
+    """A span on its way: its buffer, the requests that fill it, and what the checks said about each shard."""
+
+    span: Span
+    buffer: torch.Tensor
+    parts_left: int
+    parts: list[Future[None]] = field(default_factory=list)
+    bad: dict[ShardId, CheckpointCorrupt] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span.end - self.span.start
+
+    def raw(self, stored: StoredShard) -> torch.Tensor:
+        first = stored.offset - self.span.start
+        return self.buffer[first : first + stored.num_bytes]
+
+
+def _read(
+    storage: Storage, manifest: Manifest, ids: Iterable[ShardId] | None, max_memory_bytes: int, whole_items: bool,
+    requests: Executor | None = None,
+) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:  # fmt: skip
+    ids = manifest.locations if ids is None else ids
+    spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
+    flying: deque[_Fetch] = deque()
+    reader = _Reader(storage, manifest, whole_items)
+    own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read") if requests is None else None
+    ahead = 0
+    with own or nullcontext(requests) as pool:
+        assert pool is not None
+        try:
+            while spans or flying:
+                while spans and (not flying or ahead + spans[0].end - spans[0].start <= max_memory_bytes):
+                    flying.append(reader.start(pool, spans.popleft()))
+                    ahead += flying[-1].num_bytes
+                yield from reader.finish(flying[0])
+                ahead -= flying.popleft().num_bytes
+        finally:
+            _call_off(flying)
+
+
+def _call_off(fetches: Iterable[_Fetch]) -> None:
+    """Cancel the requests that have not begun, and wait for those that have: each has the storage's own deadline."""
+    parts = [part for fetch in fetches for part in fetch.parts]
+    for part in parts:
+        part.cancel()
+    wait(parts)
+
+
+class _Reader:
+    """Fetches spans and checks what came; the last request of a span checks it, on its thread."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, whole_items: bool) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._whole_items = whole_items
+        self._prefix = step_prefix(manifest.step)
+
+    def start(self, pool: Executor, span: Span) -> _Fetch:
+        stride = self._storage.options.part_bytes
+        starts = range(span.start, max(span.end, span.start + 1), stride)
+        fetch = _Fetch(span, torch.empty(span.end - span.start, dtype=torch.uint8), len(starts))
+        fetch.parts.extend(pool.submit(self._part, fetch, at, min(at + stride, span.end)) for at in starts)
+        return fetch
+
+    def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
+        """Wait for the span; each request has the storage's own deadline, so the wait is bounded."""
+        for part in fetch.parts:
+            part.result()
+        alone = len(fetch.span.shards) == 1 and not self._whole_items
+        for stored in fetch.span.shards:
+            raw = fetch.raw(stored) if alone else fetch.raw(stored).clone()
+            spec = self._manifest.specs[stored.tensor]
+            tensor = raw.view(TORCH_DTYPES[spec.dtype]).view(spec.unit_shape(stored.unit))
+            yield stored.shard, fetch.bad.get(stored.shard, tensor)
+
+    def _part(self, fetch: _Fetch, start: int, end: int) -> None:
+        error = self._fetch_range(fetch, start, end)
+        with fetch.lock:
+            fetch.parts_left -= 1
+            last = fetch.parts_left == 0
+            if error:
+                fetch.bad.update({stored.shard: self._corrupt(fetch, stored, error) for stored in fetch.span.shards})
+        if last and not fetch.bad:
+            self._check(fetch)
+
+    def _fetch_range(self, fetch: _Fetch, start: int, end: int) -> str:
+        buffer = fetch.buffer.numpy().data[start - fetch.span.start : end - fetch.span.start]
+        try:
+            self._storage.get_into(self._prefix + fetch.span.file, start, buffer)
+        except (ObjectMissing, ObjectTruncated) as error:
+            return error.reason
+        return ""
+
+    def _check(self, fetch: _Fetch) -> None:
+        """Check every shard; what is wrong is read once more, in case the transfer was at fault and not the storage."""
+        wrong = [stored for stored in fetch.span.shards if self._problem(fetch, stored)]
+        if not wrong:
+            return
+        stride = self._storage.options.part_bytes
+        for start in range(fetch.span.start, fetch.span.end, stride):
+            self._fetch_range(fetch, start, min(start + stride, fetch.span.end))
+        for stored in fetch.span.shards:
+            if problem := self._problem(fetch, stored):
+                fetch.bad[stored.shard] = self._corrupt(fetch, stored, problem)
+
+    def _problem(self, fetch: _Fetch, stored: StoredShard) -> str:
+        crc32 = zlib.crc32(fetch.raw(stored).numpy().data)
+        if crc32 != stored.crc32:
+            return f"its checksum is {crc32:#010x}, not the recorded {stored.crc32:#010x}"
+        return self._item_problem(fetch, stored) if self._whole_items else ""
+
+    def _item_problem(self, fetch: _Fetch, stored: StoredShard) -> str:
+        """Whether stock PyTorch makes the same tensor of the item."""
+        first = stored.item_offset - fetch.span.start
+        item = io.BytesIO(fetch.buffer[first : first + stored.item_bytes].numpy().tobytes())
+        spec = self._manifest.specs[stored.tensor]
+        try:
+            tensor = torch.load(item, map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001  whatever torch.load makes of damaged bytes
+            return f"torch.load cannot read it ({type(error).__name__}: {str(error)[:100]})"
+        if tensor.shape != spec.unit_shape(stored.unit) or tensor.dtype != TORCH_DTYPES[spec.dtype]:
+            return "torch.load makes another shape or dtype of it"
+        same = zlib.crc32(tensor_bytes(tensor)) == stored.crc32
+        return "" if same else "torch.load makes other values of it"
+
+    def _corrupt(self, fetch: _Fetch, stored: StoredShard, reason: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{self._storage.uri}/{self._prefix}{fetch.span.file}", stored.shard, reason)

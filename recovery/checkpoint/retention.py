@@ -1,0 +1,149 @@
+"""Which checkpoints stay: retention of committed ones, leases of readers, clean-up of what was never committed."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from recovery.cancellation import call_until
+from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.dcp import METADATA_NAME
+from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
+from recovery.checkpoint.write import step_prefix
+from recovery.errors import Abandoned
+from recovery.storage.errors import StorageError
+from recovery.storage.protocol import ObjectInfo, Storage
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 3600.0
+RENEWALS = 4  # within the time of a lease: three of them may fail
+ORPHAN_AGE_S = 6 * 3600.0
+_STEP = re.compile(r"^step-(\d{8,})/")
+_LEASE = re.compile(r"^step-\d{8,}/reader-[0-9a-f]+-(\d+)\.lease$")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What a retention or clean-up removed, and what it left although it was old, with the reason."""
+
+    removed_steps: tuple[int, ...]
+    kept: tuple[tuple[int, str], ...] = ()
+    num_objects: int = 0
+
+
+@contextmanager
+def reading_checkpoint(
+    storage: Storage, step: int | None = None, lease_s: float = LEASE_S, given_up: threading.Event | None = None
+) -> Iterator[Manifest]:
+    """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from removing it.
+
+    The lease is an object in the checkpoint, renewed by a thread while the block runs, however long; it ends with the block
+    or, if this process dies, `lease_s` after the last renewal. On a storage that may only be read there is no lease,
+    which is logged. Once `given_up` is set nothing here waits for the storage any more: the thread ends the lease by itself.
+
+    Raises:
+        CheckpointMissing: there is none (any more). Abandoned: given up before.
+    """
+    asked = storage if given_up is None else storage.until(given_up)
+    step = open_checkpoint(asked, step).step
+    lease = f"{step_prefix(step)}reader-{uuid.uuid4().hex[:12]}-{int(lease_s)}.lease"
+    try:
+        asked.put(lease, b"")
+    except StorageError as error:
+        logger.warning("Reading step %d without a lease (%s): retention may remove it meanwhile", step, error)
+        lease = ""
+    done = threading.Event()
+    keeper = threading.Thread(target=_keep, args=(storage, lease, lease_s, done), name="lease", daemon=True)
+    if lease:
+        keeper.start()
+    try:
+        yield open_checkpoint(asked, step)  # again: it may have gone before the lease was seen
+    finally:
+        done.set()
+        if lease:
+            with suppress(Abandoned):
+                call_until(given_up, lambda: keeper.join(2 * storage.options.request_timeout_s), "the end of a lease")
+
+
+def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
+    """Write the lease anew while it is in use, so that it ends later, by the storage's own clock; then remove it."""
+    while not done.wait(lease_s / RENEWALS):
+        try:
+            storage.put(lease, b"")
+        except StorageError as error:
+            logger.warning("The lease %s is not renewed this time: %s", lease, error)
+    with suppress(StorageError):  # it expires by itself
+        storage.delete([lease])
+
+
+def apply_retention(storage: Storage, keep: int, reading: Collection[int] = ()) -> Removal:
+    """Remove all but the newest `keep` (at least 1) committed checkpoints. One coordinator calls it.
+
+    Never removes the newest, one in `reading`, nor one that another process holds a lease on. The manifest goes first:
+    a removal that is interrupted leaves an uncommitted prefix, which `remove_orphans` finishes.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
+    old = [info.step for info in list_checkpoints(storage)][:-keep]
+    if not old:
+        return Removal(())
+    now, removed, kept, count = storage.now(), [], [], 0
+    for step in old:
+        objects = list(storage.list(step_prefix(step)))
+        if step in reading or _leased(objects, now):
+            kept.append((step, "is being read"))
+            continue
+        storage.delete([step_prefix(step) + MANIFEST_NAME])
+        removed.append(step)
+        objects = list(storage.list(step_prefix(step)))
+        if _leased(objects, now):
+            kept.append((step, "a reader came while it was being removed: its data stays until the lease ends"))
+        else:
+            count += 1 + _delete_all(storage, objects)
+    return Removal(tuple(removed), tuple(kept), count)
+
+
+def remove_orphans(storage: Storage, writing: Collection[int] = (), min_age_s: float = ORPHAN_AGE_S) -> Removal:
+    """Remove what belongs to no committed checkpoint and nobody has touched for `min_age_s`, by the storage's clock.
+
+    That is: whole prefixes without a manifest, data files that a committed checkpoint does not name (from a slow writer
+    of an older attempt), expired leases, and unfinished multipart uploads. `writing` are steps in progress: they stay,
+    whatever their age.
+    """
+    committed = {info.step for info in list_checkpoints(storage)}
+    now = storage.now()
+    by_step: dict[int, list[ObjectInfo]] = {}
+    for info in storage.list("step-"):
+        if match := _STEP.match(info.name):
+            by_step.setdefault(int(match[1]), []).append(info)
+    removed, count = [], storage.abandon_uploads("step-", min_age_s)
+    for step, objects in sorted(by_step.items()):
+        if step in writing or _leased(objects, now):
+            continue
+        if step in committed:
+            count += _delete_all(storage, _strays(storage, step, objects, now - min_age_s))
+        elif max(info.modified_s for info in objects) < now - min_age_s:
+            count += _delete_all(storage, objects)
+            removed.append(step)
+    return Removal(tuple(removed), (), count)
+
+
+def _strays(storage: Storage, step: int, objects: list[ObjectInfo], older_than: float) -> list[ObjectInfo]:
+    named = {file.name for file in open_checkpoint(storage, step).files} | {METADATA_NAME, MANIFEST_NAME}
+    prefix = step_prefix(step)
+    return [info for info in objects if info.name.removeprefix(prefix) not in named and info.modified_s < older_than]
+
+
+def _leased(objects: list[ObjectInfo], now: float) -> bool:
+    return any((match := _LEASE.match(info.name)) and now < info.modified_s + float(match[1]) for info in objects)
+
+
+def _delete_all(storage: Storage, objects: list[ObjectInfo]) -> int:
+    storage.delete([info.name for info in objects])
+    return len(objects)

@@ -1,0 +1,197 @@
+"""Uploading a worker's shards in the background, while training goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from recovery.checkpoint.errors import UploadFailed
+from recovery.checkpoint.write import MAX_FILE_BYTES, WorkerReceipt, write_views
+from recovery.errors import RecoveryError
+from recovery.state.borrowed import Lent
+from recovery.state.layout import Layout, ShardId
+from recovery.state.slices import shard_views
+from recovery.storage.errors import StorageTimeout
+from recovery.storage.protocol import Storage
+
+Progress = Callable[[int, int, int], None]
+"""progress(step, done_bytes, total_bytes), called on the uploader's thread."""
+
+
+class UploaderBusy(RecoveryError):
+    """An upload is still on its way; its memory is not free. Wait for it, or skip this checkpoint."""
+
+    def __init__(self, step: int, busy_with: int) -> None:
+        super().__init__(step, busy_with)
+        self.step = step
+        self.busy_with = busy_with
+
+    def __str__(self) -> str:
+        return f"checkpoint of step {self.step} is not started: step {self.busy_with} is still being uploaded"
+
+
+@dataclass(frozen=True)
+class _Task:
+    step: int
+    worker: str
+    lent: Lent
+    layout: Layout
+    ids: Collection[ShardId]
+
+
+class Uploader:
+    """One owned thread that writes one checkpoint's shards at a time.
+
+    Call order in the training loop: `submit(s, state)` after the update of step s, forward and backward of step s + 1
+    while the thread copies, `wait_copied()`, the next update. An update that does not wait shows: the tensors' version
+    counters differ, and the upload fails.
+
+    Memory: a copy of the shards this worker writes (not of all it holds), plus concurrency x part_bytes of the storage.
+    Bandwidth: the storage's `max_bytes_per_s`. `wait` gives the receipt or raises what went wrong; `close` joins the
+    thread.
+    """
+
+    def __init__(
+        self, storage: Storage, *, max_file_bytes: int = MAX_FILE_BYTES, progress: Progress | None = None
+    ) -> None:
+        self._storage = storage
+        self._max_file_bytes = max_file_bytes
+        self._progress = progress
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._busy_with: int | None = None
+        self._copied = True
+        self._outcome: WorkerReceipt | Exception | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an upload is on its way."""
+        return self._busy_with is not None
+
+    def submit(
+        self, step: int, worker: str, state: Mapping[str, torch.Tensor], layout: Layout, ids: Collection[ShardId]
+    ) -> None:
+        """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not change until `wait_copied`
+        returns.
+
+        Raises:
+            UploaderBusy: the one before is not done: nothing was started.
+        """
+        with self._changed:
+            assert not self._closed, "submit after close"
+            if self._busy_with is not None:
+                raise UploaderBusy(step, self._busy_with)
+            self._busy_with, self._outcome, self._copied = step, None, False
+        self._tasks.put(_Task(step, worker, Lent(state), layout, ids))
+
+    def wait_copied(self, timeout_s: float = 60.0) -> None:
+        """Block until the tensors given to `submit` may change; at once if there are none.
+
+        Raises:
+            StorageTimeout: not within `timeout_s`. If they change now, the upload fails.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._copied, timeout_s):
+                raise StorageTimeout(self._storage.uri, f"step {self._busy_with} is not copied after {timeout_s:.3g} s")
+
+    def wait(self, timeout_s: float) -> WorkerReceipt:
+        """Block until the upload is done; its receipt. May be called again, from any thread.
+
+        Raises:
+            StorageTimeout: not done within `timeout_s`; the upload goes on. StorageError: it failed.
+        """
+        with self._changed:
+            assert self._busy_with is not None or self._outcome is not None, "wait without submit"
+            if not self._changed.wait_for(lambda: self._busy_with is None, timeout_s):
+                reason = f"step {self._busy_with} is not uploaded after {timeout_s:.3g} s"
+                raise StorageTimeout(self._storage.uri, reason, "raise the deadline, or checkpoint less often")
+            outcome = self._outcome
+        if isinstance(outcome, WorkerReceipt):
+            return outcome
+        raise outcome or UploadFailed("the uploader was closed before the upload was done")
+
+    def wait_free(self, timeout_s: float) -> None:
+        """Block until no upload is on its way, whatever came of the last one.
+
+        Raises:
+            StorageTimeout: not within `timeout_s`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._busy_with is None, timeout_s):
+                reason = f"step {self._busy_with} is still being uploaded after {timeout_s:.3g} s"
+                raise StorageTimeout(self._storage.uri, reason)
+
+    def poll(self) -> WorkerReceipt | None:
+        """The receipt if the upload is done, None while it is on its way; raises as `wait` does."""
+        return None if self.busy else self.wait(0)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finish the upload that is on its way and join the thread; idempotent.
+
+        Raises:
+            StorageTimeout: the thread still works after `timeout_s`; it is a daemon and dies with the process.
+        """
+        with self._changed:
+            first, self._closed = not self._closed, True
+        if first:
+            self._tasks.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise StorageTimeout(self._storage.uri, f"an upload still runs after {timeout_s:.3g} s")
+
+    def __enter__(self) -> Uploader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            outcome: WorkerReceipt | Exception
+            try:
+                outcome = self._write(task)
+            except RecoveryError as error:
+                outcome = error
+            except Exception as error:  # noqa: BLE001  the thread's edge: `wait` raises it
+                outcome = UploadFailed(f"upload of step {task.step} failed: {type(error).__name__}: {error}")
+            del task  # frees the copies before anybody is told that the memory is free
+            self._finish(outcome)
+
+    def _write(self, task: _Task) -> WorkerReceipt:
+        report = self._progress
+        progress = (lambda done, total: report(task.step, done, total)) if report else None
+        views, specs = self._copies(task), task.layout.tensors
+        return write_views(self._storage, task.step, task.worker, views, specs, self._max_file_bytes, progress)
+
+    @torch.no_grad()
+    def _copies(self, task: _Task) -> dict[ShardId, torch.Tensor]:
+        """The shards in host memory; the tensors that they are of are let go."""
+        try:
+            with task.lent.reading() as state:
+                held = shard_views(task.layout.tensors, task.layout.shards_by_worker[task.worker], state)
+                views = {shard: _host_copy(held[shard]) for shard in task.ids}
+            if task.lent.changed:
+                raise UploadFailed(f"the state of step {task.step} was changed while it was being copied")
+            return views
+        finally:
+            task.lent.release()
+            with self._changed:
+                self._copied = True
+                self._changed.notify_all()
+
+    def _finish(self, outcome: WorkerReceipt | Exception | None) -> None:
+        with self._changed:
+            self._busy_with, self._outcome = None, outcome
+            self._changed.notify_all()
+
+
+def _host_copy(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in host memory, never the tensor itself."""
+    return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,209 @@
+"""A worker's part of a checkpoint: which shards it writes, and writing them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from recovery.checkpoint.dcp import DATA_SUFFIX
+from recovery.checkpoint.item import ALIGNMENT, Envelope, envelope
+from recovery.checkpoint.manifest import DataFile, StoredShard
+from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.state.slices import shard_views
+from recovery.storage.payload import BytesPayload, ConcatPayload, Payload, TensorPayload
+from recovery.storage.protocol import Storage
+
+MAX_FILE_BYTES = 1 << 30
+_CHECKSUM_STRIDE = 4 << 20
+
+
+def step_prefix(step: int) -> str:
+    """The prefix of everything that belongs to the checkpoint of `step`, with its slash."""
+    return f"step-{step:08d}/"
+
+
+@dataclass(frozen=True)
+class WorkerReceipt:
+    """What one worker wrote, for the coordinator to commit; picklable.
+
+    `bytes_sent` counts what really travelled, `bytes_present` what an earlier attempt had already stored.
+    """
+
+    step: int
+    worker: str
+    files: tuple[DataFile, ...]
+    bytes_sent: int = 0
+    bytes_present: int = 0
+    seconds: float = 0.0
+
+    @property
+    def shards(self) -> frozenset[ShardId]:
+        return frozenset(stored.shard for file in self.files for stored in file.shards)
+
+
+def assign_writers(layout: Layout, node_by_worker: Mapping[str, str] | None = None) -> dict[str, frozenset[ShardId]]:
+    """Who writes what: every held shard exactly once, by one of its holders, bytes balanced over nodes, then workers.
+
+    Longest processing time first (Graham 1969), shards with the fewest holders before all others. A node's workers
+    share its link, so a node's load counts before a worker's. Deterministic; a worker may get the empty set.
+    """
+    node_by_worker = node_by_worker or {worker: worker for worker in layout.workers}
+    node_load = dict.fromkeys(node_by_worker.values(), 0)
+    worker_load = dict.fromkeys(layout.workers, 0)
+    written: dict[str, set[ShardId]] = {worker: set() for worker in layout.workers}
+    held = [shard for shard in layout.shards if layout.holders(shard)]
+    for shard in sorted(held, key=lambda shard: (len(layout.holders(shard)), -layout.shard_bytes(shard), shard)):
+        writer = min(
+            layout.holders(shard), key=lambda worker: (node_load[node_by_worker[worker]], worker_load[worker], worker)
+        )
+        written[writer].add(shard)
+        node_load[node_by_worker[writer]] += layout.shard_bytes(shard)
+        worker_load[writer] += layout.shard_bytes(shard)
+    return {worker: frozenset(shards) for worker, shards in written.items()}
+
+
+def write_shards(
+    storage: Storage,
+    step: int,
+    worker: str,
+    state: Mapping[str, torch.Tensor],
+    layout: Layout,
+    ids: Collection[ShardId],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> WorkerReceipt:
+    """Write this worker's assigned shards (`ids`) of `step`; blocks until they are durable.
+
+    Any worker calls it, none waits for another. `state` is the worker's whole local state by state name, as `layout`
+    says it holds it, and must not change meanwhile. Tensors are read in place (GPU tensors piece by piece), never
+    copied whole. A file's name is a digest of its content: a retry after a crash finds what is there already and does
+    not send it again, and nothing that is committed is ever overwritten. `progress(done_bytes, total_bytes)` is called
+    for each part.
+
+    Raises:
+        ValueError: the state is not what the layout says. StorageError: the storage failed.
+    """
+    views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
+    return write_views(
+        storage, step, worker, {shard: views[shard] for shard in ids}, layout.tensors, max_file_bytes, progress
+    )
+
+
+def write_views(
+    storage: Storage,
+    step: int,
+    worker: str,
+    views: Mapping[ShardId, torch.Tensor],
+    specs: Mapping[str, TensorSpec],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> WorkerReceipt:
+    """As `write_shards`, from one tensor for each shard."""
+    started = time.monotonic()
+    meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)
+    files, sent, present = [], 0, 0
+    for group in _file_groups(sorted(views), specs, max_file_bytes):
+        file, payload = _data_file(worker, [(shard, specs[shard.tensor], views[shard]) for shard in group])
+        name = step_prefix(step) + file.name
+        if storage.size(name) == file.num_bytes:
+            # What lies here may be old: something young beside it keeps clean-ups away until the commit.
+            if not present:
+                storage.put(f"{step_prefix(step)}resumed-{uuid.uuid4().hex[:12]}.lease", b"")
+            present += file.num_bytes
+            meter.add(file.num_bytes)
+        else:
+            storage.put(name, _Metered(payload, meter))
+            sent += file.num_bytes
+        files.append(file)
+    return WorkerReceipt(step, worker, tuple(files), sent, present, time.monotonic() - started)
+
+
+def _file_groups(
+    shards: Sequence[ShardId], specs: Mapping[str, TensorSpec], max_file_bytes: int
+) -> Iterator[list[ShardId]]:
+    """Consecutive shards, as many as fit into one file; at least one."""
+    group: list[ShardId] = []
+    filled = 0
+    for shard in shards:
+        size = specs[shard.tensor].unit_bytes(shard.unit)
+        if group and filled + size > max_file_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(shard)
+        filled += size
+    if group:
+        yield group
+
+
+def _data_file(worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]]) -> tuple[DataFile, Payload]:
+    """The table and the bytes of one data file; reads every tensor once, for its checksum."""
+    parts: list[Payload] = []
+    table: list[StoredShard] = []
+    position = 0
+    digest = hashlib.sha256()
+    for shard, spec, tensor in items:
+        data = TensorPayload(tensor)
+        shape = spec.unit_shape(shard.unit)
+        crc32 = payload_crc32(data)
+        wrap = envelope(spec.dtype, shape, data.size, crc32)
+        stored = _place(shard, wrap, data.size, crc32, position)
+        table.append(stored)
+        digest.update(repr((stored, spec.dtype, shape)).encode())
+        end = stored.item_offset + stored.item_bytes
+        position = math.ceil(end / ALIGNMENT) * ALIGNMENT
+        parts += [BytesPayload(wrap.prefix), data, BytesPayload(wrap.suffix + bytes(position - end))]
+    name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', worker)}-{digest.hexdigest()[:16]}{DATA_SUFFIX}"
+    return DataFile(name, position, worker, tuple(table)), ConcatPayload(parts)
+
+
+def _place(shard: ShardId, wrap: Envelope, num_bytes: int, crc32: int, position: int) -> StoredShard:
+    item_bytes = len(wrap.prefix) + num_bytes + len(wrap.suffix)
+    return StoredShard(shard.tensor, shard.unit, position, item_bytes, position + len(wrap.prefix), num_bytes, crc32)
+
+
+def payload_crc32(payload: Payload) -> int:
+    """CRC-32 of the whole payload, a few MiB at a time."""
+    crc32 = 0
+    for offset in range(0, payload.size, _CHECKSUM_STRIDE):
+        crc32 = zlib.crc32(payload.read(offset, min(_CHECKSUM_STRIDE, payload.size - offset)), crc32)
+    return crc32
+
+
+class _Meter:
+    """Adds up progress of all files of one call. Parts may be read more than once (retries): capped at the total."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self._total = total
+        self._done = 0
+        self._progress = progress
+
+    def add(self, num_bytes: int) -> None:
+        self._done = min(self._total, self._done + num_bytes)
+        if self._progress:
+            self._progress(self._done, self._total)
+
+
+class _Metered:
+    """A payload that reports what is read of it."""
+
+    def __init__(self, payload: Payload, meter: _Meter) -> None:
+        self._payload = payload
+        self._meter = meter
+
+    @property
+    def size(self) -> int:
+        return self._payload.size
+
+    def read(self, offset: int, length: int) -> bytes | bytearray | memoryview:
+        data = self._payload.read(offset, length)
+        self._meter.add(length)
+        return data

@@ -1,0 +1,1 @@
+"""One node's snapshots, in host memory and on its disk."""

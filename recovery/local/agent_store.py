@@ -1,0 +1,247 @@
+"""What a node keeps for its workers, living or dead: snapshots in host memory and on its own disk, and copies that
+peers have pushed here. Found by scanning its directories.
+
+Workers write their files themselves (see `recovery.local.snapshot`); the store reads them, takes in pushed copies and removes
+old ones. A file that is damaged, torn or gone is skipped and reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import ShardId
+
+logger = logging.getLogger(__name__)
+
+PUSHED = ".pushed"  # in the names of copies from peers
+
+
+class AgentStore:
+    """One node's snapshots. Any thread may call it; files are kept mapped while they exist.
+
+    Copies that peers push take at most `max_copy_bytes` of host memory (half of its file system if None), the rest goes
+    to the disk.
+    """
+
+    def __init__(
+        self, memory_directory: Path | str, disk_directory: Path | str, node: str, *, max_copy_bytes: int | None = None
+    ) -> None:
+        self.node = node
+        self._max_copy_bytes = max_copy_bytes
+        self._directories = {"memory": Path(memory_directory), "disk": Path(disk_directory)}
+        self._files: dict[tuple[str, Path], SnapshotFile] = {}
+        self._resolved: dict[Source, list[SnapshotFile]] = {}
+        self._lock = threading.Lock()
+        self._pushes = 0
+        self._newest_taken: tuple[int, int] | None = None
+        self._refusing = False
+        self.problems: tuple[str, ...] = ()
+
+    # reading
+
+    def inventory(self) -> list[Holding]:
+        """Every committed snapshot of this node, memory before disk; what cannot be read is in `problems`."""
+        problems: list[str] = []
+        found = [file.holding(kind, self.node) for kind, file in self._scan(problems)]
+        self.problems = tuple(problems)
+        return found
+
+    def read(self, source: Source, shard: ShardId) -> memoryview:
+        """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and step), without
+        a copy.
+
+        Raises:
+            ShardUnavailable: no committed snapshot of that worker and step is here (any more).
+            ShardCorrupt: its bytes are not those that were committed.
+        """
+        return self.file_of(source, shard).read(shard)
+
+    def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
+        """The open snapshot file of `source` that holds `shard`. Raises ShardUnavailable as `read` does."""
+        with self._lock:
+            known = self._resolved.get(source, [])
+        for file in known:
+            if shard in file.map.extents and _is_there(file):
+                return file
+        files = [file for kind, file in self._scan([]) if file.source(kind, self.node) == source]
+        with self._lock:
+            self._resolved[source] = files
+        for file in files:
+            if shard in file.map.extents:
+                return file
+        raise ShardUnavailable(shard, str(source), "no such snapshot is there (any more)")
+
+    def _scan(self, problems: list[str]) -> Iterator[tuple[str, SnapshotFile]]:
+        """Every committed file as it is now, by kind; forgets (unmaps) those that are gone."""
+        present: list[tuple[str, Path]] = []
+        for kind, directory in self._directories.items():
+            present += [(kind, path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
+        self._forget_absent(set(present))
+        for kind, path in present:
+            try:
+                yield kind, self._open(kind, path)
+            except SnapshotUncommitted:
+                continue
+            except SnapshotError as error:
+                problems.append(str(error))
+
+    def _open(self, kind: str, path: Path) -> SnapshotFile:
+        """The file as it is now, mapped anew only when it was replaced."""
+        with self._lock:
+            known = self._files.get((kind, path))
+            if known is not None and _is_there(known):
+                current = known.current()
+            else:
+                current = SnapshotFile(path)
+            self._files[kind, path] = current
+            return current
+
+    def _forget_absent(self, present: set[tuple[str, Path]]) -> None:
+        # A removed file's memory is only freed once nobody maps it.
+        with self._lock:
+            for key in [key for key in self._files if key not in present]:
+                del self._files[key]
+            there = {id(file.map) for file in self._files.values()}
+            self._resolved = {
+                source: files
+                for source, files in self._resolved.items()
+                if files and all(id(file.map) in there for file in files)
+            }
+
+    # keeping
+
+    def accept(self, step: int, generation: int, file_map: FileMap) -> SnapshotFileWriter:
+        """A file for shards that a peer pushes here: fill `buffer` at `map.extents`, `commit`, `close`.
+
+        In host memory where there is room, else on the disk.
+
+        Raises:
+            SnapshotError: room in neither, or the node is about to leave.
+        """
+        with self._lock:
+            if self._refusing:
+                raise SnapshotError(self.node, "is about to leave and takes no more copies")
+            self._newest_taken = max(self._newest_taken or (0, 0), (generation, step))
+            self._pushes += 1
+            name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"
+        try:
+            self._check_quota(file_map.file_bytes)
+            return SnapshotFileWriter(self._directories["memory"] / name, file_map)
+        except SnapshotError as error:
+            logger.warning("a pushed copy goes to the disk: %s", error)
+            return SnapshotFileWriter(self._directories["disk"] / name, file_map)
+
+    def _check_quota(self, num_bytes: int) -> None:
+        """Raise SnapshotError where a copy of so many bytes would take host memory that workers may need."""
+        memory = self._directories["memory"]
+        try:
+            memory.mkdir(parents=True, exist_ok=True)
+            system = os.statvfs(memory)
+            taken = sum(_size(path) for path in memory.glob(f"*{PUSHED}*{SUFFIX}"))
+        except OSError as error:
+            raise SnapshotError(str(memory), f"cannot be used: {error}") from error
+        limit = system.f_blocks * system.f_frsize // 2 if self._max_copy_bytes is None else self._max_copy_bytes
+        if taken + num_bytes > limit:
+            raise SnapshotError(
+                str(memory), f"holds {taken} bytes of copies; with {num_bytes} more it would pass {limit}"
+            )
+
+    def drop_copies(self, worker: str, before: tuple[int, int]) -> int:
+        """Remove copies of `worker`'s state that peers have pushed here and that are older than this (generation, step);
+        returns how many.
+        """
+        removed = 0
+        for _, file in list(self._scan([])):
+            if file.map.worker == worker and PUSHED in file.path.name and _age(file) < before:
+                file.path.unlink(missing_ok=True)
+                removed += 1
+        self._scan_once()
+        return removed
+
+    def refuse_copies(self) -> tuple[int, int] | None:
+        """Take no more copies from now on; the (generation, step) of the newest one taken (or still coming in)."""
+        with self._lock:
+            self._refusing = True
+            taken = self._newest_taken
+        there = [_age(file) for _, file in self._scan([]) if PUSHED in file.path.name]
+        return max([*there, *([] if taken is None else [taken])], default=None)
+
+    def prune(self, memory_before: tuple[int, int], disk_before: int, living: frozenset[str] = frozenset()) -> int:
+        """Remove copies in host memory that are older than a (generation, step), and on the disk those of steps before
+        `disk_before`; but not the files that `living` workers write in turn. Returns how many.
+
+        The caller knows newer state that is whole: of every shard in memory, and in durable storage for the disk.
+        """
+        removed = 0
+        for kind, file in list(self._scan([])):
+            owned = file.map.worker in living and PUSHED not in file.path.name
+            old = _age(file) < memory_before if kind == "memory" else file.commit.step < disk_before
+            if old and not owned:
+                file.path.unlink(missing_ok=True)
+                removed += 1
+        self._scan_once()
+        return removed
+
+    def remove_unfinished(self) -> int:
+        """Remove pushed copies that were never committed, and temporary files: what an agent that died has left. Called
+        before anybody pushes; returns how many.
+        """
+        removed = 0
+        for directory in self._directories.values():
+            for path in [*directory.glob(f"*{PUSHED}*{SUFFIX}"), *directory.glob(f".*{PUSHED}*.tmp")]:
+                if path.suffix == ".tmp" or not _is_committed(path):
+                    path.unlink(missing_ok=True)
+                    removed += 1
+        return removed
+
+    def _scan_once(self) -> None:
+        for _ in self._scan([]):
+            pass
+
+    def close(self) -> None:
+        """Let go of all files; each is unmapped with the last view that is still in use."""
+        with self._lock:
+            self._files.clear()
+            self._resolved.clear()
+
+
+def _is_there(file: SnapshotFile) -> bool:
+    """Whether the path still names the file that is mapped, at its full length (reading beyond the end would kill
+    the process).
+    """
+    try:
+        status = file.path.stat()
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) == file.identity and status.st_size == file.num_bytes
+
+
+def _stem(worker: str, step: int, generation: int) -> str:
+    return f"{urllib.parse.quote(worker, safe='')}.s{step}.g{generation}"
+
+
+def _age(file: SnapshotFile) -> tuple[int, int]:
+    return file.commit.generation, file.commit.step
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # dropped meanwhile
+        return 0
+
+
+def _is_committed(path: Path) -> bool:
+    try:
+        SnapshotFile(path).close()
+    except SnapshotError:
+        return False
+    return True

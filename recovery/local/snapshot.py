@@ -1,0 +1,330 @@
+"""Snapshots: a worker's state copied to its node's host memory after every step, off the critical path.
+
+The writer lives in the worker's process and owns one thread. Two files in a memory file system (`/dev/shm`, or any
+directory) take the steps in turn, so that the newest step and the one before are both there, and they stay when the
+worker's process dies. Steps that are held meanwhile (see `recovery.peers.replication_rounds`) keep their file, and another one is made.
+Between `start(step)` and the optimizer's next update the tensors do not change: the thread copies straight from them,
+no clone is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import urllib.parse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from recovery.errors import RecoveryError, SnapshotError
+from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.state.borrowed import Lent
+from recovery.state.layout import Layout, TensorSpec, units_by_tensor
+from recovery.state.slices import TORCH_DTYPES, check_local, unit_views
+
+logger = logging.getLogger(__name__)
+
+NUM_BUFFERS = 2
+MAX_BUFFERS = 4  # two steps may be held beside those two
+
+
+class SnapshotWriter:
+    """Copies one worker's local state of each step to host memory, asynchronously.
+
+    Call order in the training loop: `wait_copied()` before the update of step s, the update, `start(s, state)`,
+    forward and backward of step s + 1 while the copy runs, `wait_copied()`, ... `start` itself waits until the
+    snapshot before is committed, so snapshots are not skipped and all workers keep the same steps (but where held
+    steps leave no room for another file). An error of the thread is raised once, by the next call.
+    """
+
+    def __init__(
+        self, directory: Path | str, worker: str, layout: Layout, generation: int, *, force_to_device: bool = False,
+        keep_older: bool = False, in_background: bool = False,
+    ) -> None:  # fmt: skip
+        """Make the files for the worker's part of `layout` in `directory` (created if absent).
+
+        With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on the device. What
+        this worker wrote under older layouts is removed once two snapshots stand or, with `keep_older`, once
+        `release_older` is called.
+
+        Making files costs the kernel a quarter of a second a GB. With `in_background` the thread does that, snapshots
+        begin once it is done, and a lack of room is raised by the first `start` after it.
+
+        Raises:
+            SnapshotError: no room for the files.
+        """
+        self.directory = Path(directory)
+        self.worker = worker
+        self.generation = generation
+        self._force_to_device = force_to_device
+        shards = sorted(layout.shards_by_worker[worker])
+        self._map, self._units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(shards)
+        self._closed = False
+        self._buffers: list[_Buffer] = []
+        if not in_background:
+            self._make_buffers()
+        self._held: frozenset[int] = frozenset()
+        self._keep_older, self._commits = keep_older, 0
+        self._changed = threading.Condition()
+        self._job: tuple[int, Lent] | None = None
+        self._copied = True
+        self._error: RecoveryError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
+        self._thread.start()
+
+    def _make_buffers(self) -> None:
+        made: list[_Buffer] = []
+        try:
+            for slot in range(NUM_BUFFERS):
+                made.append(self._new_buffer(slot))
+        except SnapshotError:
+            for buffer in made:
+                buffer.close()
+                buffer.file.path.unlink(missing_ok=True)
+            raise
+        self._buffers = made
+
+    def _new_buffer(self, slot: int) -> _Buffer:
+        path = self.directory / file_name(self.worker, self.generation, slot)
+        return _Buffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._units)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the files are made; before that no snapshot is taken."""
+        return bool(self._buffers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is under way."""
+        return self._job is not None
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is committed and there."""
+        with self._changed:
+            return max((buffer.step for buffer in self._buffers if buffer.step is not None), default=None)
+
+    def has(self, step: int) -> bool:
+        """Whether the snapshot of `step` is committed and there."""
+        with self._changed:
+            return any(buffer.step == step for buffer in self._buffers)
+
+    def hold(self, steps: Collection[int]) -> None:
+        """From now on the snapshots of these steps (two at the most), and of no others, stay whatever comes after."""
+        with self._changed:
+            self._held = frozenset(steps)
+
+    def release_older(self) -> None:
+        """What was written under older layouts is not needed any more: it goes with the next commit."""
+        self._keep_older = False
+
+    def start(self, step: int, state: Mapping[str, torch.Tensor], timeout_s: float = 60.0) -> None:
+        """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied` returns. Before the writer is
+        `ready`, nothing is done.
+
+        `state` maps each state name to the worker's local tensor, on the CPU or on CUDA (read behind the current
+        stream's work).
+
+        Raises:
+            SnapshotError: the snapshot before failed, or is not done after `timeout_s`.
+        """
+        self.wait(timeout_s)
+        if not self.ready:
+            return
+        with self._changed:
+            assert not self._closed, "start() after close()"
+            self._copied = False
+            self._job = (step, Lent(state))
+            self._changed.notify_all()
+
+    def wait_copied(self, timeout_s: float = 60.0) -> None:
+        """Block until the tensors given to `start` may change. Raises as `start` does."""
+        self._wait_until(lambda: self._copied, "copying", timeout_s)
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Block until the snapshot given to `start` is committed. Raises as `start` does."""
+        self._wait_until(lambda: self._job is None, "committing", timeout_s)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finish what was started, join the thread, leave the files. The last error, if any, is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        for buffer in self._buffers:
+            buffer.close()
+
+    def _wait_until(self, done: object, doing: str, timeout_s: float) -> None:
+        assert callable(done)
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(done()) or self._error is not None, timeout_s):
+                raise SnapshotError(str(self.directory), f"{self.worker} is still {doing} after {timeout_s:.3g} s")
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _prepare(self) -> None:
+        """Make the files, if that is left to the thread, and map their pages: the first copy is then as fast as any."""
+        try:
+            if not self._buffers:
+                self._make_buffers()
+        except SnapshotError as error:
+            with self._changed:
+                self._error = error
+        for buffer in list(self._buffers):
+            buffer.file.populate(lambda: self._closed or self.busy)
+
+    def _run(self) -> None:
+        self._prepare()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None or self._closed)
+                if self._job is None:
+                    return
+                step, lent = self._job
+            error: RecoveryError | None = None
+            buffer: _Buffer | None = None
+            try:
+                buffer = self._free_buffer(step)
+                if buffer is not None:
+                    self._take(buffer, step, lent)
+            except (RecoveryError, ValueError, RuntimeError, OSError) as failure:
+                why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
+                path = self.directory if buffer is None else buffer.file.path
+                error = SnapshotError(str(path), f"step {step} was not taken: {why}")
+            lent.release()
+            with self._changed:
+                self._job, self._copied = None, True
+                self._error = error or self._error
+                self._changed.notify_all()
+
+    def _free_buffer(self, step: int) -> _Buffer | None:
+        """The file for the next step: never the newest, nor one whose step is held. Where all are, one more is made, and
+        where there is no room for that the step is skipped (None): what is held is worth more.
+        """
+        with self._changed:
+            held = self._held
+        newest = max(self._buffers, key=lambda buffer: buffer.sequence)
+        free = [buffer for buffer in self._buffers if buffer.step is None or buffer.step not in held]
+        free = [buffer for buffer in free if buffer is not newest or newest.step is None]
+        if free:
+            return min(free, key=lambda buffer: buffer.sequence)
+        if len(self._buffers) < MAX_BUFFERS:
+            try:
+                self._buffers.append(self._new_buffer(len(self._buffers)))
+                return self._buffers[-1]
+            except SnapshotError as error:
+                logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
+        return None
+
+    def _take(self, buffer: _Buffer, step: int, lent: Lent) -> None:
+        buffer.file.begin()
+        with self._changed:
+            buffer.step = None
+        buffer.copy_from(lent)
+        if lent.changed:
+            raise SnapshotError(str(buffer.file.path), "the state was changed while it was being copied")
+        with self._changed:
+            self._copied = True
+            self._changed.notify_all()
+        if self._force_to_device:
+            buffer.file.sync()
+        buffer.file.commit(step, self.generation)
+        if self._force_to_device:
+            buffer.file.sync()
+        self._commits += 1
+        with self._changed:
+            buffer.step, buffer.sequence = step, self._commits
+        if self._commits >= NUM_BUFFERS and not self._keep_older:
+            self._keep_older = True
+            remove_older(self.directory, self.worker, self.generation)
+
+
+def remove_older(directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()) -> None:
+    """Remove what `worker` wrote itself in `directory` in generations before `generation`, but snapshots of these steps."""
+    for path in Path(directory).glob(f"{_escaped(worker)}.g*{SUFFIX}"):
+        written_in = path.name.removesuffix(SUFFIX).rsplit(".g", 1)[1].split(".")[0]
+        if written_in.isdigit() and int(written_in) < generation and _step_of(path) not in but_steps:
+            path.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int | None:
+    """The step that a file holds; None for one that nobody could use."""
+    try:
+        with SnapshotFile(path) as file:
+            return file.commit.step
+    except SnapshotError:
+        return None
+
+
+class _Buffer:
+    """One of the writer's files, seen as tensors."""
+
+    def __init__(self, file: SnapshotFileWriter, units: Mapping[str, tuple[int, ...]]) -> None:
+        self.file = file
+        self.step: int | None = None  # what is committed in it
+        self.sequence = 0
+        self._units = units
+        self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
+        self._registered = False
+        self._targets = {name: self._targets_of(file.map.tensors[name], of_tensor) for name, of_tensor in units.items()}
+
+    def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """Tensors over the file that take the units: one for all of them where they lie as in the local tensor,
+        else one each.
+        """
+        extents = [(unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)]
+        first, last = extents[0][1], extents[-1][1]
+        together = last.offset + last.num_bytes - first.offset == sum(extent.num_bytes for _, extent in extents)
+        if spec.split_dim in (None, 0) and together:
+            return [(tuple(units), self._tensor(spec, tuple(units), first.offset))]
+        return [((unit,), self._tensor(spec, (unit,), extent.offset)) for unit, extent in extents]
+
+    def _tensor(self, spec: TensorSpec, units: tuple[int, ...], offset: int) -> torch.Tensor:
+        num_bytes = sum(spec.unit_bytes(unit) for unit in units)
+        shape = spec.local_shape(units)
+        return self._bytes[offset : offset + num_bytes].view(TORCH_DTYPES[spec.dtype]).view(shape)
+
+    @torch.no_grad()
+    def copy_from(self, lent: Lent) -> None:
+        """Fill the file from the worker's local tensors; returns when they may change."""
+        if lent.on_device:
+            self._register()
+        with lent.reading() as state:
+            self._copy_all(state, non_blocking=lent.on_device)
+
+    def _copy_all(self, state: Mapping[str, torch.Tensor], non_blocking: bool) -> None:
+        for name, targets in self._targets.items():
+            spec, units = self.file.map.tensors[name], self._units[name]
+            if name not in state:
+                raise ValueError(f"the worker's layout has {name}, its state has not")
+            check_local(spec, units, state[name])
+            if targets[0][0] == units:
+                targets[0][1].copy_(state[name], non_blocking=non_blocking)
+                continue
+            views = unit_views(spec, units, state[name])
+            for (unit,), target in targets:
+                target.copy_(views[unit], non_blocking=non_blocking)
+
+    def _register(self) -> None:
+        """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works too, only slower."""
+        if not self._registered:
+            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
+            self._registered = True
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+        self._targets.clear()
+        del self._bytes
+        self.file.close()
+
+
+def _escaped(worker: str) -> str:
+    return urllib.parse.quote(worker, safe="")
+
+
+def file_name(worker: str, generation: int, slot: int) -> str:
+    """Name of one of a worker's two files in the host-memory directory."""
+    return f"{_escaped(worker)}.g{generation}.{slot}{SUFFIX}"

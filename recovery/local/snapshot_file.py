@@ -1,0 +1,343 @@
+"""The file that holds one worker's state at one step, in host memory or on disk: written in place, valid only once
+committed.
+
+    offset 0        prefix: magic, version, where the parts are, CRC of the static header offset 256      commit
+    record: sequence, step, generation, CRC of the checksums; CRC over itself. Zero while being written.
+    4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit, offset, bytes)
+    ...             checksums: one u32 (see `recovery.state.checksum`) for each shard, in the table's order
+    page aligned    payload: each shard's elements, row-major, 64-byte aligned
+
+A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is never read. What
+the record cannot know (bytes that rot later, an overwrite during a read) each shard's checksum tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.state.checksum import checksum
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import ShardId, TensorSpec
+
+MAGIC = b"AHSNAP02"
+SUFFIX = ".snapshot"
+_PREFIX = struct.Struct("<8sQQIIQQQI")
+_RECORD = struct.Struct("<QqqII")
+_RECORD_OFFSET = 256
+_HEADER_OFFSET = 4096
+_ALIGNMENT = 64
+MADV_POPULATE_WRITE = 23
+POPULATE_BYTES = 64 << 20
+CLAIM_BYTES = 256 << 20
+
+_LIBC = ctypes.CDLL(None)
+
+Checksums = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Which state a file holds; `sequence` rises with every commit to the same file."""
+
+    sequence: int
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a shard lies in the file, in bytes."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class FileMap:
+    """The static part of a snapshot file: whose state, which shards, and where each lies."""
+
+    worker: str
+    tensors: Mapping[str, TensorSpec]
+    extents: Mapping[ShardId, Extent]
+    checksums_offset: int
+    payload_offset: int
+    file_bytes: int
+
+    @staticmethod
+    def of(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> FileMap:
+        """Lay `shards` out, in their order, in a new file."""
+        header = _encode_header(worker, tensors, shards)
+        checksums_offset = _HEADER_OFFSET + _aligned(len(header), _ALIGNMENT)
+        payload_offset = _aligned(checksums_offset + 4 * len(shards), mmap.PAGESIZE)
+        extents: dict[ShardId, Extent] = {}
+        position = payload_offset
+        for shard in shards:
+            num_bytes = tensors[shard.tensor].unit_bytes(shard.unit)
+            extents[shard] = Extent(position, num_bytes)
+            position += _aligned(num_bytes, _ALIGNMENT)
+        used = {shard.tensor: tensors[shard.tensor] for shard in shards}
+        return FileMap(worker, used, extents, checksums_offset, payload_offset, max(position, payload_offset + 1))
+
+    def prefix_and_header(self) -> tuple[bytes, bytes]:
+        header = _encode_header(self.worker, self.tensors, tuple(self.extents))
+        fields = (MAGIC, _HEADER_OFFSET, len(header), zlib.crc32(header), len(self.extents))
+        places = (self.checksums_offset, self.payload_offset, self.file_bytes)
+        prefix = _PREFIX.pack(*fields, *places, 0)
+        return prefix[:-4] + struct.pack("<I", zlib.crc32(prefix[:-4])), header
+
+
+def encode_commit(commit: Commit, checksums: bytes) -> bytes:
+    body = _RECORD.pack(commit.sequence, commit.step, commit.generation, zlib.crc32(checksums), 0)
+    return body[:-4] + struct.pack("<I", zlib.crc32(body[:-4]))
+
+
+class SnapshotFile:
+    """A snapshot file mapped for reading. Close it, or use it as a context manager.
+
+    Raises:
+        SnapshotError: the file is no snapshot, is truncated, its header is damaged, or nothing is committed in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                self.num_bytes, self.identity = status.st_size, (status.st_dev, status.st_ino)
+                if self.num_bytes < _HEADER_OFFSET:
+                    raise SnapshotError(str(path), f"is truncated: {self.num_bytes} bytes")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise SnapshotError(str(path), f"cannot be opened: {error}") from error
+        try:
+            self.map = _read_map(path, self._map)
+            self._positions = {shard: number for number, shard in enumerate(self.map.extents)}
+            self.commit, self._checksums = self._read_commit()
+        except BaseException:
+            self._map.close()
+            raise
+
+    def __enter__(self) -> SnapshotFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the file. Views handed out earlier keep it mapped until they are gone."""
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        return tuple(self.map.extents)
+
+    def checksum(self, shard: ShardId) -> int:
+        return int(self._checksums[self._positions[shard]])
+
+    def source(self, kind: str, node: str) -> Source:
+        """This file as a place to get shards from."""
+        return Source(kind, node, self.map.worker, self.commit.step, self.commit.generation)
+
+    def holding(self, kind: str, node: str) -> Holding:
+        """What this file holds, as a source of `kind` "memory" or "disk" on `node`."""
+        checksums = {shard: int(crc) for shard, crc in zip(self.map.extents, self._checksums.tolist(), strict=True)}
+        return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
+
+    def view(self, shard: ShardId) -> memoryview:
+        """The shard's bytes, unchecked, without a copy.
+
+        Raises:
+            ShardUnavailable: the file does not hold it.
+        """
+        extent = self.map.extents.get(shard)
+        if extent is None:
+            raise ShardUnavailable(shard, str(self.path), "not in this snapshot")
+        return memoryview(self._map)[extent.offset : extent.offset + extent.num_bytes]
+
+    def read(self, shard: ShardId) -> memoryview:
+        """The shard's bytes, verified, without a copy. They may be overwritten once the writer reuses the file.
+
+        Raises:
+            ShardUnavailable: not held, or overwritten by a newer step meanwhile.
+            ShardCorrupt: the checksum is not the recorded one.
+        """
+        view = self.view(shard)
+        self.verify(shard, view)
+        return view
+
+    def verify(self, shard: ShardId, data: memoryview) -> None:
+        """Raise unless `data`, read from this file, is the committed content of `shard`."""
+        if checksum(data) != self.checksum(shard):
+            if not self.still_committed():
+                raise ShardUnavailable(shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile")
+            raise ShardCorrupt(shard, str(self.path), "checksum differs from the one recorded at the commit")
+
+    def current(self) -> SnapshotFile:
+        """This file as it is now: itself when nothing was committed since, else another view of the same mapping.
+
+        Raises:
+            SnapshotError: nothing is committed in it now.
+        """
+        newest = copy.copy(self)
+        newest.commit, newest._checksums = self._read_commit()
+        return self if newest.commit == self.commit else newest
+
+    def still_committed(self) -> bool:
+        """Whether the file still holds the commit that was there when it was opened."""
+        try:
+            return self._read_commit()[0] == self.commit
+        except SnapshotError:
+            return False
+
+    def _read_commit(self) -> tuple[Commit, Checksums]:
+        raw = self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size]
+        sequence, step, generation, checksums_crc, crc = _RECORD.unpack(raw)
+        if raw == bytes(_RECORD.size):
+            raise SnapshotUncommitted(str(self.path), "nothing is committed in it (its writer was at work or died)")
+        if zlib.crc32(raw[:-4]) != crc:
+            raise SnapshotError(str(self.path), "the commit record is damaged")
+        start = self.map.checksums_offset
+        checksums = self._map[start : start + 4 * len(self.map.extents)]
+        if zlib.crc32(checksums) != checksums_crc:
+            if self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] != raw:
+                raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
+            raise SnapshotError(str(self.path), "the table of checksums is damaged")
+        return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u4")
+
+
+class SnapshotFileWriter:
+    """A snapshot file mapped for writing: `begin`, fill `payload`, `commit`; again and again, one step after the
+    other.
+
+    The file is created at its full size under a temporary name, so that a full memory file system shows here and
+    not as a SIGBUS in the middle of a copy.
+
+    Raises:
+        SnapshotError: the file cannot be made (no space, no permission), or `give_up()` became true meanwhile.
+    """
+
+    def __init__(self, path: Path, file_map: FileMap, give_up: Callable[[], bool] = lambda: False) -> None:
+        self.path = path
+        self.map = file_map
+        self._sequence = 0
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self._map = _create(temporary, file_map, give_up)
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise SnapshotError(str(path), f"cannot make a file of {file_map.file_bytes} bytes: {error}") from error
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """The whole file; shards lie at `map.extents`."""
+        return self._map
+
+    def populate(self, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Map every page now, for writing, while other threads run: page by page, at the first copy, it takes five times as
+        long as the copy. False where it was told to give up or the system cannot (Linux before 5.14).
+        """
+        address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        for start in range(0, len(self._map), POPULATE_BYTES):
+            length = min(POPULATE_BYTES, len(self._map) - start)
+            # By ctypes, since mmap.madvise would keep the interpreter to itself.
+            if give_up() or _LIBC.madvise(
+                ctypes.c_void_p(address + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE
+            ):
+                return False
+        return True
+
+    def begin(self) -> None:
+        """Declare what the file holds void; from here until `commit` a reader finds nothing in it."""
+        self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] = bytes(_RECORD.size)
+
+    def commit(self, step: int, generation: int) -> None:
+        """Checksum the payload and make it what the file holds."""
+        whole = memoryview(self._map)
+        extents = self.map.extents.values()
+        sums = [checksum(whole[extent.offset : extent.offset + extent.num_bytes]) for extent in extents]
+        self.commit_with(step, generation, sums)
+
+    def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
+        """As `commit`, with checksums that the caller has computed, in the table's order."""
+        raw = np.asarray(checksums, dtype="<u4").tobytes()
+        start = self.map.checksums_offset
+        self._map[start : start + len(raw)] = raw
+        self._sequence += 1
+        record = encode_commit(Commit(self._sequence, step, generation), raw)
+        self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] = record
+
+    def sync(self) -> None:
+        """Force the content to the device (for files on disk)."""
+        self._map.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _create(path: Path, file_map: FileMap, give_up: Callable[[], bool]) -> mmap.mmap:
+    prefix, header = file_map.prefix_and_header()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w+b") as file:
+        for start in range(0, file_map.file_bytes, CLAIM_BYTES):
+            if give_up():
+                raise OSError(errno.ECANCELED, "it is not wanted any more")
+            os.posix_fallocate(file.fileno(), start, min(CLAIM_BYTES, file_map.file_bytes - start))
+        file.write(prefix)
+        file.seek(_HEADER_OFFSET)
+        file.write(header)
+        file.flush()
+        return mmap.mmap(file.fileno(), file_map.file_bytes)
+
+
+def _encode_header(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> bytes:
+    used = {shard.tensor: tensors[shard.tensor] for shard in shards}
+    document = {"worker": worker, "tensors": [spec.to_document() for spec in used.values()], "shards": list(shards)}
+    return msgspec.msgpack.encode(document)
+
+
+def _read_map(path: Path, content: mmap.mmap) -> FileMap:
+    prefix = content[: _PREFIX.size]
+    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = _PREFIX.unpack(
+        prefix
+    )
+    if magic != MAGIC:
+        raise SnapshotError(str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})")
+    if zlib.crc32(prefix[:-4]) != crc:
+        raise SnapshotError(str(path), "the prefix is damaged")
+    if len(content) < file_bytes:
+        raise SnapshotError(str(path), f"is truncated: {len(content)} of {file_bytes} bytes")
+    header = content[at : at + length]
+    if zlib.crc32(header) != header_crc:
+        raise SnapshotError(str(path), "the header is damaged")
+    document: dict[str, Any] = msgspec.msgpack.decode(header)
+    tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
+    shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
+    file_map = FileMap.of(str(document["worker"]), tensors, shards)
+    places = (len(shards), file_map.checksums_offset, file_map.payload_offset, file_map.file_bytes)
+    if places != (num_shards, checksums_offset, payload_offset, file_bytes):
+        raise SnapshotError(str(path), "its parts do not lie where its header says")
+    return file_map
+
+
+def _aligned(number: int, alignment: int) -> int:
+    return -(-number // alignment) * alignment

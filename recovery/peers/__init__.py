@@ -1,0 +1,1 @@
+"""Shards that other nodes' agents keep: served, read, and copied there."""

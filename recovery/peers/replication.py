@@ -1,0 +1,251 @@
+"""Copies of what one node alone holds, in another node's host memory: what a worker asks for and its node's agent does.
+
+The worker writes two small files beside its snapshots: `<worker>.duties` once a generation (which shards go to which
+nodes) and `<worker>.round` when a round opens (which step). The agent's `Replicator` waits for that step's snapshot,
+pushes, and writes `<worker>.pushed`, which the worker reads before its votes. All of them are replaced whole, and none
+is waited for by anybody: training never stands still for a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import urllib.parse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from recovery.errors import RecoveryError, ShardUnavailable
+from recovery.local.agent_store import AgentStore
+from recovery.peers.client import ShardClient
+from recovery.peers.replication_targets import Duty
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
+from recovery.storage.protocol import BandwidthLimit
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+NICENESS = 10
+
+_T = TypeVar("_T")
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a node's agent listens."""
+
+    node: str
+    host: str
+    port: int
+
+
+class Duties(msgspec.Struct, frozen=True):
+    """What one worker's agent pushes in every round of a generation; bandwidth in bytes/s, None: as much as there is."""
+
+    worker: str
+    generation: int
+    duties: tuple[Duty, ...]
+    endpoints: tuple[Endpoint, ...]
+    max_bytes_per_s: float | None
+    timeout_s: float
+
+
+class Round(msgspec.Struct, frozen=True):
+    """Push the snapshot of `step`. `complete` is the last (generation, step) that every node has: older copies are not
+    needed any more.
+    """
+
+    worker: str
+    generation: int
+    step: int
+    complete: tuple[int, int] | None = None
+
+
+class Pushed(msgspec.Struct, frozen=True):
+    """How a round ended at one node: all its duties are done, or `error` says what was not."""
+
+    generation: int
+    step: int
+    error: str | None = None
+
+
+def write_duties(directory: Path | str, duties: Duties) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    _write(Path(directory), duties.worker, "duties", duties)
+
+
+def write_round(directory: Path | str, opened: Round) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    _write(Path(directory), opened.worker, "round", opened)
+
+
+def read_pushed(directory: Path | str, worker: str) -> Pushed | None:
+    """How the last round that the agent finished ended; None when there was none."""
+    return _read(_path(Path(directory), worker, "pushed"), Pushed)
+
+
+def withdraw(directory: Path | str, worker: str) -> None:
+    """No more rounds of this worker: its agent lets it be."""
+    for kind in ("round", "duties", "pushed"):
+        _path(Path(directory), worker, kind).unlink(missing_ok=True)
+
+
+def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
+    """No more rounds of workers that are not among the `living`: their snapshots are not needed any more."""
+    for path in Path(directory).glob("*.round"):
+        opened = _read(path, Round)
+        if opened is not None and opened.worker not in living:
+            withdraw(directory, opened.worker)
+
+
+class Replicator:
+    """The agent's part: owns one thread, of low priority, that pushes what the rounds of its node's workers ask for."""
+
+    def __init__(self, store: AgentStore, memory_directory: Path | str, token: str) -> None:
+        self._store, self._directory, self._token = store, Path(memory_directory), token
+        self._done: dict[str, tuple[int, int]] = {}
+        self._waiting: dict[str, tuple[Round, float]] = {}  # for a snapshot, since when
+        self._limits: dict[float | None, BandwidthLimit] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the push under way, bounded by its deadline; join the thread."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # threads are processes to Linux's scheduler
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while not self._stop.wait(POLL_S):
+            for path in sorted(self._directory.glob("*.round")):
+                if self._stop.is_set():
+                    return
+                opened = _read(path, Round)
+                if opened is None or self._done.get(opened.worker) == (opened.generation, opened.step):
+                    continue
+                try:
+                    self._take(opened)
+                except OSError as error:
+                    logger.warning("the round of %s cannot be answered: %s", opened.worker, error)
+
+    def _take(self, opened: Round) -> None:
+        """Do one worker's part of a round, if its snapshot is there already."""
+        duties = _read(_path(self._directory, opened.worker, "duties"), Duties)
+        if duties is None or duties.generation != opened.generation:
+            return
+        source = Source("memory", self._store.node, opened.worker, opened.step, opened.generation)
+        error: str | None = None
+        try:
+            for duty in duties.duties:
+                self._push(source, duty, duties, opened)
+        except ShardUnavailable as missing:
+            if not self._waited(opened, duties.timeout_s):
+                return  # not committed yet
+            error = str(missing)
+        except RecoveryError as failure:
+            error = str(failure)
+            logger.warning("step %d of %s has no copy elsewhere: %s", opened.step, opened.worker, error)
+        self._done[opened.worker] = (opened.generation, opened.step)
+        _write(self._directory, opened.worker, "pushed", Pushed(opened.generation, opened.step, error))
+
+    def _waited(self, opened: Round, timeout_s: float) -> bool:
+        """Whether this round's snapshot has been waited for long enough: its worker may have died before it."""
+        known, since = self._waiting.get(opened.worker, (None, 0.0))
+        if known != opened:
+            self._waiting[opened.worker] = opened, time.monotonic()
+            return False
+        return time.monotonic() - since > timeout_s
+
+    def _push(self, source: Source, duty: Duty, duties: Duties, opened: Round) -> None:
+        """To the first peer that takes it; raises what the last one answered."""
+        pieces = {shard: self._checked(source, shard) for shard in duty.shards}
+        endpoints = {endpoint.node: endpoint for endpoint in duties.endpoints}
+        failure: RecoveryError = RecoveryError(f"no peer of {source.node} can be reached")
+        for node in duty.peers:
+            endpoint = endpoints.get(node)
+            if endpoint is None or self._stop.is_set():
+                continue
+            try:
+                self._send(endpoint, source, pieces, duties, opened)
+                return
+            except RecoveryError as error:
+                failure = error
+        raise failure
+
+    def _checked(self, source: Source, shard: ShardId) -> tuple[memoryview, int]:
+        file = self._store.file_of(source, shard)
+        return file.view(shard), file.checksum(shard)
+
+    def _send(
+        self,
+        endpoint: Endpoint,
+        source: Source,
+        pieces: Mapping[ShardId, tuple[memoryview, int]],
+        duties: Duties,
+        opened: Round,
+    ) -> None:
+        views = {shard: view for shard, (view, _) in pieces.items()}
+        crcs = [crc for _, crc in pieces.values()]
+        first = next(iter(pieces))
+        tensors = self._store.file_of(source, first).map.tensors
+        limit = self._limits.setdefault(duties.max_bytes_per_s, BandwidthLimit(duties.max_bytes_per_s))
+        with ShardClient(endpoint.host, endpoint.port, self._token, duties.timeout_s) as client:
+            client.push(source, tensors, views, checksums=crcs, limit=limit, superseded=opened.complete)
+
+
+def hand_over(
+    store: AgentStore,
+    parts: Sequence[tuple[Source, Sequence[ShardId]]],
+    peers: Sequence[Endpoint],
+    token: str,
+    timeout_s: float,
+) -> int:
+    """Push these shards of this node's snapshots to other nodes, at full speed; blocks; returns the bytes that went.
+
+    Each part goes to the first of `peers` that takes it, beginning with another one each time. What nobody takes is
+    logged and stays where it is.
+    """
+    sent = 0
+    for number, (source, shards) in enumerate(parts):
+        for endpoint in [*peers[number % len(peers) :], *peers[: number % len(peers)]] if peers else []:
+            try:
+                files = {shard: store.file_of(source, shard) for shard in shards}
+                views = {shard: file.view(shard) for shard, file in files.items()}
+                tensors = {shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()}
+                crcs = [file.checksum(shard) for shard, file in files.items()]
+                with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
+                    client.push(source, tensors, views, checksums=crcs)
+                sent += sum(len(view) for view in views.values())
+                break
+            except RecoveryError as error:
+                logger.warning("%s is not handed over to %s: %s", source, endpoint.node, error)
+    return sent
+
+
+def _path(directory: Path, worker: str, kind: str) -> Path:
+    return directory / f"{urllib.parse.quote(worker, safe='')}.{kind}"
+
+
+def _write(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
+    path = _path(directory, worker, kind)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(msgspec.msgpack.encode(document))
+    os.replace(temporary, path)
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
+    """The document, or None where there is none, or one of another version of this package."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return None

@@ -1,0 +1,79 @@
+"""Which shards need a copy on another node, and where it goes: pure, decided once a generation.
+
+A shard whose live holders are all on one node would be lost with that node. Such shards are pushed to agents of other nodes
+after each snapshot (`recovery.peers.replication`), spread so that no node takes in much more than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from recovery.state.layout import Layout, ShardId
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A node whose agent can take copies. `leaving`: it has had notice, and is chosen only where there is no other."""
+
+    node: str
+    zone: str = ""
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class Duty:
+    """Shards of one worker's state that its node's agent pushes after a snapshot to the first of `peers` that takes
+    them (names of nodes; the first is the one that the bytes are balanced for).
+    """
+
+    worker: str
+    shards: tuple[ShardId, ...]
+    peers: tuple[str, ...]
+
+
+def replica_duties(
+    layout: Layout, node_by_worker: Mapping[str, str], peers: Iterable[Peer]
+) -> dict[str, tuple[Duty, ...]]:
+    """By worker, what its node must push so that no node alone holds anything; empty where there is no other node.
+
+    Every shard that one node alone holds is in exactly one duty, of the worker there with the least to push. Peers: another node;
+    not one that leaves, if there is another; another zone, if there is one; then whoever has the fewest bytes. Larger shards first
+    (longest processing time first, Graham 1969).
+    """
+    candidates = sorted(peers, key=lambda peer: peer.node)
+    zones = {peer.node: peer.zone for peer in candidates}
+    choices = {node: _choices(node, zones.get(node, ""), candidates) for node in set(node_by_worker.values())}
+    pushed: dict[str, int] = dict.fromkeys(layout.workers, 0)
+    taken: dict[str, int] = {peer.node: 0 for peer in candidates}
+    found: dict[tuple[str, str], list[ShardId]] = {}
+    for shard, workers in _alone(layout, node_by_worker):
+        choice = choices[node_by_worker[workers[0]]]
+        if not choice:
+            continue
+        worker = min(workers, key=lambda name: (pushed[name], name))
+        peer = min(choice[0], key=lambda node: (taken[node], node))
+        pushed[worker] += layout.shard_bytes(shard)
+        taken[peer] += layout.shard_bytes(shard)
+        found.setdefault((worker, peer), []).append(shard)
+    duties: dict[str, tuple[Duty, ...]] = {}
+    for (worker, peer), shards in sorted(found.items()):
+        others = [node for group in choices[node_by_worker[worker]] for node in group if node != peer]
+        duties[worker] = (*duties.get(worker, ()), Duty(worker, tuple(sorted(shards)), (peer, *others)))
+    return duties
+
+
+def _alone(layout: Layout, node_by_worker: Mapping[str, str]) -> list[tuple[ShardId, tuple[str, ...]]]:
+    """Shards that one node alone holds, with their holders, largest first."""
+    held = ((shard, layout.holders(shard)) for shard in layout.shards)
+    alone = [(s, workers) for s, workers in held if workers and len({node_by_worker[w] for w in workers}) == 1]
+    return sorted(alone, key=lambda item: (-layout.shard_bytes(item[0]), item[0]))
+
+
+def _choices(node: str, zone: str, peers: list[Peer]) -> list[list[str]]:
+    """Groups of other nodes, best group first; those in it are equally good."""
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for peer in peers:
+        if peer.node != node:
+            groups.setdefault((peer.leaving, peer.zone == zone), []).append(peer.node)
+    return [groups[key] for key in sorted(groups)]

@@ -1,0 +1,242 @@
+"""Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see `shard_protocol`).
+
+A connection serves many requests, one after the other, in a thread of its own. Bytes go out straight from the mapped
+snapshot with the checksum that was recorded at its commit: the reader checks them, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from recovery.errors import ShardUnavailable, SnapshotError
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot_file import FileMap, SnapshotFileWriter
+from recovery.peers.client import ShardClient
+from recovery.peers.protocol import (
+    CORRUPT,
+    FULL,
+    HELLO,
+    NONCE_BYTES,
+    OK,
+    REFUSED,
+    REPLY,
+    UNAVAILABLE,
+    VERSION,
+    mac_of,
+    receive,
+    receive_into,
+    receive_request,
+    send_within,
+)
+from recovery.state.checksum import checksum
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId, TensorSpec
+
+__all__ = ["ShardClient", "ShardServer"]
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+
+
+MAX_CONNECTIONS = 256
+MAX_PUSHES = 8
+GREETING_S = 10.0
+
+
+class ShardServer:
+    """Owns a listening socket and its threads, one a connection; serves until `close`.
+
+    Bounds: `max_connections` at a time (more are hung up on at once), `max_pushes` of them pushing (more are told
+    that there is no room). A peer has GREETING_S to show its token, IDLE_S between two requests and for each wait
+    within one.
+    """
+
+    def __init__(
+        self, store: AgentStore, token: str, *, host: str = "0.0.0.0", port: int = 0,
+        max_connections: int = MAX_CONNECTIONS, max_pushes: int = MAX_PUSHES,
+    ) -> None:  # fmt: skip
+        """Listen on `host` (the interface that peers are to use); port 0 takes a free one, see `port`."""
+        pushes = threading.BoundedSemaphore(max_pushes)
+        handler = type("Handler", (_Handler,), {"store": store, "token": token, "pushes": pushes})
+        self._server = _ThreadingServer((host, port), handler, max_connections)
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="shard-server", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop listening, hang up on every peer, join all threads; what still runs after `timeout_s` is logged."""
+        until = time.monotonic() + timeout_s
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout_s)
+        self._server.hang_up(until)
+
+    def __enter__(self) -> ShardServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _ThreadingServer(socketserver.TCPServer):
+    """One thread a connection, counted and joined."""
+
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: Any, max_connections: int) -> None:
+        super().__init__(address, handler)
+        self._max_connections = max_connections
+        self._open: dict[threading.Thread, socket.socket] = {}
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a new connection in a thread of its own, or hang up where there are too many."""
+        thread = threading.Thread(
+            target=self._serve, args=(request, client_address), name=f"shard-server {client_address}", daemon=True
+        )
+        with self._lock:
+            full = len(self._open) >= self._max_connections
+            if not full:
+                self._open[thread] = request
+        if full:
+            logger.warning("%s is hung up on: there are %d connections", client_address, self._max_connections)
+            self.shutdown_request(request)
+        else:
+            thread.start()
+
+    def _serve(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        finally:
+            self.shutdown_request(request)
+            with self._lock:
+                self._open.pop(threading.current_thread(), None)
+
+    def hang_up(self, until: float) -> None:
+        with self._lock:
+            left = dict(self._open)
+        for connection in left.values():
+            _shut(connection)
+        for thread in left:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in left):
+            logger.warning("connections of the shard server are still at work after its close")
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    """One peer's connection."""
+
+    store: AgentStore
+    token: str
+    pushes: threading.BoundedSemaphore
+    request: socket.socket
+
+    def handle(self) -> None:
+        self.request.settimeout(GREETING_S)
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            if not self._greet():
+                return
+            self.request.settimeout(IDLE_S)
+            while (request := receive_request(self.request)) is not None:
+                if not self._answer(request):
+                    return
+        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            logger.info("a peer's connection ended: %s", error)
+
+    def _greet(self) -> bool:
+        """Whether the peer has the token: before that, nothing that it sends is looked at."""
+        nonce = os.urandom(NONCE_BYTES)
+        self.request.sendall(nonce)
+        version, mac = HELLO.unpack(receive(self.request, HELLO.size))
+        known = version == VERSION and hmac.compare_digest(mac, mac_of(self.token, nonce))
+        self.request.sendall(bytes([OK if known else REFUSED]))
+        return known
+
+    def _answer(self, request: dict[str, Any]) -> bool:
+        """Do what was asked; False after what leaves the connection unusable."""
+        if request["op"] == "push":
+            status = self._push(request)
+            self.request.sendall(REPLY.pack(status, 0, 0))
+            return status == OK
+        source = Source(*request["source"])
+        for tensor, unit in request["shards"]:
+            self._send(source, ShardId(str(tensor), int(unit)))
+        return True
+
+    def _send(self, source: Source, shard: ShardId) -> None:
+        try:
+            file = self.store.file_of(source, shard)
+            data, crc = file.view(shard), file.checksum(shard)
+        except ShardUnavailable:
+            self.request.sendall(REPLY.pack(UNAVAILABLE, 0, 0))
+        else:
+            self.request.sendall(REPLY.pack(OK, crc, len(data)))
+            send_within(self.request, data)
+
+    def _push(self, request: dict[str, Any]) -> int:
+        """Its status. Whoever reads it may push again at once: the place is free by then."""
+        if not self.pushes.acquire(blocking=False):
+            return FULL
+        try:
+            return self._take(request)
+        finally:
+            self.pushes.release()
+
+    def _take(self, request: dict[str, Any]) -> int:
+        """Store pushed shards as a snapshot of their worker, once all are here and whole."""
+        specs = [TensorSpec.from_document(document) for document in request["tensors"]]
+        shards = [ShardId(str(tensor), int(unit)) for tensor, unit in request["shards"]]
+        crcs = [int(crc) for crc in request["crcs"]]
+        file_map = FileMap.of(str(request["worker"]), {spec.name: spec for spec in specs}, shards)
+        try:
+            writer = self.store.accept(int(request["step"]), int(request["generation"]), file_map)
+        except SnapshotError as error:
+            logger.warning("a peer's copy is not taken: %s", error)
+            return FULL
+        status = CORRUPT
+        try:
+            self.request.sendall(REPLY.pack(OK, 0, 0))
+            if self._fill(writer, crcs):
+                writer.commit_with(int(request["step"]), int(request["generation"]), crcs)
+                status = OK
+                self._drop_superseded(request)
+        finally:
+            writer.close()
+            if status != OK:
+                writer.path.unlink(missing_ok=True)
+        return status
+
+    def _drop_superseded(self, request: dict[str, Any]) -> None:
+        if request.get("superseded") is not None:
+            generation, step = request["superseded"]
+            self.store.drop_copies(str(request["worker"]), (int(generation), int(step)))
+
+    def _fill(self, writer: SnapshotFileWriter, crcs: list[int]) -> bool:
+        whole = memoryview(writer.buffer)
+        for extent, crc in zip(writer.map.extents.values(), crcs, strict=True):
+            view = whole[extent.offset : extent.offset + extent.num_bytes]
+            receive_into(self.request, view)
+            if checksum(view) != crc:
+                return False
+        return True
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        logger.debug("a connection was closed already")

@@ -1,0 +1,87 @@
+"""Who holds which shard, at which step: what survivors, node agents and checkpoints report, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from recovery.errors import NotRestorable
+from recovery.state.layout import ShardId
+
+SOURCE_KINDS = ("worker", "memory", "disk", "s3")
+
+
+@dataclass(frozen=True, order=True)
+class Source:
+    """One place that holds shards of one step.
+
+    `kind` is "worker" (live memory of a worker's process), "memory" or "disk" (a node agent's host-memory or disk
+    copy), or "s3" (a committed checkpoint in durable storage, whatever its protocol). `node` is where it is ("" for
+    s3), `name` the worker whose state it is, or the storage's URI; `generation` the one that wrote it.
+    """
+
+    kind: str
+    node: str
+    name: str
+    step: int
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in SOURCE_KINDS:
+            raise ValueError(f"source kind {self.kind!r} is not one of {', '.join(SOURCE_KINDS)}")
+
+    def __str__(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.kind} of {self.name}{where} at step {self.step}"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The shards that one source holds; `checksums` of each unit's bytes where they are known: `recovery.state.checksum`, in
+    durable storage CRC-32."""
+
+    source: Source
+    shards: frozenset[ShardId]
+    checksums: Mapping[ShardId, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.source.step
+
+
+def restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) -> int | None:
+    """The newest step at which every one of `shards` has a holder in some tier; None when there is none."""
+    needed = frozenset(shards)
+    by_step = _held_by_step(holdings)
+    return next((step for step in sorted(by_step, reverse=True) if needed <= by_step[step]), None)
+
+
+def require_restorable_step(shards: Collection[ShardId], holdings: Iterable[Holding]) -> int:
+    """As `restorable_step`, but raises NotRestorable, naming what the most complete step lacks."""
+    holdings = list(holdings)
+    step = restorable_step(shards, holdings)
+    if step is not None:
+        return step
+    needed = frozenset(shards)
+    by_step = _held_by_step(holdings)
+    if not by_step:
+        raise NotRestorable(None, tuple(sorted(needed)))
+    best = max(by_step, key=lambda candidate: (len(needed & by_step[candidate]), candidate))
+    raise NotRestorable(best, tuple(sorted(needed - by_step[best])))
+
+
+def _held_by_step(holdings: Iterable[Holding]) -> dict[int, set[ShardId]]:
+    held: dict[int, set[ShardId]] = {}
+    for holding in holdings:
+        held.setdefault(holding.step, set()).update(holding.shards)
+    return held
+
+
+def in_lineage(generation: int, step: int, first_step_by_generation: Mapping[int, int]) -> bool:
+    """Whether state of `step` written in `generation` belongs to the run's present history.
+
+    A later generation that started from an older step went another way (equal only to rounding): what an older one
+    wrote beyond that start must not be mixed with it. `first_step_by_generation` maps each generation to the step
+    it restored.
+    """
+    return all(step <= start for later, start in first_step_by_generation.items() if later > generation)

@@ -1,0 +1,76 @@
+"""A worker's local tensors seen as units: cut into views, assembled back, and as raw bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from recovery.state.layout import ShardId, TensorSpec, units_by_tensor
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def unit_views(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Views of `local`, the concatenation of the ascending `units`, one for each unit; they share its memory.
+
+    Raises:
+        ValueError: the tensor's shape or dtype is not what the units make.
+    """
+    check_local(spec, units, local)
+    return {unit: local[slices] for unit, slices in spec.local_slices(units).items()}
+
+
+def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> None:
+    """Raise ValueError unless `local` is exactly the concatenation of `units` in shape and dtype."""
+    if list(units) != sorted(set(units)):
+        raise ValueError(f"{spec.name}: units {tuple(units)} must ascend without repetition")
+    expected = spec.local_shape(units)
+    if tuple(local.shape) != expected or local.dtype != TORCH_DTYPES[spec.dtype]:
+        raise ValueError(
+            f"{spec.name}: units {tuple(units)} make a {spec.dtype} tensor of shape {expected}, "
+            f"not {str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)}"
+        )
+
+
+def empty_local(spec: TensorSpec, units: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """An uninitialised contiguous local tensor for `units`."""
+    return torch.empty(spec.local_shape(units), dtype=TORCH_DTYPES[spec.dtype], device=device)
+
+
+def assemble(
+    spec: TensorSpec, units: Sequence[int], pieces: Mapping[int, torch.Tensor], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """The local tensor of `units` copied together from `pieces` (unit -> tensor of the unit's shape)."""
+    local = empty_local(spec, units, device)
+    for unit, view in unit_views(spec, units, local).items():
+        view.copy_(pieces[unit])
+    return local
+
+
+def shard_views(
+    tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId] | frozenset[ShardId], state: Mapping[str, torch.Tensor]
+) -> dict[ShardId, torch.Tensor]:
+    """Views of a worker's whole local state, one for each of its `shards`, sorted by shard.
+
+    Raises:
+        ValueError: a local tensor is missing or is not the concatenation of the worker's units of it.
+    """
+    views: dict[ShardId, torch.Tensor] = {}
+    for name, units in units_by_tensor(shards).items():
+        if name not in state:
+            raise ValueError(f"the worker holds shards of {name}, but its state has no such tensor")
+        for unit, view in unit_views(tensors[name], units, state[name]).items():
+            views[ShardId(name, unit)] = view
+    return views

@@ -1,0 +1,231 @@
+"""Durable storage in a directory that every node sees (NFS, FSx, or the local disk of a one-machine run)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from recovery.cancellation import call_until
+from recovery.storage.errors import (
+    ObjectExists,
+    ObjectMissing,
+    ObjectTruncated,
+    StorageError,
+    StorageFull,
+    StoragePermissionDenied,
+)
+from recovery.storage.payload import Buffer, Payload, as_payload
+from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
+
+TEMPORARY_PREFIX = ".writing-"
+T = TypeVar("T")
+
+
+class DirectoryStorage:
+    """Objects are files below `path`. A put writes a temporary file, fsyncs it, renames it, fsyncs the directory."""
+
+    def __init__(self, path: str, options: StorageOptions) -> None:
+        self._root = Path(path).expanduser().absolute()
+        self._options = options
+        self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
+        self._given_up: threading.Event | None = None
+
+    def __reduce__(self) -> tuple[Callable[[str, StorageOptions], Storage], tuple[Any, ...]]:
+        return DirectoryStorage, (str(self._root), self._options)
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    @property
+    def options(self) -> StorageOptions:
+        return self._options
+
+    def put(self, name: str, data: Buffer | Payload, *, if_none_match: bool = False) -> None:
+        target = self._path(name)
+        temporary = target.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+
+        def write() -> None:
+            try:
+                self._write(temporary, as_payload(data))
+                _publish(temporary, target, if_none_match)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+        self._guard(name, write)
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        def read() -> bytes:
+            with self._path(name).open("rb") as file:
+                file.seek(start)
+                return file.read(-1 if length is None else length)
+
+        data = self._guard(name, read)
+        self._bandwidth.take(len(data), self._given_up)
+        return data
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self._bandwidth.take(len(buffer), self._given_up)
+        got = self._guard(name, lambda: _read_into(self._path(name), start, buffer))
+        if got < len(buffer):
+            raise ObjectTruncated(f"{self.uri}/{name}", f"has {start + got} bytes, {start + len(buffer)} were expected")
+
+    def size(self, name: str) -> int | None:
+        try:
+            return self._guard(name, lambda: self._path(name).stat().st_size)
+        except ObjectMissing:
+            return None
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = self._root / PurePosixPath(prefix).parent if not prefix.endswith("/") else self._root / prefix
+        found = self._guard(prefix, lambda: sorted(self._walk(folder), key=lambda info: info.name))
+        return iter([info for info in found if info.name.startswith(prefix)])
+
+    def delete(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            path = self._path(name)
+            self._guard(name, lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
+            folders.add(path.parent)
+        for folder in folders - {self._root}:
+            with contextlib.suppress(OSError):  # not empty: another's object
+                folder.rmdir()
+
+    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+        oldest = self.now() - older_than_s
+        stale = [path for path in self._temporaries(prefix) if _modified_s(path, default=oldest) < oldest]
+        for path in stale:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()
+        return len(stale)
+
+    def now(self) -> float:
+        """The file system's own time, from a file just made: a file server's clock may differ from ours."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            probe = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+            probe.touch()
+            modified_s = probe.stat().st_mtime
+            probe.unlink()
+        except OSError:
+            return time.time()
+        return modified_s
+
+    def until(self, given_up: threading.Event) -> Storage:
+        bound = object.__new__(DirectoryStorage)  # not a copy, which would go through `__reduce__` and open it anew
+        vars(bound).update(vars(self), _given_up=given_up)
+        return bound
+
+    def close(self) -> None:
+        """Nothing stays open between calls."""
+
+    def _path(self, name: str) -> Path:
+        parts = PurePosixPath(name).parts
+        if not parts or ".." in parts or parts[0] == "/":
+            raise StorageError(self.uri, f"object name {name!r} leaves the storage")
+        return self._root.joinpath(*parts)
+
+    def _write(self, temporary: Path, payload: Payload) -> None:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb", buffering=0) as file:
+            for offset in range(0, payload.size, self._options.part_bytes):
+                part = memoryview(payload.read(offset, min(self._options.part_bytes, payload.size - offset)))
+                self._bandwidth.take(len(part), self._given_up)
+                while part:
+                    part = part[file.write(part) or 0 :]
+            os.fsync(file.fileno())
+
+    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
+        for parent, _, files in os.walk(folder):
+            for file in files:
+                path = Path(parent, file)
+                if not file.startswith(TEMPORARY_PREFIX):
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        stat = path.stat()
+                        yield ObjectInfo(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime)
+
+    def _temporaries(self, prefix: str) -> Iterator[Path]:
+        for parent, _, files in os.walk(self._root):
+            if Path(parent).relative_to(self._root).as_posix().startswith(prefix.rstrip("/")):
+                yield from (Path(parent, file) for file in files if file.startswith(TEMPORARY_PREFIX))
+
+    def _guard(self, name: str, action: Callable[[], T]) -> T:
+        try:
+            return call_until(self._given_up, action, f"{self.uri}/{name}")
+        except OSError as error:
+            raise _storage_error(f"{self.uri}/{name}", error) from error
+
+
+def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
+    """Give the temporary file its name: atomically, and when `exclusive` only if the name is free."""
+    if not exclusive:
+        os.replace(temporary, target)
+    else:
+        try:
+            os.link(temporary, target)  # fails when the name exists, and shows the whole content or nothing
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            _claim_name(temporary, target)
+    _fsync_directory(target.parent)
+
+
+def _claim_name(temporary: Path, target: Path) -> None:
+    """For file systems without hard links: O_EXCL decides who wins, the rename then shows the whole content."""
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    os.replace(temporary, target)
+
+
+def _fsync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _read_into(path: Path, start: int, buffer: memoryview) -> int:
+    """Read from `start` until the buffer is full or the file ends; returns the number of bytes."""
+    got = 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while got < len(buffer):
+            count = file.readinto(buffer[got:])
+            if not count:
+                break
+            got += count
+    return got
+
+
+def _modified_s(path: Path, default: float) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return default
+
+
+def _storage_error(uri: str, error: OSError) -> StorageError:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StorageFull(uri, reason.lower(), "free space, lower checkpoint.keep, or use a larger storage")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoragePermissionDenied(uri, reason.lower(), "give this user write permission or use another directory")
+    if error.errno == errno.EEXIST:
+        return ObjectExists(uri, "exists already")
+    if error.errno == errno.ENOENT:
+        return ObjectMissing(uri, "does not exist")
+    if error.errno == errno.ENOTDIR:
+        return StorageError(uri, "part of the path is a file", "use another directory")
+    return StorageError(uri, reason)

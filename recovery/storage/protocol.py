@@ -1,0 +1,125 @@
+"""Durable storage behind one small protocol: an S3 bucket or a directory that every node sees.
+
+Objects are immutable once written: names are written whole or not at all, and `if_none_match` lets one writer win.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from recovery.cancellation import pause
+from recovery.storage.payload import Buffer, Payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """How hard to press on a storage; every field bounds something."""
+
+    concurrency: int = 8
+    """Requests in flight for one transfer. About 15 connections fill 10 Gb/s (AWS performance guidelines)."""
+    part_bytes: int = 16 << 20
+    """Bytes of one multipart part or one ranged GET (AWS: 8 to 16 MB). An upload's memory: concurrency x part_bytes."""
+    max_bytes_per_s: float | None = None
+    """Bandwidth of all transfers of this storage object together; None: unlimited."""
+    attempts: int = 5
+    """Tries of one request before its error is raised."""
+    backoff_s: float = 0.2
+    """Wait before the second try; doubles each time, with jitter."""
+    request_timeout_s: float = 60.0
+    """Deadline of one request, its tries and backoffs included."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.attempts < 1 or self.part_bytes < 1:
+            raise ValueError("concurrency, attempts and part_bytes must be at least 1")
+        if self.max_bytes_per_s is not None and self.max_bytes_per_s <= 0:
+            raise ValueError("max_bytes_per_s must be positive, or None for no limit")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One stored object; `modified_s` by the storage's own clock (Unix time)."""
+
+    name: str
+    size: int
+    modified_s: float
+
+
+class Storage(Protocol):
+    """Names to immutable bytes. All methods may be called from several threads; all raise StorageError only (and Abandoned,
+    where `until` was asked for).
+    """
+
+    @property
+    def uri(self) -> str: ...
+
+    @property
+    def options(self) -> StorageOptions: ...
+
+    def put(self, name: str, data: Buffer | Payload, *, if_none_match: bool = False) -> None:
+        """Store the object, whole or not at all, durable on return.
+
+        Raises:
+            ObjectExists: `if_none_match` and the name is taken.
+        """
+        ...
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        """The bytes [start, start + length) of the object, to its end by default. Raises ObjectMissing."""
+        ...
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the object's bytes from `start`: one request. Raises ObjectMissing, ObjectTruncated."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the object; None when there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose name starts with `prefix`, sorted by name."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; names that do not exist are passed over."""
+        ...
+
+    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+        """Free what unfinished puts under `prefix` left behind, if older than this; returns how many."""
+        ...
+
+    def now(self) -> float:
+        """Unix time by the storage's own clock, the one that `modified_s` uses."""
+        ...
+
+    def until(self, given_up: threading.Event) -> Storage:
+        """The same storage for someone who may give up: once the event is set, every call ends with Abandoned, within about 0.1 s
+        and whatever the storage does. A request that is under way then is left to its own deadline, and not tried again.
+
+        It shares this one's client and bandwidth; only this one is closed.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class BandwidthLimit:
+    """A token bucket that threads share: `take` returns when so many bytes may pass."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, num_bytes: int, given_up: threading.Event | None = None) -> None:
+        """Raises Abandoned if `given_up` is set before."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            wait_s = max(0.0, self._free_at - now)
+            self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
+        pause(given_up, wait_s, "a turn within the bandwidth limit")

@@ -1,0 +1,327 @@
+"""The assignment of sources to needs: greedy list scheduling on the loads of links, beside a lower bound.
+
+Every resource (a node's card in and out, its disk, its memory, its way to durable storage, a capped pair of nodes)
+is a line that is busy for bytes / speed; all lines work at once, so the restore takes as long as the busiest (the
+makespan). Shards with the fewest alternatives are placed first, larger ones before smaller, each at the source
+whose line then ends first (Graham's longest processing time rule, Graham 1969, SIAM J. Appl. Math. 17(2)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from recovery.state.holdings import Source
+from recovery.transfer.bounds import Demand, lower_bound_s
+from recovery.transfer.links import Links
+from recovery.transfer.messages import Send
+from recovery.transfer.placement import Placement
+
+MEMORY, DISK, PEER, S3 = range(4)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What every worker does. Shards are indices of the placement.
+
+    `fetches` and `received` map a worker to {ordered sources: shards}: the former it reads itself, the latter come
+    in messages.
+    """
+
+    fetches: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
+    received: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
+    sends: Sequence[Send]
+    tier_bytes: tuple[int, int, int, int]
+    makespan_s: float
+    lower_bound_s: float
+
+
+def assign(placement: Placement, links: Links) -> Assignment:
+    """Choose a source for every need of `placement` (see the module's docstring)."""
+    balancer = _Balancer(placement, links)
+    balancer.take_local()
+    balancer.take_remote()
+    return balancer.result()
+
+
+class _Lines:
+    """Seconds that each resource is busy so far."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.out: dict[str, float] = {}
+        self.into: dict[str, float] = {}
+        self.disk: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+        self.s3: dict[str, float] = {}
+        self.pair: dict[tuple[str, str], float] = {}
+        self.s3_total = 0.0
+
+    def until(self, source: Source, node: str, num_bytes: int) -> float:
+        """When the source's lines would end if it gave `num_bytes` to `node`."""
+        at = source.node
+        until = self.out.get(at, 0.0) + num_bytes / self._links.network(at)
+        if source.kind == "disk":
+            until = max(until, self.disk.get(at, 0.0) + num_bytes / self._links.disk(at))
+        if self._links.pair_bytes_per_s:
+            until = max(until, self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(at, node))
+        return until
+
+    def take_peer(self, source: Source, node: str, num_bytes: int) -> None:
+        at = source.node
+        self.out[at] = self.out.get(at, 0.0) + num_bytes / self._links.network(at)
+        self.into[node] = self.into.get(node, 0.0) + num_bytes / self._links.network(node)
+        if source.kind == "disk":
+            self.take_disk(at, num_bytes)
+        if self._links.pair_bytes_per_s:
+            self.pair[at, node] = self.pair.get((at, node), 0.0) + num_bytes / self._links.pair(at, node)
+
+    def take_s3(self, node: str, num_bytes: int) -> None:
+        self.s3[node] = self.s3.get(node, 0.0) + num_bytes / self._links.s3(node)
+        self.into[node] = self.into.get(node, 0.0) + num_bytes / self._links.network(node)
+        self.s3_total += num_bytes / self._links.s3_total_bytes_per_s
+
+    def take_disk(self, node: str, num_bytes: int) -> None:
+        self.disk[node] = self.disk.get(node, 0.0) + num_bytes / self._links.disk(node)
+
+    def take_memory(self, node: str, num_bytes: int) -> None:
+        self.memory[node] = self.memory.get(node, 0.0) + num_bytes / self._links.memory_bytes_per_s
+
+    def busiest(self) -> float:
+        tables = (self.out, self.into, self.disk, self.memory, self.s3)
+        loads = [load for table in tables for load in table.values()]
+        return max([*loads, *self.pair.values(), self.s3_total])
+
+
+class _Balancer:
+    """One run of the greedy assignment; its state is the lines' loads and what was decided so far."""
+
+    def __init__(self, placement: Placement, links: Links) -> None:
+        self.placement = placement
+        self.links = links
+        self.lines = _Lines(links)
+        self.fetches: dict[str, dict[tuple[Source, ...], list[int]]] = {}
+        self.received: dict[str, dict[tuple[Source, ...], list[int]]] = {}
+        self.sends: list[Send] = []
+        self.tier_bytes = [0, 0, 0, 0]
+        self.busy_bytes: dict[str, int] = {}
+        self.remote: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
+        self._ordered: dict[tuple[tuple[int, ...], str, str, Source], tuple[Source, ...]] = {}
+        self._local: dict[tuple[tuple[int, ...], str], Source | None] = {}
+        self.reserved_s: dict[str, float] = {}
+        self._nodes: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._originals: dict[tuple[int, ...], tuple[Source, ...]] = {}
+
+    # -- what lies on the worker's own node
+
+    def take_local(self) -> None:
+        """Give every need that the worker's own node can meet its local source; group the others by node."""
+        wanting: dict[tuple[int, str], list[str]] = {}
+        for worker in sorted(self.placement.needs):
+            node = self.placement.node_by_worker[worker]
+            for shard in self.placement.needs[worker]:
+                source = self._local_source(self.placement.holders[shard], node)
+                if source is None:
+                    wanting.setdefault((shard, node), []).append(worker)
+                else:
+                    self._take(worker, shard, source, DISK if source.kind == "disk" else MEMORY)
+        for (shard, node), workers in wanting.items():
+            relay = self.links.memory_bytes_per_s > self.links.network(node) or self._only_durable(shard)
+            groups = [tuple(workers)] if relay else [(worker,) for worker in workers]
+            self.remote.setdefault(shard, []).extend((node, group) for group in groups)
+
+    def _local_source(self, holders: tuple[int, ...], node: str) -> Source | None:
+        key = (holders, node)
+        if key not in self._local:
+            rank = {"memory": 0, "worker": 1, "disk": 2}
+            here = [source for source in map(self.placement.sources.__getitem__, holders) if source.node == node]
+            here = [source for source in here if source.kind in rank]
+            self._local[key] = min(here, key=lambda source: (rank[source.kind], source), default=None)
+        return self._local[key]
+
+    def _only_durable(self, shard: int) -> bool:
+        return not self._peers(self.placement.holders[shard])
+
+    def _peers(self, holders: tuple[int, ...]) -> tuple[Source, ...]:
+        if holders not in self._originals:
+            sources = map(self.placement.sources.__getitem__, holders)
+            rank = {"worker": 0, "memory": 1, "disk": 2}
+            peers = sorted((s for s in sources if s.kind != "s3"), key=lambda source: (rank[source.kind], source))
+            self._originals[holders] = tuple(peers)
+        return self._originals[holders]
+
+    # -- what must come from elsewhere
+
+    def take_remote(self) -> None:
+        """Choose among peers, and durable storage for what no peer holds; most constrained and largest shards
+        first.
+        """
+        self.target_s = lower_bound_s(self._demand(), self.links)
+        self.reader_of = self._durable_readers()
+        for shard in self.remote:
+            self._reserve(shard, 1.0)
+        num_bytes, holders = self.placement.num_bytes, self.placement.holders
+        order = sorted(self.remote, key=lambda s: (len(self._peers(holders[s])), -num_bytes[s], s))
+        for shard in order:
+            self._spread(shard, self.remote[shard])
+
+    def _durable_readers(self) -> dict[int, str]:
+        """Which node reads each shard that only durable storage holds and several nodes lack. Every node takes whole runs of
+        neighbours, up to one common level of its line to storage: neighbours lie together there, and one request brings many.
+        """
+        alone: dict[str, float] = {}
+        shared: dict[tuple[str, ...], list[int]] = {}
+        for shard, groups in sorted(self.remote.items()):
+            nodes = tuple(sorted({node for node, _ in groups}))
+            if not self._only_durable(shard):
+                continue
+            if len(nodes) == 1:
+                alone[nodes[0]] = alone.get(nodes[0], 0.0) + self.placement.num_bytes[shard] / self.links.s3(nodes[0])
+            else:
+                shared.setdefault(nodes, []).append(shard)
+        readers: dict[int, str] = {}
+        for nodes, shards in sorted(shared.items(), key=lambda item: (len(item[0]), item)):
+            readers.update(self._runs(nodes, shards, alone))
+        return readers
+
+    def _runs(self, nodes: tuple[str, ...], shards: list[int], loads: dict[str, float]) -> Iterator[tuple[int, str]]:
+        """Deal `shards`, in order, to `nodes` so that their `loads` (seconds, updated) end as level as whole shards allow."""
+        num_bytes, speed = self.placement.num_bytes, self.links.s3
+        level = _level([(loads.get(node, 0.0), speed(node)) for node in nodes], sum(num_bytes[s] for s in shards))
+        left = sorted(nodes, key=lambda node: (loads.get(node, 0.0), node))
+        for shard in shards:
+            node = left[0]
+            seconds = num_bytes[shard] / speed(node)
+            while len(left) > 1 and loads.get(node, 0.0) + 0.5 * seconds > level:
+                left.pop(0)
+                node = left[0]
+                seconds = num_bytes[shard] / speed(node)
+            loads[node] = loads.get(node, 0.0) + seconds
+            yield shard, node
+
+    def _reserve(self, shard: int, sign: float) -> None:
+        """Book (or, with -1, release) what a shard's holders will have to send at least once, shared among them."""
+        nodes = self._holding_nodes(self.placement.holders[shard])
+        for node in nodes:
+            seconds = self.placement.num_bytes[shard] / self.links.network(node) / len(nodes)
+            self.reserved_s[node] = self.reserved_s.get(node, 0.0) + sign * seconds
+
+    def _holding_nodes(self, holders: tuple[int, ...]) -> tuple[str, ...]:
+        if holders not in self._nodes:
+            self._nodes[holders] = tuple(sorted({source.node for source in self._peers(holders)}))
+        return self._nodes[holders]
+
+    def _demand(self) -> Demand:
+        return Demand(
+            placement=self.placement,
+            destinations={shard: [node for node, _ in groups] for shard, groups in self.remote.items()},
+            memory_s=dict(self.lines.memory),
+            disk_s=dict(self.lines.disk),
+        )
+
+    def _spread(self, shard: int, groups: list[tuple[str, tuple[str, ...]]]) -> None:
+        """Bring one shard to every node that lacks it: from its holders, or from a node that has just received it."""
+        originals = self._peers(self.placement.holders[shard])
+        self._reserve(shard, -1.0)
+        if len(groups) > 1:
+            first, out = self.reader_of.get(shard), self.lines.out
+            groups = sorted(groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group))
+        served: list[tuple[Source, int]] = []
+        for node, workers in groups:
+            leader = workers[0] if len(workers) == 1 else min(workers, key=lambda w: (self.busy_bytes.get(w, 0), w))
+            source, depth = self._best(shard, node, originals, served)
+            tier = S3 if source.kind == "s3" else PEER
+            self._take(leader, shard, source, tier, depth)
+            arrived = depth + 1 if source.kind == "worker" else 1
+            here = Source("worker", node, leader, self.placement.step)
+            served.append((here, arrived))
+            for worker in workers:
+                if worker != leader:
+                    self._take(worker, shard, here, MEMORY, arrived)
+
+    def _best(
+        self, shard: int, node: str, originals: tuple[Source, ...], served: list[tuple[Source, int]]
+    ) -> tuple[Source, int]:
+        """The source whose lines end first, and the depth of its sends; relays only once the holders' lines are too
+        long.
+        """
+        num_bytes = self.placement.num_bytes[shard]
+        until, busy = self.lines.until, self.busy_bytes
+        best, best_until = None, float("inf")
+        for source in originals:
+            ends = until(source, node, num_bytes)
+            if ends < best_until or (ends == best_until and best and busy.get(source.name, 0) < busy.get(best.name, 0)):
+                best, best_until = source, ends
+        depth = 0
+        if best is None or best_until + self.reserved_s.get(best.node, 0.0) > self.target_s:
+            for source, arrived in served:
+                ends = until(source, node, num_bytes)
+                if ends < best_until:
+                    best, best_until, depth = source, ends, arrived
+        return (best, depth) if best is not None else (self._durable(shard), 0)
+
+    def _durable(self, shard: int) -> Source:
+        return next(s for s in map(self.placement.sources.__getitem__, self.placement.holders[shard]) if s.kind == "s3")
+
+    # -- book-keeping
+
+    def _take(self, worker: str, shard: int, source: Source, tier: int, depth: int = 0) -> None:
+        node, num_bytes = self.placement.node_by_worker[worker], self.placement.num_bytes[shard]
+        self.tier_bytes[tier] += num_bytes
+        self.busy_bytes[worker] = self.busy_bytes.get(worker, 0) + num_bytes
+        if tier == MEMORY:
+            self.lines.take_memory(node, num_bytes)
+        elif tier == DISK:
+            self.lines.take_disk(node, num_bytes)
+        elif tier == PEER:
+            self.lines.take_peer(source, node, num_bytes)
+        else:
+            self.lines.take_s3(node, num_bytes)
+        table = self.fetches
+        if source.kind == "worker":
+            table = self.received
+            self.busy_bytes[source.name] = self.busy_bytes.get(source.name, 0) + num_bytes
+            self.sends.append(Send(shard, source.name, worker, depth))
+        sources = self._with_fallbacks(self.placement.holders[shard], node, worker, source)
+        table.setdefault(worker, {}).setdefault(sources, []).append(shard)
+
+    def _with_fallbacks(self, holders: tuple[int, ...], node: str, worker: str, first: Source) -> tuple[Source, ...]:
+        key = (holders, node, worker, first)
+        if key not in self._ordered:
+            others = [s for s in map(self.placement.sources.__getitem__, holders) if s != first]
+            others.sort(key=lambda source: (distance(source, node), source))
+            self._ordered[key] = (first, *others)
+        return self._ordered[key]
+
+    def result(self) -> Assignment:
+        memory, disk, peer, s3 = self.tier_bytes
+        makespan_s = self.lines.busiest()
+        return Assignment(
+            self.fetches,
+            self.received,
+            self.sends,
+            (memory, disk, peer, s3),
+            makespan_s,
+            min(self.target_s, makespan_s),
+        )
+
+
+def _level(lines: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds at which lines of (load in seconds, bytes per second) stand level once `num_bytes` are poured onto them."""
+    ordered = sorted(lines)
+    for count in range(1, len(ordered) + 1):
+        speed = sum(rate for _, rate in ordered[:count])
+        level = (num_bytes + sum(load * rate for load, rate in ordered[:count])) / speed
+        if count == len(ordered) or level <= ordered[count][0]:
+            return level
+    return 0.0
+
+
+def distance(source: Source, node: str) -> int:
+    """How far a source is from a worker on `node`: its node's memory 0 and 1, its disk 2, peers 3 to 5, durable
+    storage 6.
+    """
+    if source.kind == "s3":
+        return 6
+    here = source.node == node
+    return {"memory": 0 if here else 4, "worker": 1 if here else 3, "disk": 2 if here else 5}[source.kind]

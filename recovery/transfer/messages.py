@@ -1,0 +1,77 @@
+"""Transfers between workers, bundled into messages in one order for all, so that no two workers wait for each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from recovery.state.layout import ShardId
+
+if TYPE_CHECKING:
+    from recovery.transfer.placement import Placement
+
+MESSAGE_BYTES = 32 << 20
+
+
+class Send(NamedTuple):
+    """One shard from one worker's memory to another's; `depth` counts the transfers that must have come before it."""
+
+    shard: int
+    source: str
+    destination: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """Shards that go from one worker to another in one buffer. `position` is its place in the order of all
+    messages.
+    """
+
+    position: int
+    source: str
+    destination: str
+    shards: tuple[ShardId, ...]
+
+
+def make_messages(sends: Sequence[Send], placement: Placement, message_bytes: int = MESSAGE_BYTES) -> list[Message]:
+    """Bundle `sends` into messages of about `message_bytes`, ordered.
+
+    A message that hands on received shards stands after every message that brings them, so the globally first
+    unfinished message can always proceed: no deadlock, whatever the number of messages that a worker keeps in
+    flight. Shards go in their own order, which is that of reads of durable storage: what is read first goes first.
+    """
+    streams: dict[tuple[int, str, str], list[int]] = {}
+    for send in sends:
+        streams.setdefault((send.depth, send.source, send.destination), []).append(send.shard)
+    arrival: dict[tuple[str, int], int] = {}
+    keyed: list[tuple[int, int, str, str, list[int]]] = []
+    for (depth, source, destination), shards in sorted(streams.items()):
+        round_number = 0
+        for bundle in _bundles(sorted(shards), placement.num_bytes, message_bytes):
+            after = max((arrival.get((source, shard), -1) for shard in bundle), default=-1)
+            round_number = max(round_number, after + 1)
+            keyed.append((round_number, depth, source, destination, bundle))
+            arrival.update({(destination, shard): round_number for shard in bundle})
+            round_number += 1
+    keyed.sort(key=lambda entry: entry[:4])
+    return [
+        Message(position, source, destination, tuple(placement.shards[shard] for shard in bundle))
+        for position, (_, _, source, destination, bundle) in enumerate(keyed)
+    ]
+
+
+def _bundles(shards: list[int], num_bytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Cut a stream, kept in order, where a bundle would exceed `limit` bytes; a larger shard travels alone."""
+    bundles: list[list[int]] = []
+    size = 0
+    for shard in shards:
+        if not bundles or size + num_bytes[shard] > limit:
+            bundles.append([])
+            size = 0
+        bundles[-1].append(shard)
+        size += num_bytes[shard]
+    return bundles

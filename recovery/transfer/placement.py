@@ -1,0 +1,99 @@
+"""A restore's question with shards and sources as small integers: who needs what, who holds what at the step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from recovery.errors import NotRestorable
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout, ShardId
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Needs and holders at one step. Shards and sources are indices into `shards` and `sources`, both sorted.
+
+    `kept` and `needs` split each worker's shards into those in its own live memory and those that it must get;
+    `holders` gives each shard's sources, ascending.
+    """
+
+    step: int
+    node_by_worker: Mapping[str, str]
+    shards: tuple[ShardId, ...]
+    num_bytes: tuple[int, ...]
+    sources: tuple[Source, ...]
+    holders: tuple[tuple[int, ...], ...]
+    kept: Mapping[str, tuple[int, ...]]
+    needs: Mapping[str, tuple[int, ...]]
+
+    def node_of(self, worker: str) -> str:
+        """The node of a worker of the layout, or of a live source that only gives."""
+        node = self.node_by_worker.get(worker)
+        if node is not None:
+            return node
+        return next(source.node for source in self.sources if source.kind == "worker" and source.name == worker)
+
+    @staticmethod
+    def of(
+        layout: Layout,
+        node_by_worker: Mapping[str, str],
+        holdings: Iterable[Holding],
+        step: int,
+        excluded: frozenset[tuple[Source, ShardId]],
+        obtained: Mapping[str, Collection[ShardId]],
+    ) -> Placement:
+        unplaced = [worker for worker in layout.workers if worker not in node_by_worker]
+        if unplaced:
+            raise ValueError(f"workers {', '.join(unplaced)} of the layout have no node")
+        shards = tuple(sorted(set().union(*layout.shards_by_worker.values())))
+        index = {shard: number for number, shard in enumerate(shards)}
+        by_source = _shards_by_source(holdings, step, excluded, obtained, node_by_worker)
+        sources = tuple(sorted(by_source))
+        holders = _holders(index, [by_source[source] for source in sources])
+        live = {source.name: by_source[source] for source in sources if source.kind == "worker"}
+        kept: dict[str, tuple[int, ...]] = {}
+        needs: dict[str, tuple[int, ...]] = {}
+        for worker, wanted in layout.shards_by_worker.items():
+            own = live.get(worker, frozenset())
+            kept[worker] = tuple(sorted(index[shard] for shard in wanted & own))
+            needs[worker] = tuple(sorted(index[shard] for shard in wanted - own))
+        missing = {shards[number] for of_worker in needs.values() for number in of_worker if not holders[number]}
+        if missing:
+            raise NotRestorable(step, tuple(sorted(missing)))
+        placed = {worker: node_by_worker[worker] for worker in layout.workers}
+        num_bytes = tuple(layout.shard_bytes(shard) for shard in shards)
+        return Placement(step, placed, shards, num_bytes, sources, holders, kept, needs)
+
+
+def _shards_by_source(
+    holdings: Iterable[Holding],
+    step: int,
+    excluded: frozenset[tuple[Source, ShardId]],
+    obtained: Mapping[str, Collection[ShardId]],
+    node_by_worker: Mapping[str, str],
+) -> dict[Source, frozenset[ShardId]]:
+    held: dict[Source, frozenset[ShardId]] = {}
+    for holding in holdings:
+        if holding.step == step:
+            held[holding.source] = held.get(holding.source, frozenset()) | holding.shards
+    live = {source.name: source for source in held if source.kind == "worker"}
+    for worker, shards in obtained.items():
+        source = live.get(worker, Source("worker", node_by_worker[worker], worker, step))
+        held[source] = held.get(source, frozenset()) | frozenset(shards)
+    bad: dict[Source, set[ShardId]] = {}
+    for source, shard in excluded:
+        bad.setdefault(source, set()).add(shard)
+    return {source: shards - bad[source] if source in bad else shards for source, shards in held.items()}
+
+
+def _holders(index: Mapping[ShardId, int], shards_of_source: list[frozenset[ShardId]]) -> tuple[tuple[int, ...], ...]:
+    lists: list[list[int]] = [[] for _ in index]
+    for number, held in enumerate(shards_of_source):
+        for shard in held:
+            position = index.get(shard)
+            if position is not None:
+                lists[position].append(number)
+    # One tuple object for each distinct holder set: there are few, and equality tests become identity tests.
+    interned: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return tuple(interned.setdefault(key, key) for key in map(tuple, lists))

@@ -1,0 +1,290 @@
+"""Executes one worker's part of a transfer schedule: keeps, reads, sends and receives shards until its new state is
+whole.
+
+Reads from snapshots, peers' agents and durable storage run in threads beside the messages of the group. Every byte
+is checked before it is used; a source that fails or lies is replaced by the next one that the schedule names.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from recovery.cancellation import check
+from recovery.errors import Abandoned, RecoveryError, RestoreError
+from recovery.local.agent_store import AgentStore
+from recovery.state.holdings import Source
+from recovery.state.layout import Layout, ShardId
+from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
+from recovery.transfer.exchange import Exchange, MessageGroup
+from recovery.transfer.messages import Message
+from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
+from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ReadDurable, Tier
+
+__all__ = ["Access", "LiveState", "MessageGroup", "Restored", "restore"]
+
+logger = logging.getLogger(__name__)
+
+FETCH_THREADS = 4
+FETCH_BYTES = 64 << 20
+WAKE_S = 0.05  # between two looks at a fetch that may have ended without the shard that is waited for
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """What a worker has in its own memory: local tensors by state name, as `layout` says, and single shards that an earlier
+    restore of the same step brought before it was broken off.
+    """
+
+    layout: Layout
+    state: Mapping[str, Tensor]
+    arrived: Mapping[ShardId, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How this worker reaches sources that are no live worker.
+
+    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable(uri, step, shards)`
+    yields verified tensors. Once `given_up` is set, a restore ends with Abandoned as soon as no message holds it up: it waits for no
+    source any more, and blames none.
+    """
+
+    store: AgentStore
+    agents: Mapping[str, tuple[str, int, str]]
+    read_durable: ReadDurable
+    timeout_s: float
+    given_up: threading.Event | None = field(default=None, kw_only=True)
+
+    def tier(self, source: Source, node: str) -> Tier:
+        """What reads `source` for a worker on `node`."""
+        if source.kind == "s3":
+            return DurableTier(self.read_durable)
+        return NodeTier(self.store) if source.node == node else PeerTier(self.agents, self.timeout_s, self.given_up)
+
+
+@dataclass
+class Restored:
+    """The new local state, where its bytes came from (what was kept in place counts nowhere), and what failed on the
+    way and was replaced; `bad` are the (source, shard) pairs that the next schedule should avoid.
+    """
+
+    state: dict[str, Tensor]
+    bytes_by_tier: dict[str, int] = field(default_factory=lambda: {"memory": 0, "disk": 0, "peer": 0, "s3": 0})
+    seconds: float = 0.0
+    failures: tuple[str, ...] = ()
+    bad: tuple[tuple[Source, ShardId], ...] = ()
+
+
+def restore(
+    schedule: TransferSchedule, worker: str, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access,
+    device: torch.device | str = "cpu", progress: Callable[[int, int], None] | None = None,
+    arrived: dict[ShardId, Tensor] | None = None,
+) -> Restored:  # fmt: skip
+    """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
+    this one has done its part.
+
+    A local tensor whose units are all kept is taken over as it is, not copied; `live` must stay untouched until
+    everybody is done. `progress(bytes so far, bytes in all)` is called from any thread. `arrived` is filled with each shard
+    that is here and checked: if a peer's loss ends the restore, they need not come again.
+
+    Raises:
+        RestoreError: every source of some shard failed; raised only after this worker has served all others. Its
+        `bad`
+            is what the next schedule has to exclude. What `group` raises when a peer is lost comes through at once.
+        Abandoned: given up (`access.given_up`); what came before is in `arrived`.
+    """
+    part = schedule.parts.get(worker)
+    if part is None:
+        part = WorkerPart(worker, "", schedule.step)
+    return _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived).run()
+
+
+class _Restore:
+    """One execution; used once."""
+
+    def __init__(
+        self, part: WorkerPart, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access, device: torch.device,
+        schedule: TransferSchedule, progress: Callable[[int, int], None] | None, arrived: dict[ShardId, Tensor] | None,
+    ) -> None:  # fmt: skip
+        self._part, self._layout, self._group, self._access = part, layout, group, access
+        self._device, self._schedule, self._progress = device, schedule, progress
+        self._arrived = {} if arrived is None else arrived
+        self._live: dict[ShardId, Tensor] = {}
+        if live is not None:
+            if live.state:
+                own = live.layout.shards_by_worker[part.worker]
+                self._live.update(shard_views(live.layout.tensors, own, live.state))
+            self._live.update(live.arrived)
+        self._state, self._in_place = self._allocate(live)
+        wanted = layout.shards_by_worker.get(part.worker, frozenset())
+        self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
+        self._fetched: dict[ShardId, Future[None]] = {}
+        self._received = {shard for fetch in part.message_fallbacks for shard in fetch.shards}
+        self._node_by_worker = {name: each.node for name, each in schedule.parts.items()}
+        self._lock = threading.Lock()
+        self._came = threading.Condition(self._lock)
+        self._here: set[ShardId] = set()
+        self._bytes: Counter[str] = Counter()
+        self._missing: set[ShardId] = set()
+        self._bad: list[tuple[Source, ShardId]] = []
+        self._failures: list[str] = []
+        fetched = (shard for fetch in part.fetches for shard in fetch.shards)
+        self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
+
+    def _allocate(self, live: LiveState | None) -> tuple[dict[str, Tensor], set[str]]:
+        """Local tensors of the new layout: the old ones where all their units stay, else new memory."""
+        keep = set(self._part.keep)
+        state: dict[str, Tensor] = {}
+        in_place: set[str] = set()
+        if self._part.worker not in self._layout.shards_by_worker:
+            return state, in_place
+        before = live.layout.units_of(self._part.worker) if live is not None and live.state else {}
+        for name, units in self._layout.units_of(self._part.worker).items():
+            here = [ShardId(name, unit) for unit in units]
+            as_it_is = before.get(name) == units and all(shard in keep for shard in here)
+            if live is not None and as_it_is and not any(shard in live.arrived for shard in here):
+                state[name] = live.state[name]
+                in_place.add(name)
+            else:
+                state[name] = empty_local(self._layout.tensors[name], units, self._device)
+        return state, in_place
+
+    @torch.no_grad()
+    def run(self) -> Restored:
+        began = time.monotonic()
+        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="restore") as self._pool:
+            for fetch in self._pieces_of(self._part.fetches):
+                self._start(fetch)
+            for shard in self._part.keep:
+                if shard.tensor not in self._in_place:
+                    self._targets[shard].copy_(self._live[shard])
+            worker, layout, calls = self._part.worker, self._layout, (self._view_of, self._take, self._miss)
+            Exchange(worker, layout, self._group, self._device, *calls).run(self._part.messages)
+            for done in set(self._fetched.values()):
+                done.result()
+        if self._missing:
+            raise RestoreError(self._part.worker, tuple(self._failures), tuple(self._bad))
+        by_tier = {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")}
+        return Restored(self._state, by_tier, time.monotonic() - began, tuple(self._failures), tuple(self._bad))
+
+    def _pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
+        """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
+        for fetch in fetches:
+            if fetch.sources[0].kind == "s3":
+                yield fetch
+                continue
+            piece: list[ShardId] = []
+            size = 0
+            for shard in fetch.shards:
+                piece.append(shard)
+                size += self._layout.shard_bytes(shard)
+                if size >= FETCH_BYTES:
+                    yield Fetch(fetch.sources, tuple(piece))
+                    piece, size = [], 0
+            if piece:
+                yield Fetch(fetch.sources, tuple(piece))
+
+    # messages
+
+    def _view_of(self, shard: ShardId) -> Tensor | None:
+        """A shard that this worker passes on. What the schedule brings here counts before what was live: the latter
+        may be of another step.
+        """
+        if shard in self._fetched:
+            self._await(shard)
+        elif shard not in self._received:
+            return self._live[shard]
+        return None if shard in self._missing else self._targets[shard]
+
+    def _await(self, shard: ShardId) -> None:
+        """Until this shard is here, or its fetch has ended without it: a large fetch is passed on while it comes."""
+        done = self._fetched[shard]
+        with self._lock:
+            while shard not in self._here and not done.done():
+                self._came.wait(WAKE_S)
+        if done.done():
+            done.result()
+
+    def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
+        same_node = self._node_by_worker.get(message.source) == self._part.node
+        self._put(shard, data, "memory" if same_node else "peer")
+
+    def _miss(self, message: Message, shards: Sequence[ShardId]) -> None:
+        """Read what came damaged or not at all from its next sources: what has the same ones together, while messages go on."""
+        shards_by_sources: dict[tuple[Source, ...], list[ShardId]] = {}
+        for shard in shards:
+            shards_by_sources.setdefault(self._schedule.sources_of(self._part.worker, shard), []).append(shard)
+        for (first, *others), group in shards_by_sources.items():
+            logger.warning("%d shards from %s arrived damaged or not at all", len(group), first)
+            with self._lock:
+                self._failures += [f"{shard} from {first} arrived damaged or not at all" for shard in group]
+                self._bad += [(first, shard) for shard in group]
+            self._start(Fetch(tuple(others), tuple(group)))
+
+    # reads
+
+    def _start(self, fetch: Fetch) -> None:
+        """In the calling thread, which is the messages' too: `_fetched` is its alone."""
+        done = self._pool.submit(self._fetch, fetch)
+        self._fetched.update(dict.fromkeys(fetch.shards, done))
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Get these shards from the first source that gives each of them; those that none gives are missing."""
+        left = list(fetch.shards)
+        for source in fetch.sources:
+            if left and source.kind != "worker":
+                left = self._read_from(source, left)
+        with self._lock:
+            self._missing.update(left)
+            self._failures += [f"{shard} has no source left" for shard in left]
+
+    def _read_from(self, source: Source, shards: Sequence[ShardId]) -> list[ShardId]:
+        """Read what `source` gives; returns what it does not."""
+        left = dict.fromkeys(shards)
+        tier = "s3" if source.kind == "s3" else source.kind if source.node == self._part.node else "peer"
+        problems: list[str] = []
+        try:
+            check(self._access.given_up, str(source))
+            for shard, data in self._access.tier(source, self._part.node).read(source, shards):
+                if isinstance(data, RecoveryError):
+                    problems.append(str(data))
+                elif data.nbytes != self._layout.shard_bytes(shard):
+                    problems.append(f"{shard} from {source} has {data.nbytes} bytes")
+                else:
+                    self._put(shard, data, tier)
+                    del left[shard]
+                check(self._access.given_up, str(source))
+        except Abandoned:
+            raise
+        except (RecoveryError, OSError) as error:
+            problems.append(f"{source}: {error}")
+        if left:
+            logger.warning("%d shards not from %s: %s", len(left), source, "; ".join(problems[:3]))
+            with self._lock:
+                self._failures += problems
+                self._bad += [(source, shard) for shard in left]
+        return list(left)
+
+    def _put(self, shard: ShardId, data: Tensor, tier: str) -> None:
+        """Write raw bytes, or a tensor of the shard's own type, where the shard belongs."""
+        target = self._targets[shard]
+        if data.dtype == torch.uint8 and target.dtype != torch.uint8:
+            data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
+        target.copy_(data.view(target.shape))
+        with self._lock:
+            self._arrived[shard] = target
+            self._here.add(shard)
+            self._came.notify_all()
+            self._bytes[tier] += target.nbytes
+            done = self._bytes.total()
+        if self._progress is not None:
+            self._progress(done, self._total)

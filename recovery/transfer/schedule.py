@@ -1,0 +1,138 @@
+"""Who gets which shard from where: a pure function from needs, holders and link speeds to a schedule. No torch, no
+clock.
+
+Every shard that a worker needs and has not in its own memory comes from the nearest tier that holds it: its own
+node's memory, its own node's disk, a peer, and durable storage only for what nobody alive holds. Within a tier the
+sources are chosen so that the slowest link finishes first. A node fetches a shard once and hands it on to its other
+workers; a shard that several nodes lack is handed on between them when its holders' links would be the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import Layout, ShardId
+from recovery.transfer.balance import Assignment, assign
+from recovery.transfer.links import Links
+from recovery.transfer.messages import Message, make_messages
+from recovery.transfer.placement import Placement
+
+TIERS = ("memory", "disk", "peer", "s3")
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Shards that one worker is to get from the first of `sources` that gives them; the rest are fallbacks, nearest
+    first.
+    """
+
+    sources: tuple[Source, ...]
+    shards: tuple[ShardId, ...]
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """What one worker does in a restore: keep, fetch by itself, and exchange with other workers.
+
+    `keep` are shards in its own live memory. `fetches` have a first source that the worker reads itself (its node's
+    memory or disk, a peer's agent, s3). `messages` are its sends and receives over the group, in the order that all
+    workers share, so that no two wait for each other; `message_fallbacks` say where else a received shard lies.
+    """
+
+    worker: str
+    node: str
+    step: int
+    keep: tuple[ShardId, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+    messages: tuple[Message, ...] = ()
+    message_fallbacks: tuple[Fetch, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransferSchedule:
+    """The whole restore. `makespan_s` is the busiest resource's time, `lower_bound_s` what no schedule of these
+    tiers beats.
+
+    `bytes_by_tier` counts what each tier is to give, all workers together; kept shards move nothing and count
+    nowhere.
+    """
+
+    step: int
+    parts: Mapping[str, WorkerPart]
+    makespan_s: float
+    lower_bound_s: float
+    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _sources(self) -> dict[tuple[str, ShardId], tuple[Source, ...]]:
+        table: dict[tuple[str, ShardId], tuple[Source, ...]] = {}
+        for part in self.parts.values():
+            for fetch in (*part.fetches, *part.message_fallbacks):
+                table.update({(part.worker, shard): fetch.sources for shard in fetch.shards})
+        return table
+
+    def sources_of(self, worker: str, shard: ShardId) -> tuple[Source, ...]:
+        """The ordered sources of a shard that `worker` must get; empty for one that it keeps."""
+        return self._sources.get((worker, shard), ())
+
+
+def schedule(
+    layout: Layout,
+    node_by_worker: Mapping[str, str],
+    holdings: Iterable[Holding],
+    step: int,
+    links: Links | None = None,
+    *,
+    excluded: Collection[tuple[Source, ShardId]] = (),
+    obtained: Mapping[str, Collection[ShardId]] | None = None,
+) -> TransferSchedule:
+    """The schedule that fills `layout` with the state of `step`.
+
+    `node_by_worker` places every worker of the layout. `holdings` may hold any steps; those of `step` count.
+    `excluded` names copies that proved bad; `obtained` the shards that workers already have from an earlier round.
+
+    Raises:
+        NotRestorable: some shard has no source left.
+    """
+    links = links or Links()
+    placement = Placement.of(layout, node_by_worker, holdings, step, frozenset(excluded), obtained or {})
+    assignment = assign(placement, links)
+    return _as_schedule(placement, assignment)
+
+
+def _as_schedule(placement: Placement, assignment: Assignment) -> TransferSchedule:
+    messages = make_messages(assignment.sends, placement)
+    messages_by_worker: dict[str, list[Message]] = {}
+    for message in messages:
+        messages_by_worker.setdefault(message.source, []).append(message)
+        messages_by_worker.setdefault(message.destination, []).append(message)
+    workers = sorted({*placement.node_by_worker, *messages_by_worker})
+    parts = {
+        worker: WorkerPart(
+            worker=worker,
+            node=placement.node_of(worker),
+            step=placement.step,
+            keep=tuple(placement.shards[shard] for shard in placement.kept.get(worker, ())),
+            fetches=_fetches(placement, assignment.fetches.get(worker, {})),
+            messages=tuple(messages_by_worker.get(worker, ())),
+            message_fallbacks=_fetches(placement, assignment.received.get(worker, {})),
+        )
+        for worker in workers
+    }
+    return TransferSchedule(
+        step=placement.step,
+        parts=parts,
+        makespan_s=assignment.makespan_s,
+        lower_bound_s=assignment.lower_bound_s,
+        bytes_by_tier=dict(zip(TIERS, assignment.tier_bytes, strict=True)),
+    )
+
+
+def _fetches(placement: Placement, shards_by_sources: Mapping[tuple[Source, ...], list[int]]) -> tuple[Fetch, ...]:
+    return tuple(
+        Fetch(sources, tuple(placement.shards[shard] for shard in shards))
+        for sources, shards in shards_by_sources.items()
+    )

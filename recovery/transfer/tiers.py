@@ -1,0 +1,92 @@
+"""One protocol for every tier that a worker reads by itself: its node's memory and disk, a peer's agent, durable
+storage.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recovery.errors import RecoveryError, ShardCorrupt, ShardUnavailable
+from recovery.local.agent_store import AgentStore
+from recovery.peers.client import ShardClient
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId
+
+Piece = Tensor | RecoveryError
+
+# Snapshots are mapped read-only, and nothing here writes to them.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+
+
+class Tier(Protocol):
+    """Reads shards of one source; what it yields is checked against the holder's recorded checksum.
+
+    Yields each shard once, in any order: a CPU tensor (uint8 bytes, or the unit's own type), valid until the next
+    one is asked for, or the error that says why this shard is not to be had here. Shards may be left out at the
+    end.
+
+    Raises:
+        RecoveryError, OSError: nothing more comes from this source.
+    """
+
+    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]: ...
+
+
+ReadDurable = Callable[[str, int, Sequence[ShardId]], Iterable[tuple[ShardId, Tensor]]]
+
+
+@dataclass(frozen=True)
+class NodeTier:
+    """The reader's own node: snapshots mapped from its host memory and its disk."""
+
+    store: AgentStore
+
+    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+        for shard in shards:
+            try:
+                yield shard, _as_tensor(self.store.read(source, shard))
+            except (ShardUnavailable, ShardCorrupt) as error:
+                yield shard, error
+
+
+@dataclass(frozen=True)
+class PeerTier:
+    """Other nodes' memory and disks, through their agents' shard servers: node -> (host, port, token)."""
+
+    agents: Mapping[str, tuple[str, int, str]]
+    timeout_s: float
+    given_up: threading.Event | None = None
+
+    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+        endpoint = self.agents.get(source.node)
+        if endpoint is None:
+            raise ShardUnavailable(shards[0], str(source), "its node has no agent")
+        with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, given_up=self.given_up) as client:
+            for shard, data in client.read(source, shards):
+                yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
+
+
+@dataclass(frozen=True)
+class DurableTier:
+    """Committed checkpoints; `read_durable(uri, step, shards)` yields verified tensors."""
+
+    read_durable: ReadDurable
+
+    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+        try:
+            yield from self.read_durable(source.name, source.step, shards)
+        except KeyError as error:
+            raise ShardUnavailable(error.args[0], str(source), "the checkpoint has no such shard") from error
+
+
+def _as_tensor(data: memoryview) -> Tensor:
+    if not data.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8)
