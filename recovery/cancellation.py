@@ -10,23 +10,23 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from recovery.errors import Abandoned
+from recovery.errors import Cancelled
 
 WAKE_S = 0.05
-"""Between two looks whether the caller has given up."""
+"""Between two looks whether the caller has cancelled."""
 T = TypeVar("T")
 
 
-def call_until(given_up: threading.Event | None, call: Callable[[], T], what: str) -> T:
-    """`call()`; with `given_up`, in a thread of its own, which is left to end at the call's own deadline if the event comes first:
+def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: str) -> T:
+    """`call()`; with `cancelled`, in a thread of its own, which is left to end at the call's own deadline if the event comes first:
     nothing wakes a thread in a connect, a handshake or a file server's silence. What it brings then is dropped.
 
     Raises:
-        Abandoned: given up; `what` says of what. And what `call` raises.
+        Cancelled: cancelled before the end; `what` says of what. And what `call` raises.
     """
-    if given_up is None:
+    if cancelled is None:
         return call()
-    check(given_up, what)
+    check(cancelled, what)
     done: Future[T] = Future()
 
     def run() -> None:
@@ -37,36 +37,36 @@ def call_until(given_up: threading.Event | None, call: Callable[[], T], what: st
 
     threading.Thread(target=run, name=f"call {what}", daemon=True).start()
     while not wait([done], WAKE_S).done:
-        check(given_up, what)
+        check(cancelled, what)
     return done.result()
 
 
-def await_bytes(connection: socket.socket, given_up: threading.Event | None, what: str) -> None:
+def await_bytes(connection: socket.socket, cancelled: threading.Event | None, what: str) -> None:
     """Until the connection has bytes (or its end) to read, at most for its own timeout.
 
     Raises:
-        Abandoned: given up. TimeoutError: nothing came.
+        Cancelled: it was cancelled. TimeoutError: nothing came.
     """
     patience = connection.gettimeout()
-    if given_up is None or patience is None:
+    if cancelled is None or patience is None:
         return
     poll, until = select.poll(), time.monotonic() + patience
     poll.register(connection, select.POLLIN)
     while not poll.poll(1000 * WAKE_S):
-        check(given_up, what)
+        check(cancelled, what)
         if time.monotonic() > until:
             raise TimeoutError(f"nothing came within {patience:.3g} s")
 
 
-def pause(given_up: threading.Event | None, seconds: float, what: str) -> None:
-    """Sleeps. Raises Abandoned once the event is set."""
-    if given_up is None:
+def pause(cancelled: threading.Event | None, seconds: float, what: str) -> None:
+    """Sleeps. Raises Cancelled once the event is set."""
+    if cancelled is None:
         time.sleep(seconds)
-    elif given_up.wait(seconds):
-        raise Abandoned(what)
+    elif cancelled.wait(seconds):
+        raise Cancelled(what)
 
 
-def check(given_up: threading.Event | None, what: str) -> None:
-    """Raises Abandoned once the event is set."""
-    if given_up is not None and given_up.is_set():
-        raise Abandoned(what)
+def check(cancelled: threading.Event | None, what: str) -> None:
+    """Raises Cancelled once the event is set."""
+    if cancelled is not None and cancelled.is_set():
+        raise Cancelled(what)

@@ -82,13 +82,13 @@ class PeerRefused(RecoveryError, PermissionError):
 
 
 @dataclass(eq=False, repr=False)
-class Abandoned(RecoveryError):
+class Cancelled(RecoveryError):
     """Whoever wanted this has given it up meanwhile. Nothing is known against the source."""
 
     what: str
 
     def __str__(self) -> str:
-        return f"given up: {self.what}"
+        return f"cancelled: {self.what}"
 
 
 @dataclass(eq=False, repr=False)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from planner.plan import Plan
-from recovery.peers.replication_targets import Duty
+from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 
@@ -57,7 +57,7 @@ class GenerationOrder:
 
     `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read
     from the pretrained weights): every participant finds its own part in it, as receiver and as live source.
-    `duties` is what this worker's agent copies to other nodes in every round; `replicates` whether anybody has any,
+    `replication_targets` is what this worker's agent copies to other nodes in every round; `replicates` whether anybody has any,
     and so whether there are rounds.
     """
 
@@ -73,7 +73,7 @@ class GenerationOrder:
     agents: Mapping[str, AgentEndpoint]
     checkpoint_shards: frozenset[ShardId]
     pace: Any | None = None
-    duties: tuple[Duty, ...] = ()
+    replication_targets: tuple[ReplicationTarget, ...] = ()
     replicates: bool = False
     replicate_bytes_per_s: float | None = None
 

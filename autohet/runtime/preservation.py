@@ -17,8 +17,16 @@ from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.snapshot import SnapshotWriter, remove_older
-from recovery.peers.replication import Duties, Endpoint, Round, read_pushed, withdraw, write_duties, write_round
-from recovery.peers.replication_rounds import Rounds, Standing, Turns
+from recovery.peers.replication import (
+    Endpoint,
+    ReplicationTargets,
+    Round,
+    read_pushed,
+    withdraw,
+    write_round,
+    write_targets,
+)
+from recovery.peers.replication_rounds import PreservationStatus, Rounds, Turns
 from recovery.storage.errors import StorageTimeout
 from recovery.storage.protocol import Storage
 
@@ -26,7 +34,7 @@ logger = logging.getLogger("autohet.worker")
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `settle`, `is_turn`, `keep`, `standing` and `before_update` are called by the generation's
+    """Owned by the worker; `begin`, `settle`, `is_turn`, `keep`, `status` and `before_update` are called by the generation's
     thread, the rest by reports.
     """
 
@@ -99,17 +107,17 @@ class Preservation:
             remove_older(directory, place.worker, order.generation, but_steps=kept)
         self._rounds = Rounds(self._replicate_every if order.replicates and self._every else 0)
         withdraw(directory, place.worker)
-        if order.duties and self._rounds.every:
+        if order.replication_targets and self._rounds.every:
             endpoints = tuple(Endpoint(e.node, e.host, e.port) for e in order.agents.values())
-            duties = Duties(
+            targets = ReplicationTargets(
                 place.worker,
                 order.generation,
-                order.duties,
+                order.replication_targets,
                 endpoints,
                 order.replicate_bytes_per_s,
                 self._push_timeout_s,
             )
-            write_duties(directory, duties)
+            write_targets(directory, targets)
 
     def _on_disk(self, order: GenerationOrder) -> SnapshotWriter | None:
         """The writer of this node's disk copies; None, with a warning, where the disk has no room: no reason to stop."""
@@ -146,26 +154,26 @@ class Preservation:
             self._disk = None
         writer.close()
 
-    def standing(self) -> Standing:
+    def status(self) -> PreservationStatus:
         """What this worker says in the vote: of its part of the open round, and whether an earlier checkpoint is still written."""
         writing = self._uploader.busy or (self._disk is not None and self._disk.busy)
-        return replace(self._round_standing(), writing=writing)
+        return replace(self._round_status(), writing=writing)
 
-    def _round_standing(self) -> Standing:
+    def _round_status(self) -> PreservationStatus:
         """Its snapshot is there, and what its agent has to copy is copied."""
         step, order = self._rounds.open, self._order
         if step is None or order is None:
-            return Standing()
+            return PreservationStatus()
         if self._snapshots is None:
-            return Standing(failed=True)
+            return PreservationStatus(failed=True)
         if not self._snapshots.has(step):
-            return Standing(pending=self._snapshots.busy, failed=not self._snapshots.busy)
-        if not order.duties:
-            return Standing()
+            return PreservationStatus(pending=self._snapshots.busy, failed=not self._snapshots.busy)
+        if not order.replication_targets:
+            return PreservationStatus()
         pushed = read_pushed(self._place.memory_directory, self._place.worker)
         if pushed is None or (pushed.generation, pushed.step) != (order.generation, step):
-            return Standing(pending=True)
-        return Standing(failed=pushed.error is not None)
+            return PreservationStatus(pending=True)
+        return PreservationStatus(failed=pushed.error is not None)
 
     def settle(self, *, pending: bool, failed: bool) -> None:
         """What the step's vote says of the open round."""
@@ -196,7 +204,7 @@ class Preservation:
         if writer is None:
             return
         writer.hold(self._rounds.held)
-        if opened and order.duties:
+        if opened and order.replication_targets:
             write_round(self._place.memory_directory, Round(self._place.worker, order.generation, step, self._complete))
         try:
             writer.start(step, state, self._timeout_s)

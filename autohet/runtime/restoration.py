@@ -25,17 +25,17 @@ def restore_state(
     arrived: dict[ShardId, Tensor],
     storage: Storage,
     timeout_s: float,
-    given_up: threading.Event,
+    cancelled: threading.Event,
 ) -> Restored:
     """The local state of the order's layout, and where it came from; every participant calls it, and it blocks. `arrived` fills
-    up meanwhile. Once `given_up` is set nothing here waits for storage or for an agent.
+    up meanwhile. Once `cancelled` is set nothing here waits for storage or for an agent.
     """
     assert order.transfers is not None
     store = AgentStore(place.memory_directory, place.disk_directory, place.node)
     agents = {node: (endpoint.host, endpoint.port, endpoint.token) for node, endpoint in order.agents.items()}
     try:
-        with DurableReads(storage, given_up) as durable:
-            access = Access(store, agents, durable, timeout_s, given_up=given_up)
+        with DurableReads(storage, cancelled) as durable:
+            access = Access(store, agents, durable, timeout_s, cancelled=cancelled)
             return restore(order.transfers, place.worker, order.layout, live, world, access, device, arrived=arrived)
     finally:
         store.close()

@@ -28,7 +28,7 @@ from autohet.runtime.optimizer import clip_factor, update
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.place import Place, place_of
 from planner.plan import Plan
-from recovery.peers.replication_rounds import Standing
+from recovery.peers.replication_rounds import PreservationStatus
 
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -99,7 +99,7 @@ class StageTrainer:
         self, config: PreTrainedConfig, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection, device: torch.device,
         state: dict[str, Tensor], step: int, pace: Pace | None = None, phase_hook: PhaseHook | None = None,
         before_update: Callable[[], None] | None = None, overlap: bool | None = None,
-        standing: Callable[[], Standing] | None = None,
+        preservation_status: Callable[[], PreservationStatus] | None = None,
     ) -> None:  # fmt: skip
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
@@ -108,7 +108,7 @@ class StageTrainer:
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
-        self._hook, self._before_update, self._standing = phase_hook, before_update, standing
+        self._hook, self._before_update, self._preservation_status = phase_hook, before_update, preservation_status
         self._device, self._groups = device, groups
         self._updated: set[str] = set()
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
@@ -224,9 +224,9 @@ class StageTrainer:
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if counts else (0.0, 0.0)
         mine[3], mine[4], mine[5] = float(self._stop.is_set()), float(self._checkpoint.is_set()), 1.0
-        if self._standing is not None:
-            standing = self._standing()
-            mine[6], mine[7], mine[8] = float(standing.pending), float(standing.failed), float(standing.writing)
+        if self._preservation_status is not None:
+            status = self._preservation_status()
+            mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
         self._updated.clear()
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")

@@ -36,7 +36,7 @@ from autohet.runtime.preservation import Preservation
 from autohet.runtime.state_source import StateSource
 from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
 from planner.errors import ConfigError
-from recovery.errors import Abandoned, RecoveryError, RestoreError
+from recovery.errors import Cancelled, RecoveryError, RestoreError
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.open import open_storage
 from recovery.transfer.restore import LiveState
@@ -168,7 +168,7 @@ class Worker:
         try:
             phase = self._generation(order, groups)
             self._set(order.generation, phase)
-        except (Interrupted, PeerLost, Abandoned) as error:
+        except (Interrupted, PeerLost, Cancelled) as error:
             self._set(order.generation, Phase.HALTED, f"{type(error).__name__}: {error}")
         except ConfigError as error:
             self._set(order.generation, Phase.FAILED, str(error), unfit=True)
@@ -234,7 +234,7 @@ class Worker:
         self._preservation.begin(order)
         trainer = StageTrainer(
             self.config, order.plan, self.place.worker, groups, self.job.training, self.device, state, order.start_step, order.pace,
-            self._hook, self._preservation.before_update, standing=self._preservation.standing,
+            self._hook, self._preservation.before_update, preservation_status=self._preservation.status,
         )  # fmt: skip
         with self._lock:
             self._trainer = trainer

@@ -22,13 +22,13 @@ class DurableReads:
     """A `recovery.transfer.tiers.ReadDurable` for any number of threads. Contacts nothing before the first read.
 
     At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends leases and threads, once
-    nobody reads any more; the storage is its owner's. Once `given_up` is set, every read ends with Abandoned and `close` waits
+    nobody reads any more; the storage is its owner's. Once `cancelled` is set, every read ends with Cancelled and `close` waits
     for no answer of the storage.
     """
 
-    def __init__(self, storage: Storage, given_up: threading.Event | None = None) -> None:
-        self._storage, self._given_up = storage, given_up
-        self._read_from = storage if given_up is None else storage.until(given_up)
+    def __init__(self, storage: Storage, cancelled: threading.Event | None = None) -> None:
+        self._storage, self._cancelled = storage, cancelled
+        self._read_from = storage if cancelled is None else storage.until(cancelled)
         self._lock = threading.Lock()
         self._leases = ExitStack()
         self._manifest_by_step: dict[int, Manifest] = {}
@@ -46,7 +46,7 @@ class DurableReads:
         """Read once, under a lease that retention respects until `close`."""
         with self._lock:
             if step not in self._manifest_by_step:
-                reading = reading_checkpoint(self._storage, step, given_up=self._given_up)
+                reading = reading_checkpoint(self._storage, step, cancelled=self._cancelled)
                 self._manifest_by_step[step] = self._leases.enter_context(reading)
             return self._manifest_by_step[step]
 

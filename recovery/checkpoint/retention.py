@@ -15,7 +15,7 @@ from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.dcp import METADATA_NAME
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
 from recovery.checkpoint.write import step_prefix
-from recovery.errors import Abandoned
+from recovery.errors import Cancelled
 from recovery.storage.errors import StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
@@ -39,18 +39,18 @@ class Removal:
 
 @contextmanager
 def reading_checkpoint(
-    storage: Storage, step: int | None = None, lease_s: float = LEASE_S, given_up: threading.Event | None = None
+    storage: Storage, step: int | None = None, lease_s: float = LEASE_S, cancelled: threading.Event | None = None
 ) -> Iterator[Manifest]:
     """Open the checkpoint of `step` (the newest when None) and keep retention, of any process, from removing it.
 
     The lease is an object in the checkpoint, renewed by a thread while the block runs, however long; it ends with the block
     or, if this process dies, `lease_s` after the last renewal. On a storage that may only be read there is no lease,
-    which is logged. Once `given_up` is set nothing here waits for the storage any more: the thread ends the lease by itself.
+    which is logged. Once `cancelled` is set nothing here waits for the storage any more: the thread ends the lease by itself.
 
     Raises:
-        CheckpointMissing: there is none (any more). Abandoned: given up before.
+        CheckpointMissing: there is none (any more). Cancelled: it was cancelled before.
     """
-    asked = storage if given_up is None else storage.until(given_up)
+    asked = storage if cancelled is None else storage.until(cancelled)
     step = open_checkpoint(asked, step).step
     lease = f"{step_prefix(step)}reader-{uuid.uuid4().hex[:12]}-{int(lease_s)}.lease"
     try:
@@ -67,8 +67,8 @@ def reading_checkpoint(
     finally:
         done.set()
         if lease:
-            with suppress(Abandoned):
-                call_until(given_up, lambda: keeper.join(2 * storage.options.request_timeout_s), "the end of a lease")
+            with suppress(Cancelled):
+                call_until(cancelled, lambda: keeper.join(2 * storage.options.request_timeout_s), "the end of a lease")
 
 
 def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -> None:
@@ -122,7 +122,7 @@ def remove_orphans(storage: Storage, writing: Collection[int] = (), min_age_s: f
     for info in storage.list("step-"):
         if match := _STEP.match(info.name):
             by_step.setdefault(int(match[1]), []).append(info)
-    removed, count = [], storage.abandon_uploads("step-", min_age_s)
+    removed, count = [], storage.abort_uploads("step-", min_age_s)
     for step, objects in sorted(by_step.items()):
         if step in writing or _leased(objects, now):
             continue

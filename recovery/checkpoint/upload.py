@@ -12,7 +12,7 @@ import torch
 from recovery.checkpoint.errors import UploadFailed
 from recovery.checkpoint.write import MAX_FILE_BYTES, WorkerReceipt, write_views
 from recovery.errors import RecoveryError
-from recovery.state.borrowed import Lent
+from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import shard_views
 from recovery.storage.errors import StorageTimeout
@@ -38,7 +38,7 @@ class UploaderBusy(RecoveryError):
 class _Task:
     step: int
     worker: str
-    lent: Lent
+    borrowed: BorrowedState
     layout: Layout
     ids: Collection[ShardId]
 
@@ -89,7 +89,7 @@ class Uploader:
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
             self._busy_with, self._outcome, self._copied = step, None, False
-        self._tasks.put(_Task(step, worker, Lent(state), layout, ids))
+        self._tasks.put(_Task(step, worker, BorrowedState(state), layout, ids))
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
         """Block until the tensors given to `submit` may change; at once if there are none.
@@ -174,14 +174,14 @@ class Uploader:
     def _copies(self, task: _Task) -> dict[ShardId, torch.Tensor]:
         """The shards in host memory; the tensors that they are of are let go."""
         try:
-            with task.lent.reading() as state:
+            with task.borrowed.reading() as state:
                 held = shard_views(task.layout.tensors, task.layout.shards_by_worker[task.worker], state)
                 views = {shard: _host_copy(held[shard]) for shard in task.ids}
-            if task.lent.changed:
+            if task.borrowed.changed:
                 raise UploadFailed(f"the state of step {task.step} was changed while it was being copied")
             return views
         finally:
-            task.lent.release()
+            task.borrowed.release()
             with self._changed:
                 self._copied = True
                 self._changed.notify_all()

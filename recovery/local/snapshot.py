@@ -19,7 +19,7 @@ import torch
 
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
-from recovery.state.borrowed import Lent
+from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, TensorSpec, units_by_tensor
 from recovery.state.slices import TORCH_DTYPES, check_local, unit_views
 
@@ -67,7 +67,7 @@ class SnapshotWriter:
         self._held: frozenset[int] = frozenset()
         self._keep_older, self._commits = keep_older, 0
         self._changed = threading.Condition()
-        self._job: tuple[int, Lent] | None = None
+        self._job: tuple[int, BorrowedState] | None = None
         self._copied = True
         self._error: RecoveryError | None = None
         self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
@@ -135,7 +135,7 @@ class SnapshotWriter:
         with self._changed:
             assert not self._closed, "start() after close()"
             self._copied = False
-            self._job = (step, Lent(state))
+            self._job = (step, BorrowedState(state))
             self._changed.notify_all()
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
@@ -182,18 +182,18 @@ class SnapshotWriter:
                 self._changed.wait_for(lambda: self._job is not None or self._closed)
                 if self._job is None:
                     return
-                step, lent = self._job
+                step, borrowed = self._job
             error: RecoveryError | None = None
             buffer: _Buffer | None = None
             try:
                 buffer = self._free_buffer(step)
                 if buffer is not None:
-                    self._take(buffer, step, lent)
+                    self._take(buffer, step, borrowed)
             except (RecoveryError, ValueError, RuntimeError, OSError) as failure:
                 why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
                 path = self.directory if buffer is None else buffer.file.path
                 error = SnapshotError(str(path), f"step {step} was not taken: {why}")
-            lent.release()
+            borrowed.release()
             with self._changed:
                 self._job, self._copied = None, True
                 self._error = error or self._error
@@ -218,12 +218,12 @@ class SnapshotWriter:
                 logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
         return None
 
-    def _take(self, buffer: _Buffer, step: int, lent: Lent) -> None:
+    def _take(self, buffer: _Buffer, step: int, borrowed: BorrowedState) -> None:
         buffer.file.begin()
         with self._changed:
             buffer.step = None
-        buffer.copy_from(lent)
-        if lent.changed:
+        buffer.copy_from(borrowed)
+        if borrowed.changed:
             raise SnapshotError(str(buffer.file.path), "the state was changed while it was being copied")
         with self._changed:
             self._copied = True
@@ -287,12 +287,12 @@ class _Buffer:
         return self._bytes[offset : offset + num_bytes].view(TORCH_DTYPES[spec.dtype]).view(shape)
 
     @torch.no_grad()
-    def copy_from(self, lent: Lent) -> None:
+    def copy_from(self, borrowed: BorrowedState) -> None:
         """Fill the file from the worker's local tensors; returns when they may change."""
-        if lent.on_device:
+        if borrowed.on_device:
             self._register()
-        with lent.reading() as state:
-            self._copy_all(state, non_blocking=lent.on_device)
+        with borrowed.reading() as state:
+            self._copy_all(state, non_blocking=borrowed.on_device)
 
     def _copy_all(self, state: Mapping[str, torch.Tensor], non_blocking: bool) -> None:
         for name, targets in self._targets.items():

@@ -230,16 +230,16 @@ class SnapshotFileWriter:
     not as a SIGBUS in the middle of a copy.
 
     Raises:
-        SnapshotError: the file cannot be made (no space, no permission), or `give_up()` became true meanwhile.
+        SnapshotError: the file cannot be made (no space, no permission), or `cancelled()` became true meanwhile.
     """
 
-    def __init__(self, path: Path, file_map: FileMap, give_up: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, path: Path, file_map: FileMap, cancelled: Callable[[], bool] = lambda: False) -> None:
         self.path = path
         self.map = file_map
         self._sequence = 0
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            self._map = _create(temporary, file_map, give_up)
+            self._map = _create(temporary, file_map, cancelled)
             os.replace(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ class SnapshotFileWriter:
         """The whole file; shards lie at `map.extents`."""
         return self._map
 
-    def populate(self, give_up: Callable[[], bool] = lambda: False) -> bool:
+    def populate(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Map every page now, for writing, while other threads run: page by page, at the first copy, it takes five times as
         long as the copy. False where it was told to give up or the system cannot (Linux before 5.14).
         """
@@ -259,7 +259,7 @@ class SnapshotFileWriter:
         for start in range(0, len(self._map), POPULATE_BYTES):
             length = min(POPULATE_BYTES, len(self._map) - start)
             # By ctypes, since mmap.madvise would keep the interpreter to itself.
-            if give_up() or _LIBC.madvise(
+            if cancelled() or _LIBC.madvise(
                 ctypes.c_void_p(address + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE
             ):
                 return False
@@ -294,12 +294,12 @@ class SnapshotFileWriter:
             self._map.close()
 
 
-def _create(path: Path, file_map: FileMap, give_up: Callable[[], bool]) -> mmap.mmap:
+def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> mmap.mmap:
     prefix, header = file_map.prefix_and_header()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w+b") as file:
         for start in range(0, file_map.file_bytes, CLAIM_BYTES):
-            if give_up():
+            if cancelled():
                 raise OSError(errno.ECANCELED, "it is not wanted any more")
             os.posix_fallocate(file.fileno(), start, min(CLAIM_BYTES, file_map.file_bytes - start))
         file.write(prefix)

@@ -45,13 +45,13 @@ class ShardClient:
 
     def __init__(
         self, host: str, port: int, token: str, timeout_s: float, *, reuse_buffer: bool = False,
-        given_up: threading.Event | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:  # fmt: skip
         """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection, each wait for
         bytes and (beside a minimal speed) each shard. With `reuse_buffer` what `read` yields is valid until the
-        next. Once `given_up` is set, a read ends with Abandoned.
+        next. Once `cancelled` is set, a read ends with Cancelled.
         """
-        self._given_up = given_up
+        self._cancelled = cancelled
         self._reuse_buffer = reuse_buffer
         self._scratch = np.empty(0, dtype=np.uint8)
         self.peer = f"{host}:{port}"
@@ -72,7 +72,7 @@ class ShardClient:
         With `into`, shards named there are received straight into that memory (which holds anything after a failure).
 
         Raises:
-            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Abandoned.
+            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Cancelled.
         """
         finished = False
         try:
@@ -135,23 +135,23 @@ class ShardClient:
     def _ask(self, request: dict[str, object]) -> socket.socket:
         if self._connection is None:
             connect = partial(socket.create_connection, self._address, self._timeout_s)
-            self._connection = call_until(self._given_up, connect, self.peer)
+            self._connection = call_until(self._cancelled, connect, self.peer)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._greet(self._connection)
         send_request(self._connection, request)
         return self._connection
 
     def _greet(self, connection: socket.socket) -> None:
-        mac = mac_of(self._token, bytes(receive(connection, NONCE_BYTES, self._given_up)))
+        mac = mac_of(self._token, bytes(receive(connection, NONCE_BYTES, self._cancelled)))
         connection.sendall(HELLO.pack(VERSION, mac))
-        if receive(connection, 1, self._given_up)[0] != OK:
+        if receive(connection, 1, self._cancelled)[0] != OK:
             self.close()
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")
 
     def _reply(
         self, connection: socket.socket, source: Source, shard: ShardId, memory: memoryview | None
     ) -> ShardReply:
-        status, crc, length = REPLY.unpack(receive(connection, REPLY.size, self._given_up))
+        status, crc, length = REPLY.unpack(receive(connection, REPLY.size, self._cancelled))
         where = f"{self.peer}, {source}"
         if status == UNAVAILABLE:
             return ShardUnavailable(shard, where, "the peer has it no more")
@@ -160,7 +160,7 @@ class ShardClient:
         if length > MAX_SHARD_BYTES or (memory is not None and length != len(memory)):
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
         data = self._memory(length) if memory is None else memory
-        receive_into(connection, data, self._given_up)
+        receive_into(connection, data, self._cancelled)
         return data if checksum(data) == crc else ShardCorrupt(shard, where, "the bytes are not those committed")
 
     def _memory(self, length: int) -> memoryview:

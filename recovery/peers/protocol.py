@@ -72,25 +72,25 @@ def receive_request(connection: socket.socket) -> dict[str, Any] | None:
     return document
 
 
-def receive(connection: socket.socket, length: int, given_up: threading.Event | None = None) -> bytearray:
+def receive(connection: socket.socket, length: int, cancelled: threading.Event | None = None) -> bytearray:
     """Exactly `length` bytes (a short message)."""
     data = bytearray(length)
-    receive_into(connection, memoryview(data), given_up)
+    receive_into(connection, memoryview(data), cancelled)
     return data
 
 
-def receive_into(connection: socket.socket, view: memoryview, given_up: threading.Event | None = None) -> None:
+def receive_into(connection: socket.socket, view: memoryview, cancelled: threading.Event | None = None) -> None:
     """Fill `view`.
 
     Raises:
         ConnectionError: the peer hung up before. TimeoutError: nothing came within the socket's timeout, or all of it
-            took longer than that and the time that MIN_BYTES_PER_S allows. Abandoned: `given_up` was set before.
+            took longer than that and the time that MIN_BYTES_PER_S allows. Cancelled: `cancelled` was set before.
     """
     length, got = len(view), 0
     patience = connection.gettimeout()
     until = None if patience is None else time.monotonic() + patience + length / MIN_BYTES_PER_S
     while got < length:
-        await_bytes(connection, given_up, "bytes of a peer")
+        await_bytes(connection, cancelled, "bytes of a peer")
         count = connection.recv_into(view[got:], min(length - got, _PIECE_BYTES))
         if count == 0:
             raise ConnectionError(f"the peer hung up after {got} of {length} bytes")

@@ -1,6 +1,6 @@
 """Copies of what one node alone holds, in another node's host memory: what a worker asks for and its node's agent does.
 
-The worker writes two small files beside its snapshots: `<worker>.duties` once a generation (which shards go to which
+The worker writes two small files beside its snapshots: `<worker>.targets` once a generation (which shards go to which
 nodes) and `<worker>.round` when a round opens (which step). The agent's `Replicator` waits for that step's snapshot,
 pushes, and writes `<worker>.pushed`, which the worker reads before its votes. All of them are replaced whole, and none
 is waited for by anybody: training never stands still for a copy.
@@ -23,7 +23,7 @@ import msgspec
 from recovery.errors import RecoveryError, ShardUnavailable
 from recovery.local.agent_store import AgentStore
 from recovery.peers.client import ShardClient
-from recovery.peers.replication_targets import Duty
+from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.storage.protocol import BandwidthLimit
@@ -44,12 +44,12 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int
 
 
-class Duties(msgspec.Struct, frozen=True):
+class ReplicationTargets(msgspec.Struct, frozen=True):
     """What one worker's agent pushes in every round of a generation; bandwidth in bytes/s, None: as much as there is."""
 
     worker: str
     generation: int
-    duties: tuple[Duty, ...]
+    targets: tuple[ReplicationTarget, ...]
     endpoints: tuple[Endpoint, ...]
     max_bytes_per_s: float | None
     timeout_s: float
@@ -67,16 +67,16 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """How a round ended at one node: all its duties are done, or `error` says what was not."""
+    """How a round ended at one node: all its targets are done, or `error` says what was not."""
 
     generation: int
     step: int
     error: str | None = None
 
 
-def write_duties(directory: Path | str, duties: Duties) -> None:
+def write_targets(directory: Path | str, targets: ReplicationTargets) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
-    _write(Path(directory), duties.worker, "duties", duties)
+    _write(Path(directory), targets.worker, "targets", targets)
 
 
 def write_round(directory: Path | str, opened: Round) -> None:
@@ -91,7 +91,7 @@ def read_pushed(directory: Path | str, worker: str) -> Pushed | None:
 
 def withdraw(directory: Path | str, worker: str) -> None:
     """No more rounds of this worker: its agent lets it be."""
-    for kind in ("round", "duties", "pushed"):
+    for kind in ("round", "targets", "pushed"):
         _path(Path(directory), worker, kind).unlink(missing_ok=True)
 
 
@@ -137,16 +137,16 @@ class Replicator:
 
     def _take(self, opened: Round) -> None:
         """Do one worker's part of a round, if its snapshot is there already."""
-        duties = _read(_path(self._directory, opened.worker, "duties"), Duties)
-        if duties is None or duties.generation != opened.generation:
+        targets = _read(_path(self._directory, opened.worker, "targets"), ReplicationTargets)
+        if targets is None or targets.generation != opened.generation:
             return
         source = Source("memory", self._store.node, opened.worker, opened.step, opened.generation)
         error: str | None = None
         try:
-            for duty in duties.duties:
-                self._push(source, duty, duties, opened)
+            for target in targets.targets:
+                self._push(source, target, targets, opened)
         except ShardUnavailable as missing:
-            if not self._waited(opened, duties.timeout_s):
+            if not self._waited(opened, targets.timeout_s):
                 return  # not committed yet
             error = str(missing)
         except RecoveryError as failure:
@@ -163,17 +163,17 @@ class Replicator:
             return False
         return time.monotonic() - since > timeout_s
 
-    def _push(self, source: Source, duty: Duty, duties: Duties, opened: Round) -> None:
+    def _push(self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round) -> None:
         """To the first peer that takes it; raises what the last one answered."""
-        pieces = {shard: self._checked(source, shard) for shard in duty.shards}
-        endpoints = {endpoint.node: endpoint for endpoint in duties.endpoints}
+        pieces = {shard: self._checked(source, shard) for shard in target.shards}
+        endpoints = {endpoint.node: endpoint for endpoint in targets.endpoints}
         failure: RecoveryError = RecoveryError(f"no peer of {source.node} can be reached")
-        for node in duty.peers:
+        for node in target.peers:
             endpoint = endpoints.get(node)
             if endpoint is None or self._stop.is_set():
                 continue
             try:
-                self._send(endpoint, source, pieces, duties, opened)
+                self._send(endpoint, source, pieces, targets, opened)
                 return
             except RecoveryError as error:
                 failure = error
@@ -188,15 +188,15 @@ class Replicator:
         endpoint: Endpoint,
         source: Source,
         pieces: Mapping[ShardId, tuple[memoryview, int]],
-        duties: Duties,
+        targets: ReplicationTargets,
         opened: Round,
     ) -> None:
         views = {shard: view for shard, (view, _) in pieces.items()}
         crcs = [crc for _, crc in pieces.values()]
         first = next(iter(pieces))
         tensors = self._store.file_of(source, first).map.tensors
-        limit = self._limits.setdefault(duties.max_bytes_per_s, BandwidthLimit(duties.max_bytes_per_s))
-        with ShardClient(endpoint.host, endpoint.port, self._token, duties.timeout_s) as client:
+        limit = self._limits.setdefault(targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s))
+        with ShardClient(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
             client.push(source, tensors, views, checksums=crcs, limit=limit, superseded=opened.complete)
 
 

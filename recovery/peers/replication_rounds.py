@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Standing:
+class PreservationStatus:
     """One worker's part of the open round (neither: its part is done, or no round is open), and whether it is still writing its
     part of an earlier checkpoint.
     """

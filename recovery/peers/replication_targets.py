@@ -22,7 +22,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Duty:
+class ReplicationTarget:
     """Shards of one worker's state that its node's agent pushes after a snapshot to the first of `peers` that takes
     them (names of nodes; the first is the one that the bytes are balanced for).
     """
@@ -32,12 +32,12 @@ class Duty:
     peers: tuple[str, ...]
 
 
-def replica_duties(
+def replication_targets(
     layout: Layout, node_by_worker: Mapping[str, str], peers: Iterable[Peer]
-) -> dict[str, tuple[Duty, ...]]:
+) -> dict[str, tuple[ReplicationTarget, ...]]:
     """By worker, what its node must push so that no node alone holds anything; empty where there is no other node.
 
-    Every shard that one node alone holds is in exactly one duty, of the worker there with the least to push. Peers: another node;
+    Every shard that one node alone holds is in exactly one target, of the worker there with the least to push. Peers: another node;
     not one that leaves, if there is another; another zone, if there is one; then whoever has the fewest bytes. Larger shards first
     (longest processing time first, Graham 1969).
     """
@@ -56,11 +56,11 @@ def replica_duties(
         pushed[worker] += layout.shard_bytes(shard)
         taken[peer] += layout.shard_bytes(shard)
         found.setdefault((worker, peer), []).append(shard)
-    duties: dict[str, tuple[Duty, ...]] = {}
+    targets: dict[str, tuple[ReplicationTarget, ...]] = {}
     for (worker, peer), shards in sorted(found.items()):
         others = [node for group in choices[node_by_worker[worker]] for node in group if node != peer]
-        duties[worker] = (*duties.get(worker, ()), Duty(worker, tuple(sorted(shards)), (peer, *others)))
-    return duties
+        targets[worker] = (*targets.get(worker, ()), ReplicationTarget(worker, tuple(sorted(shards)), (peer, *others)))
+    return targets
 
 
 def _alone(layout: Layout, node_by_worker: Mapping[str, str]) -> list[tuple[ShardId, tuple[str, ...]]]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Lent:
+class BorrowedState:
     """A worker's local state by name, as it is now. Made by the training thread, read by another one; the tensors must not
     change until that one says so. `release` lets go of them.
     """
@@ -27,12 +27,12 @@ class Lent:
 
     @property
     def changed(self) -> bool:
-        """Whether an operation has written to any of them since they were lent."""
+        """Whether an operation has written to any of them since they were borrowed."""
         return self._sum_of_versions() != self._versions
 
     @contextmanager
     def reading(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The state, to be read on a CUDA stream of its own, behind what was under way when it was lent; read at the end."""
+        """The state, to be read on a CUDA stream of its own, behind what was under way when it was borrowed; read at the end."""
         if self._event is None:
             yield self._state
             return

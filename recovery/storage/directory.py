@@ -35,7 +35,7 @@ class DirectoryStorage:
         self._root = Path(path).expanduser().absolute()
         self._options = options
         self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
-        self._given_up: threading.Event | None = None
+        self._cancelled: threading.Event | None = None
 
     def __reduce__(self) -> tuple[Callable[[str, StorageOptions], Storage], tuple[Any, ...]]:
         return DirectoryStorage, (str(self._root), self._options)
@@ -69,11 +69,11 @@ class DirectoryStorage:
                 return file.read(-1 if length is None else length)
 
         data = self._guard(name, read)
-        self._bandwidth.take(len(data), self._given_up)
+        self._bandwidth.take(len(data), self._cancelled)
         return data
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self._bandwidth.take(len(buffer), self._given_up)
+        self._bandwidth.take(len(buffer), self._cancelled)
         got = self._guard(name, lambda: _read_into(self._path(name), start, buffer))
         if got < len(buffer):
             raise ObjectTruncated(f"{self.uri}/{name}", f"has {start + got} bytes, {start + len(buffer)} were expected")
@@ -99,7 +99,7 @@ class DirectoryStorage:
             with contextlib.suppress(OSError):  # not empty: another's object
                 folder.rmdir()
 
-    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         oldest = self.now() - older_than_s
         stale = [path for path in self._temporaries(prefix) if _modified_s(path, default=oldest) < oldest]
         for path in stale:
@@ -120,9 +120,9 @@ class DirectoryStorage:
             return time.time()
         return modified_s
 
-    def until(self, given_up: threading.Event) -> Storage:
+    def until(self, cancelled: threading.Event) -> Storage:
         bound = object.__new__(DirectoryStorage)  # not a copy, which would go through `__reduce__` and open it anew
-        vars(bound).update(vars(self), _given_up=given_up)
+        vars(bound).update(vars(self), _cancelled=cancelled)
         return bound
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class DirectoryStorage:
         with temporary.open("xb", buffering=0) as file:
             for offset in range(0, payload.size, self._options.part_bytes):
                 part = memoryview(payload.read(offset, min(self._options.part_bytes, payload.size - offset)))
-                self._bandwidth.take(len(part), self._given_up)
+                self._bandwidth.take(len(part), self._cancelled)
                 while part:
                     part = part[file.write(part) or 0 :]
             os.fsync(file.fileno())
@@ -160,7 +160,7 @@ class DirectoryStorage:
 
     def _guard(self, name: str, action: Callable[[], T]) -> T:
         try:
-            return call_until(self._given_up, action, f"{self.uri}/{name}")
+            return call_until(self._cancelled, action, f"{self.uri}/{name}")
         except OSError as error:
             raise _storage_error(f"{self.uri}/{name}", error) from error
 

@@ -49,7 +49,7 @@ class ObjectInfo:
 
 
 class Storage(Protocol):
-    """Names to immutable bytes. All methods may be called from several threads; all raise StorageError only (and Abandoned,
+    """Names to immutable bytes. All methods may be called from several threads; all raise StorageError only (and Cancelled,
     where `until` was asked for).
     """
 
@@ -87,7 +87,7 @@ class Storage(Protocol):
         """Remove objects; names that do not exist are passed over."""
         ...
 
-    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         """Free what unfinished puts under `prefix` left behind, if older than this; returns how many."""
         ...
 
@@ -95,8 +95,8 @@ class Storage(Protocol):
         """Unix time by the storage's own clock, the one that `modified_s` uses."""
         ...
 
-    def until(self, given_up: threading.Event) -> Storage:
-        """The same storage for someone who may give up: once the event is set, every call ends with Abandoned, within about 0.1 s
+    def until(self, cancelled: threading.Event) -> Storage:
+        """The same storage for someone who may give up: once the event is set, every call ends with Cancelled, within about 0.1 s
         and whatever the storage does. A request that is under way then is left to its own deadline, and not tried again.
 
         It shares this one's client and bandwidth; only this one is closed.
@@ -114,12 +114,12 @@ class BandwidthLimit:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def take(self, num_bytes: int, given_up: threading.Event | None = None) -> None:
-        """Raises Abandoned if `given_up` is set before."""
+    def take(self, num_bytes: int, cancelled: threading.Event | None = None) -> None:
+        """Raises Cancelled if `cancelled` is set before."""
         if self._bytes_per_s is None:
             return
         with self._lock:
             now = time.monotonic()
             wait_s = max(0.0, self._free_at - now)
             self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
-        pause(given_up, wait_s, "a turn within the bandwidth limit")
+        pause(cancelled, wait_s, "a turn within the bandwidth limit")

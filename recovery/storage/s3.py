@@ -21,7 +21,7 @@ import boto3
 from botocore.config import Config
 
 from recovery.cancellation import call_until, check, pause
-from recovery.errors import Abandoned
+from recovery.errors import Cancelled
 from recovery.storage.errors import ObjectMissing, ObjectTruncated, StorageError, StorageTimeout
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
@@ -43,7 +43,7 @@ class S3Storage:
         self._options = options
         self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
         self._client = _make_client(options)
-        self._given_up: threading.Event | None = None
+        self._cancelled: threading.Event | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
         return S3Storage, (self._bucket, self._prefix.rstrip("/"), self._options)
@@ -63,7 +63,7 @@ class S3Storage:
             self._put_parts(name, payload, condition)
             return
         body = bytes(payload.read(0, payload.size))
-        self._bandwidth.take(len(body), self._given_up)
+        self._bandwidth.take(len(body), self._cancelled)
         self._call(name, lambda: self._client.put_object(**self._object(name), Body=body, **condition))
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
@@ -76,13 +76,13 @@ class S3Storage:
             return bytes(self._client.get_object(**self._object(name), **condition)["Body"].read())
 
         data = self._call(name, fetch)
-        self._bandwidth.take(len(data), self._given_up)
+        self._bandwidth.take(len(data), self._cancelled)
         return data
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
         if not len(buffer):
             return
-        self._bandwidth.take(len(buffer), self._given_up)
+        self._bandwidth.take(len(buffer), self._cancelled)
         self._call(name, lambda: self._fetch_into(name, start, buffer))
 
     def size(self, name: str) -> int | None:
@@ -111,7 +111,7 @@ class S3Storage:
             for error in answer.get("Errors", ()):
                 raise StorageError(f"{self.uri}/{error.get('Key')}", f"not deleted ({error.get('Code')})")
 
-    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         oldest = self.now() - older_than_s
         request = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         page = self._call(prefix, lambda: self._client.list_multipart_uploads(**request))
@@ -126,9 +126,9 @@ class S3Storage:
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date).timestamp() if date else time.time()
 
-    def until(self, given_up: threading.Event) -> Storage:
+    def until(self, cancelled: threading.Event) -> Storage:
         bound = object.__new__(S3Storage)  # not a copy, which would go through `__reduce__` and open it anew
-        vars(bound).update(vars(self), _given_up=given_up)
+        vars(bound).update(vars(self), _cancelled=cancelled)
         return bound
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class S3Storage:
         def send(number: int) -> dict[str, Any]:
             offset = (number - 1) * part_bytes
             body = bytes(payload.read(offset, min(part_bytes, payload.size - offset)))
-            self._bandwidth.take(len(body), self._given_up)
+            self._bandwidth.take(len(body), self._cancelled)
             part = {**target, "UploadId": upload_id, "PartNumber": number, "Body": body}
             answer = self._call(name, lambda: self._client.upload_part(**part))
             return {"PartNumber": number, "ETag": answer["ETag"], **_checksum_of(answer)}
@@ -156,7 +156,7 @@ class S3Storage:
             done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}, **condition}
             self._call(name, lambda: self._client.complete_multipart_upload(**done))
         except BaseException:
-            with contextlib.suppress(StorageError, Abandoned):
+            with contextlib.suppress(StorageError, Cancelled):
                 self._abort(target["Key"], upload_id)
             raise
 
@@ -174,7 +174,7 @@ class S3Storage:
             while got < len(buffer) and (piece := body.read(min(_STREAM_BYTES, len(buffer) - got))):
                 buffer[got : got + len(piece)] = piece
                 got += len(piece)
-                check(self._given_up, name)
+                check(self._cancelled, name)
                 if time.monotonic() > stop_at:
                     raise StorageTimeout(f"{self.uri}/{name}", f"{got} of {len(buffer)} bytes came before the deadline")
         finally:
@@ -190,13 +190,13 @@ class S3Storage:
         backoff_s = self._options.backoff_s
         for attempt in range(1, self._options.attempts + 1):
             try:
-                return call_until(self._given_up, request, uri)
+                return call_until(self._cancelled, request, uri)
             except (*S3_FAILURES, ObjectTruncated) as error:
                 ours, again = translate(uri, error)
                 pause_s = backoff_s * random.uniform(0.5, 1.5)
                 if not again or attempt == self._options.attempts or time.monotonic() + pause_s > stop_at:
                     raise ours from error
-            pause(self._given_up, pause_s, uri)
+            pause(self._cancelled, pause_s, uri)
             backoff_s *= 2
         raise AssertionError("the last attempt returns or raises")
 

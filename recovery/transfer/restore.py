@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recovery.cancellation import check
-from recovery.errors import Abandoned, RecoveryError, RestoreError
+from recovery.errors import Cancelled, RecoveryError, RestoreError
 from recovery.local.agent_store import AgentStore
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
@@ -54,7 +54,7 @@ class Access:
     """How this worker reaches sources that are no live worker.
 
     `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable(uri, step, shards)`
-    yields verified tensors. Once `given_up` is set, a restore ends with Abandoned as soon as no message holds it up: it waits for no
+    yields verified tensors. Once `cancelled` is set, a restore ends with Cancelled as soon as no message holds it up: it waits for no
     source any more, and blames none.
     """
 
@@ -62,13 +62,13 @@ class Access:
     agents: Mapping[str, tuple[str, int, str]]
     read_durable: ReadDurable
     timeout_s: float
-    given_up: threading.Event | None = field(default=None, kw_only=True)
+    cancelled: threading.Event | None = field(default=None, kw_only=True)
 
     def tier(self, source: Source, node: str) -> Tier:
         """What reads `source` for a worker on `node`."""
         if source.kind == "s3":
             return DurableTier(self.read_durable)
-        return NodeTier(self.store) if source.node == node else PeerTier(self.agents, self.timeout_s, self.given_up)
+        return NodeTier(self.store) if source.node == node else PeerTier(self.agents, self.timeout_s, self.cancelled)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def restore(
         RestoreError: every source of some shard failed; raised only after this worker has served all others. Its
         `bad`
             is what the next schedule has to exclude. What `group` raises when a peer is lost comes through at once.
-        Abandoned: given up (`access.given_up`); what came before is in `arrived`.
+        Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
     """
     part = schedule.parts.get(worker)
     if part is None:
@@ -253,7 +253,7 @@ class _Restore:
         tier = "s3" if source.kind == "s3" else source.kind if source.node == self._part.node else "peer"
         problems: list[str] = []
         try:
-            check(self._access.given_up, str(source))
+            check(self._access.cancelled, str(source))
             for shard, data in self._access.tier(source, self._part.node).read(source, shards):
                 if isinstance(data, RecoveryError):
                     problems.append(str(data))
@@ -262,8 +262,8 @@ class _Restore:
                 else:
                     self._put(shard, data, tier)
                     del left[shard]
-                check(self._access.given_up, str(source))
-        except Abandoned:
+                check(self._access.cancelled, str(source))
+        except Cancelled:
             raise
         except (RecoveryError, OSError) as error:
             problems.append(f"{source}: {error}")

@@ -62,13 +62,13 @@ class PeerTier:
 
     agents: Mapping[str, tuple[str, int, str]]
     timeout_s: float
-    given_up: threading.Event | None = None
+    cancelled: threading.Event | None = None
 
     def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
-        with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, given_up=self.given_up) as client:
+        with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, cancelled=self.cancelled) as client:
             for shard, data in client.read(source, shards):
                 yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
 

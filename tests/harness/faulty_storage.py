@@ -68,15 +68,15 @@ class FaultyStorage:
         for name in names:
             self._through("delete", name, lambda name=name: self.inner.delete([name]))
 
-    def abandon_uploads(self, prefix: str, older_than_s: float) -> int:
-        return self.inner.abandon_uploads(prefix, older_than_s)
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        return self.inner.abort_uploads(prefix, older_than_s)
 
     def now(self) -> float:
         return self.inner.now()
 
-    def until(self, given_up: threading.Event) -> FaultyStorage:
+    def until(self, cancelled: threading.Event) -> FaultyStorage:
         bound = copy(self)
-        bound.inner = self.inner.until(given_up)
+        bound.inner = self.inner.until(cancelled)
         return bound
 
     def close(self) -> None:

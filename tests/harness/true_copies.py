@@ -66,12 +66,12 @@ class TrueCopies:
         if step <= order.start_step:
             return False
         placed = True
-        for duty in order.duties:
-            peer = next((peer for peer in duty.peers if peer in there and self.takes(peer)), None)
+        for target in order.replication_targets:
+            peer = next((peer for peer in target.peers if peer in there and self.takes(peer)), None)
             placed = placed and peer is not None
             if peer is not None:
-                source = Source("memory", peer, duty.worker, step, order.generation)
-                self.keep(Holding(source, frozenset(duty.shards)), history[:step])
+                source = Source("memory", peer, target.worker, step, order.generation)
+                self.keep(Holding(source, frozenset(target.shards)), history[:step])
         return placed
 
     def read(self, sources: Iterable[Source], shard: ShardId) -> History | None:

@@ -20,7 +20,7 @@ CASES = [
     errors.PeerRefused("n0:1", "token"),
     errors.SnapshotError("/dev/shm/x", "no space"),
     errors.SnapshotUncommitted("/dev/shm/x", "at work"),
-    errors.Abandoned("s3://bucket/step"),
+    errors.Cancelled("s3://bucket/step"),
     errors.RestoreError("n0/0", ("a", "b", "c", "d", "e", "f"), ((SOURCE, SHARD),)),
     errors.NotRestorable(4, (SHARD,)),
     errors.NotRestorable(None, ()),

@@ -12,18 +12,18 @@ import pytest
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.peers.replication import (
-    Duties,
     Endpoint,
     Pushed,
+    ReplicationTargets,
     Replicator,
     Round,
     hand_over,
     read_pushed,
     withdraw,
-    write_duties,
     write_round,
+    write_targets,
 )
-from recovery.peers.replication_targets import Duty
+from recovery.peers.replication_targets import ReplicationTarget
 from recovery.peers.server import ShardServer
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
@@ -72,9 +72,11 @@ def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
         time.sleep(0.005)
 
 
-def ask(nodes: list[Node], *duties: Duty, max_bytes_per_s: float | None = None, timeout_s: float = 10) -> None:
+def ask(
+    nodes: list[Node], *targets: ReplicationTarget, max_bytes_per_s: float | None = None, timeout_s: float = 10
+) -> None:
     endpoints = tuple(node.endpoint for node in nodes)
-    write_duties(nodes[0].memory, Duties(WORKER, 1, duties, endpoints, max_bytes_per_s, timeout_s))
+    write_targets(nodes[0].memory, ReplicationTargets(WORKER, 1, targets, endpoints, max_bytes_per_s, timeout_s))
 
 
 def replicate(nodes: list[Node], writer: SnapshotWriter, step: int, complete: tuple[int, int] | None = None) -> Pushed:
@@ -87,9 +89,13 @@ def replicate(nodes: list[Node], writer: SnapshotWriter, step: int, complete: tu
     return done
 
 
-def test_duties_go_where_they_say_and_read_back_right(nodes: list[Node], writer: SnapshotWriter) -> None:
+def test_targets_go_where_they_say_and_read_back_right(nodes: list[Node], writer: SnapshotWriter) -> None:
     half = len(SHARDS) // 2
-    ask(nodes, Duty(WORKER, SHARDS[:half], ("n1", "n2")), Duty(WORKER, SHARDS[half:], ("n2", "n1")))
+    ask(
+        nodes,
+        ReplicationTarget(WORKER, SHARDS[:half], ("n1", "n2")),
+        ReplicationTarget(WORKER, SHARDS[half:], ("n2", "n1")),
+    )
     assert replicate(nodes, writer, 4) == Pushed(1, 4)
     assert (nodes[1].has(4), nodes[2].has(4)) == (frozenset(SHARDS[:half]), frozenset(SHARDS[half:]))
     for shard in SHARDS[:half]:
@@ -98,7 +104,7 @@ def test_duties_go_where_they_say_and_read_back_right(nodes: list[Node], writer:
 
 
 def test_a_peer_keeps_the_complete_round_and_the_open_one(nodes: list[Node], writer: SnapshotWriter) -> None:
-    ask(nodes, Duty(WORKER, SHARDS, ("n1",)))
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
     for step in range(1, 6):
         complete = (1, step - 1) if step > 1 else None
         assert replicate(nodes, writer, step, complete).error is None
@@ -107,7 +113,7 @@ def test_a_peer_keeps_the_complete_round_and_the_open_one(nodes: list[Node], wri
 
 def test_the_next_peer_takes_it_where_the_first_is_gone(nodes: list[Node], writer: SnapshotWriter) -> None:
     nodes[1].server.close()
-    ask(nodes, Duty(WORKER, SHARDS, ("n1", "n2")))
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1", "n2")))
     assert replicate(nodes, writer, 4).error is None
     assert nodes[2].has(4) == frozenset(SHARDS)
 
@@ -116,7 +122,7 @@ def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(nodes: list[
     (nodes[1].memory.parent).mkdir(parents=True)
     for directory in (nodes[1].memory, nodes[1].memory.parent / "disk"):
         directory.write_text("no directory: nothing fits in it")
-    ask(nodes, Duty(WORKER, SHARDS, ("n1",)))
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
     failed = replicate(nodes, writer, 4)
     assert "no room" in (failed.error or "")
     nodes[1].memory.unlink()
@@ -125,7 +131,7 @@ def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(nodes: list[
 
 
 def test_a_round_whose_snapshot_never_comes_ends(nodes: list[Node]) -> None:
-    ask(nodes, Duty(WORKER, SHARDS, ("n1",)), timeout_s=0.2)
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)), timeout_s=0.2)
     write_round(nodes[0].memory, Round(WORKER, 1, 9))
     until(lambda: read_pushed(nodes[0].memory, WORKER) is not None)
     done = read_pushed(nodes[0].memory, WORKER)
@@ -135,7 +141,7 @@ def test_a_round_whose_snapshot_never_comes_ends(nodes: list[Node]) -> None:
 
 def test_bandwidth_is_bounded(nodes: list[Node], writer: SnapshotWriter) -> None:
     num_bytes = CASE.layout.bytes_of(WORKER)
-    ask(nodes, Duty(WORKER, SHARDS, ("n1",)), max_bytes_per_s=num_bytes / 0.5)
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)), max_bytes_per_s=num_bytes / 0.5)
     began = time.monotonic()
     replicate(nodes, writer, 1)
     replicate(nodes, writer, 2)
@@ -143,7 +149,7 @@ def test_bandwidth_is_bounded(nodes: list[Node], writer: SnapshotWriter) -> None
 
 
 def test_what_is_withdrawn_is_not_pushed(nodes: list[Node], writer: SnapshotWriter) -> None:
-    ask(nodes, Duty(WORKER, SHARDS, ("n1",)))
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
     assert replicate(nodes, writer, 1).error is None
     withdraw(nodes[0].memory, WORKER)
     assert {path.suffix for path in nodes[0].memory.iterdir()} == {".snapshot"}

@@ -153,6 +153,6 @@ def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
     client, bucket = storage._client, s3_uri.split("/")[2]  # type: ignore[attr-defined]
     client.create_multipart_upload(Bucket=bucket, Key="jobs/one/step-00000001/a.distcp")
     client.create_multipart_upload(Bucket=bucket, Key="other/step-00000001/a.distcp")
-    assert storage.abandon_uploads("step-", older_than_s=1e10) == 0  # the server dates all of them 2010
-    assert storage.abandon_uploads("step-", older_than_s=3600) == 1
+    assert storage.abort_uploads("step-", older_than_s=1e10) == 0  # the server dates all of them 2010
+    assert storage.abort_uploads("step-", older_than_s=3600) == 1
     assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1

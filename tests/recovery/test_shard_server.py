@@ -162,7 +162,7 @@ def peer(behave: Callable[[socket.socket], None]) -> Iterator[int]:
     assert not thread.is_alive()
 
 
-def test_a_silent_peer_is_given_up() -> None:
+def test_a_silent_peer_times_out() -> None:
     done = threading.Event()
     with peer(lambda _: bool(done.wait(20)) and None) as port:  # type: ignore[func-returns-value]
         with ShardClient("127.0.0.1", port, TOKEN, 0.1) as client, pytest.raises(PeerTimeout, match=r"within 0\.1 s"):
@@ -170,7 +170,7 @@ def test_a_silent_peer_is_given_up() -> None:
         done.set()
 
 
-def test_a_peer_that_trickles_is_given_up() -> None:
+def test_a_peer_that_trickles_times_out() -> None:
     """Each byte comes in time, the shard never would."""
 
     def trickle(connection: socket.socket) -> None:

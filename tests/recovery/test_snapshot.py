@@ -353,13 +353,13 @@ def test_populating_maps_every_page_and_stops_when_told(tmp_path: Path) -> None:
     directory = memory_directory(Path("populate"))  # pages of a disk's file are mapped anyhow
     spec = TensorSpec("w", (1 << 20,), "float32")
     try:
-        for give_up, mapped_kb in ((lambda: True, 8), (lambda: False, 4096)):
+        for cancelled, mapped_kb in ((lambda: True, 8), (lambda: False, 4096)):
             writer = SnapshotFileWriter(directory / "x.snapshot", FileMap.of(WORKER, {"w": spec}, spec.shards))
-            if writer.populate(give_up) == give_up():
+            if writer.populate(cancelled) == cancelled():
                 pytest.skip("this system cannot map pages beforehand")
             maps = Path("/proc/self/smaps").read_text().split(f"{directory}/")[1]
             rss = int(maps.split("Rss:")[1].split()[0])
-            assert rss <= mapped_kb if give_up() else rss >= mapped_kb
+            assert rss <= mapped_kb if cancelled() else rss >= mapped_kb
             writer.close()
     finally:
         shutil.rmtree(directory)

@@ -118,7 +118,7 @@ def test_a_put_that_fails_leaves_nothing_behind(storage: Storage) -> None:
     with pytest.raises(RuntimeError, match="source is gone"):
         storage.put("big", Breaks())
     assert list(storage.list()) == []
-    assert storage.abandon_uploads("", older_than_s=-60) == 0  # not even an unfinished upload
+    assert storage.abort_uploads("", older_than_s=-60) == 0  # not even an unfinished upload
 
 
 def test_storage_pickles_as_its_address_and_options(storage: Storage) -> None:
@@ -165,9 +165,9 @@ def test_unfinished_writes_of_a_dead_process_are_hidden_and_cleaned_by_age(direc
     left = Path(directory.uri, "step-1", ".writing-dead")
     left.write_bytes(b"half")
     assert [info.name for info in directory.list()] == ["step-1/a"]
-    assert directory.abandon_uploads("step-", older_than_s=3600) == 0
+    assert directory.abort_uploads("step-", older_than_s=3600) == 0
     os.utime(left, (1, 1))
-    assert directory.abandon_uploads("step-", older_than_s=3600) == 1
+    assert directory.abort_uploads("step-", older_than_s=3600) == 1
     assert not left.exists()
 
 

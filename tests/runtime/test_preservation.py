@@ -14,8 +14,8 @@ from planner.plan import Pipeline, Plan, Stage
 from recovery.checkpoint import upload as checkpoint_upload
 from recovery.local.agent_store import AgentStore
 from recovery.peers.replication import Replicator
-from recovery.peers.replication_rounds import Standing
-from recovery.peers.replication_targets import Duty
+from recovery.peers.replication_rounds import PreservationStatus
+from recovery.peers.replication_targets import ReplicationTarget
 from recovery.peers.server import ShardServer
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
@@ -61,10 +61,10 @@ def preservation(tmp_path):
 
 
 def order(peer, generation=1, start_step=0):
-    duty = Duty(ME, SPEC.shards, ("b",))
+    target = ReplicationTarget(ME, SPEC.shards, ("b",))
     return GenerationOrder(
         generation, PLAN, LAYOUT, start_step, 100, "here", 1, PLAN.workers, None, {"b": peer}, frozenset(),
-        duties=(duty,), replicates=True,
+        replication_targets=(target,), replicates=True,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def begin(preservation, what):
 def round_of(preservation, step):
     """A round that this worker and its agent end."""
     keep(preservation, step)
-    until(lambda: preservation.standing() == Standing())
+    until(lambda: preservation.status() == PreservationStatus())
     preservation.settle(pending=False, failed=False)
     assert preservation.replicated_step == step
 
@@ -101,7 +101,7 @@ def steps(store):
 def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, agent, peer):
     endpoint, there = peer
     begin(preservation, order(endpoint))
-    assert preservation.standing() == Standing(), "no round is open"
+    assert preservation.status() == PreservationStatus(), "no round is open"
     round_of(preservation, 1)
     assert steps(there) == {(1, 1)}
     keep(preservation, 2)
@@ -139,7 +139,7 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
     begin(preservation, order(peer[0]))
     for step in (1, 2, 3):
         keep(preservation, step)
-        assert preservation.standing() == Standing(pending=True)
+        assert preservation.status() == PreservationStatus(pending=True)
         preservation.settle(pending=True, failed=False)
     assert preservation.replicated_step is None
 
@@ -147,7 +147,7 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
 def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(preservation, agent, peer):
     begin(preservation, order(replace(peer[0], port=1)))
     keep(preservation, 1)
-    until(lambda: preservation.standing() == Standing(failed=True))
+    until(lambda: preservation.status() == PreservationStatus(failed=True))
     preservation.settle(pending=False, failed=True)
     keep(preservation, 2)
     assert preservation._rounds.open == 2
@@ -164,7 +164,7 @@ def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_i
     keep(preservation, 8)
     keep(preservation, 9)
     assert {(1, 1), (2, 8), (2, 9)} <= steps(agent)
-    until(lambda: preservation.standing() == Standing())
+    until(lambda: preservation.status() == PreservationStatus())
     preservation.settle(pending=False, failed=False)
     keep(preservation, 10)
     until(lambda: all(generation == 2 for generation, _ in steps(agent)))
@@ -209,7 +209,7 @@ def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_tur
     turns = []
 
     def step(number):
-        writing = preservation.standing().writing
+        writing = preservation.status().writing
         due = preservation.is_turn(number, writing=writing)
         turns.extend([number] if due else [])
         preservation.keep(number, {SPEC.name: torch.full((64,), float(number))}, durable=due)
@@ -219,9 +219,9 @@ def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_tur
         assert not stalled(lambda number=number: step(number))
     assert turns == uploads == [100], "one under way, and none beside it"
     may.set()
-    until(lambda: not preservation.standing().writing)
+    until(lambda: not preservation.status().writing)
     step(302)
-    until(lambda: not preservation.standing().writing)
+    until(lambda: not preservation.status().writing)
     step(303)
     assert turns == uploads == [100, 302], "200 and 300 are one owed checkpoint, of the newest state"
     assert [(generation, step) for generation, step, _ in preservation.take_receipts()] == [(1, 100), (1, 302)]
@@ -244,7 +244,7 @@ def test_the_last_step_is_stored_although_the_one_before_failed(preservation, pe
     preservation.before_update()
     threading.Timer(0.2, may.set).start()
     preservation.keep(2, {SPEC.name: torch.ones(64)}, durable=True)
-    until(lambda: not preservation.standing().writing)
+    until(lambda: not preservation.status().writing)
     (_, first, why), (_, second, receipt) = preservation.take_receipts()
     assert (first, second) == (1, 2)
     assert "the storage is away" in why

@@ -15,7 +15,7 @@ from autohet.runtime.messages import GenerationOrder, WorkerReport
 from planner.plan import Plan
 from recovery.checkpoint.commit import assign_writers
 from recovery.errors import NotRestorable
-from recovery.peers.replication_targets import Duty, Peer, replica_duties
+from recovery.peers.replication_targets import Peer, ReplicationTarget, replication_targets
 from recovery.state.holdings import Holding, Source, in_lineage, require_restorable_step, restorable_step
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import Links
@@ -113,7 +113,7 @@ class OrderBook:
         leaving = tuple(sorted(w for w in sources if w in seen.reports))
         participants = (*plan.workers, *leaving)
         writers = assign_writers(layout, {worker: seen.node_of(worker) for worker in plan.workers})
-        duties = self._duties(layout, seen)
+        targets = self._replication_targets(layout, seen)
         paces = {} if self._pace is None else self._pace(proposal)
         agents = {name: view.endpoint for name, view in seen.nodes.items() if view.endpoint is not None}
         assert self.job.training.steps is not None
@@ -122,13 +122,13 @@ class OrderBook:
                 generation=generation, plan=plan, layout=layout, start_step=step, end_step=self.job.training.steps, store_host=store[0],
                 store_port=store[1], participants=participants, transfers=transfers, agents=agents,
                 checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
-                duties=duties.get(worker, ()), replicates=bool(duties), replicate_bytes_per_s=self._bandwidth(seen, worker),
+                replication_targets=targets.get(worker, ()), replicates=bool(targets), replicate_bytes_per_s=self._bandwidth(seen, worker),
             )
             for worker in participants
         }  # fmt: skip
         return Book(orders, step, transfers)
 
-    def _duties(self, layout: Layout, seen: Observation) -> dict[str, tuple[Duty, ...]]:
+    def _replication_targets(self, layout: Layout, seen: Observation) -> dict[str, tuple[ReplicationTarget, ...]]:
         """What each worker's agent copies to other nodes: whatever one node alone would hold. A plan that survives any
         node has none.
         """
@@ -139,7 +139,7 @@ class OrderBook:
             for name, view in seen.nodes.items()
             if view.endpoint is not None
         ]
-        return replica_duties(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers)
+        return replication_targets(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers)
 
     def _bandwidth(self, seen: Observation, worker: str) -> float:
         """Bytes per second that copies of this worker's node may take of its network."""

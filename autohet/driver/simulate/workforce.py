@@ -295,11 +295,11 @@ class SimulatedWorkforce:
             return
         found = []
         for worker, order in run.orders.items():
-            duties = {duty.peers[0]: duty.shards for duty in order.duties}
-            for peer, shards in duties.items():
+            targets = {target.peers[0]: target.shards for target in order.replication_targets}
+            for peer, shards in targets.items():
                 source = Source("memory", peer, worker, step, order.generation)
                 found.append(Holding(source, frozenset(shards)))
-            if duties:  # the nodes' own snapshots of that round complete it
+            if targets:  # the nodes' own snapshots of that round complete it
                 source = Source("memory", node_of(worker), worker, step, order.generation)
                 found.append(Holding(source, order.layout.shards_by_worker.get(worker, frozenset())))
         self._copies = [copy for copy in self._copies if copy.source.kind == "disk"] + found
@@ -329,7 +329,7 @@ def _push_s(orders: Mapping[str, GenerationOrder]) -> float:
     """Seconds of one round of copies to other nodes: the slowest worker's."""
     seconds = [0.0]
     for order in orders.values():
-        num_bytes = sum(order.layout.shard_bytes(shard) for duty in order.duties for shard in duty.shards)
+        num_bytes = sum(order.layout.shard_bytes(shard) for target in order.replication_targets for shard in target.shards)
         if num_bytes and order.replicate_bytes_per_s:
             seconds.append(num_bytes / order.replicate_bytes_per_s)
     return max(seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.peers.replication_targets import Peer, replica_duties
+from recovery.peers.replication_targets import Peer, replication_targets
 from tests.harness.state_cases import Placed, placed, placements, tensors_of
 
 NUM_LAYERS = 4
@@ -26,17 +26,17 @@ def test_every_sole_shard_once_on_another_node_and_the_best_one(
     case: Placed, leaving: set[str], zones: list[str]
 ) -> None:
     peers = {node: Peer(node, zone, node in leaving) for node, zone in zip(NODES, zones, strict=True)}
-    duties = replica_duties(case.layout, case.node_by_worker, peers.values())
+    targets = replication_targets(case.layout, case.node_by_worker, peers.values())
     seen: set[object] = set()
-    for worker, of_worker in duties.items():
+    for worker, of_worker in targets.items():
         home = peers[case.node_by_worker[worker]]
-        for duty in of_worker:
-            assert duty.worker == worker
-            assert set(duty.shards) <= case.layout.shards_by_worker[worker]
-            assert not seen & set(duty.shards)
-            seen |= set(duty.shards)
-            assert set(duty.peers) == set(NODES) - {home.node}
-            rank = [(peers[node].leaving, peers[node].zone == home.zone) for node in duty.peers]
+        for target in of_worker:
+            assert target.worker == worker
+            assert set(target.shards) <= case.layout.shards_by_worker[worker]
+            assert not seen & set(target.shards)
+            seen |= set(target.shards)
+            assert set(target.peers) == set(NODES) - {home.node}
+            rank = [(peers[node].leaving, peers[node].zone == home.zone) for node in target.peers]
             assert rank == sorted(rank), "a node that leaves, then one of the same zone, is the last choice"
     assert seen == set(alone(case))
 
@@ -44,13 +44,13 @@ def test_every_sole_shard_once_on_another_node_and_the_best_one(
 def test_bytes_are_spread_over_peers_and_over_the_workers_that_could_push() -> None:
     case = placed(tensors_of(8), 8, [[(8, ["n0/0"])], [(8, ["n0/1"])]])
     peers = [Peer(node) for node in NODES]
-    duties = replica_duties(case.layout, case.node_by_worker, peers)
+    targets = replication_targets(case.layout, case.node_by_worker, peers)
     taken = dict.fromkeys(NODES[1:], 0)
-    pushed = dict.fromkeys(duties, 0)
-    for worker, of_worker in duties.items():
-        for duty in of_worker:
-            num_bytes = sum(case.layout.shard_bytes(shard) for shard in duty.shards)
-            taken[duty.peers[0]] += num_bytes
+    pushed = dict.fromkeys(targets, 0)
+    for worker, of_worker in targets.items():
+        for target in of_worker:
+            num_bytes = sum(case.layout.shard_bytes(shard) for shard in target.shards)
+            taken[target.peers[0]] += num_bytes
             pushed[worker] += num_bytes
     largest = max(case.layout.shard_bytes(shard) for shard in case.layout.shards)
     assert max(taken.values()) - min(taken.values()) <= largest
@@ -59,7 +59,10 @@ def test_bytes_are_spread_over_peers_and_over_the_workers_that_could_push() -> N
 
 def test_nothing_to_do_where_every_shard_is_on_two_nodes_or_where_there_is_no_other_node() -> None:
     twice = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n1/0"])]])
-    assert replica_duties(twice.layout, twice.node_by_worker, [Peer("n0"), Peer("n1")]) == {}
+    assert replication_targets(twice.layout, twice.node_by_worker, [Peer("n0"), Peer("n1")]) == {}
     same_node = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n0/1"])]])
-    assert replica_duties(same_node.layout, same_node.node_by_worker, [Peer("n0")]) == {}
-    assert set(replica_duties(same_node.layout, same_node.node_by_worker, [Peer("n0"), Peer("n1")])) == {"n0/0", "n0/1"}
+    assert replication_targets(same_node.layout, same_node.node_by_worker, [Peer("n0")]) == {}
+    assert set(replication_targets(same_node.layout, same_node.node_by_worker, [Peer("n0"), Peer("n1")])) == {
+        "n0/0",
+        "n0/1",
+    }

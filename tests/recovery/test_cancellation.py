@@ -19,7 +19,7 @@ from recovery.checkpoint.commit import commit_checkpoint
 from recovery.checkpoint.durable_reads import DurableReads
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import write_shards
-from recovery.errors import Abandoned
+from recovery.errors import Cancelled
 from recovery.local.agent_store import AgentStore
 from recovery.peers.client import ShardClient
 from recovery.state.holdings import Holding, Source
@@ -57,20 +57,20 @@ def storage(proxy: MisbehavingProxy, s3_uri: str) -> Iterator[Storage]:
 
 
 @contextmanager
-def given_up_when(condition: Callable[[], bool]) -> Iterator[tuple[threading.Event, Callable[[], float]]]:
+def cancelled_when(condition: Callable[[], bool]) -> Iterator[tuple[threading.Event, Callable[[], float]]]:
     """An event that is set once the condition holds, and the seconds since then."""
-    given_up, at = threading.Event(), [float("inf")]
+    cancelled, at = threading.Event(), [float("inf")]
 
     def watch() -> None:
         until = time.monotonic() + 20
         while not condition() and time.monotonic() < until:
             time.sleep(0.01)
         at[0] = time.monotonic()
-        given_up.set()
+        cancelled.set()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    yield given_up, lambda: time.monotonic() - at[0]
+    yield cancelled, lambda: time.monotonic() - at[0]
     watcher.join()
 
 
@@ -83,22 +83,22 @@ def await_end(threads: set[threading.Thread], within_s: float = 5.0) -> None:
 
 @pytest.mark.parametrize("mode", ["silent", "half", "unreachable"])
 @pytest.mark.parametrize("begun", [False, True], ids=["from the manifest on", "of the data"])
-def test_a_read_of_storage_that_says_nothing_is_given_up(
+def test_a_read_of_storage_that_says_nothing_is_cancelled(
     mode: str, begun: bool, proxy: MisbehavingProxy, storage: Storage
 ) -> None:
     """It hangs before its answer or in the middle of it, or waits half a minute for its next try."""
     proxy.mode = "good" if begun else mode
     threads = set(threading.enumerate())
 
-    def read(given_up: threading.Event) -> None:
-        with DurableReads(storage, given_up) as durable:
+    def read(cancelled: threading.Event) -> None:
+        with DurableReads(storage, cancelled) as durable:
             if begun:
                 durable._manifest(STEP)
                 proxy.mode = mode
             list(durable(storage.uri, STEP, sorted(SHARDS)))
 
-    with given_up_when(lambda: proxy.silent + proxy.refused > 0) as (given_up, since), pytest.raises(Abandoned):
-        read(given_up)
+    with cancelled_when(lambda: proxy.silent + proxy.refused > 0) as (cancelled, since), pytest.raises(Cancelled):
+        read(cancelled)
     assert since() < SOON_S
     refused = proxy.refused
     proxy.mode = "good"
@@ -107,14 +107,14 @@ def test_a_read_of_storage_that_says_nothing_is_given_up(
 
 
 def test_a_lease_ends_although_its_reader_gave_up(storage: Storage) -> None:
-    given_up = threading.Event()
+    cancelled = threading.Event()
 
     def leases() -> list[str]:
         return [item.name for item in storage.list("step-") if item.name.endswith(".lease")]
 
-    with reading_checkpoint(storage, STEP, given_up=given_up):
+    with reading_checkpoint(storage, STEP, cancelled=cancelled):
         assert len(leases()) == 1
-        given_up.set()
+        cancelled.set()
     until = time.monotonic() + 10
     while leases():
         assert time.monotonic() < until
@@ -135,19 +135,19 @@ def test_a_restore_is_given_up_and_what_has_come_stays(
         yield from durable(uri, step, others)
 
     with (
-        given_up_when(lambda: proxy.silent > 0) as (given_up, since),
+        cancelled_when(lambda: proxy.silent > 0) as (cancelled, since),
         closing(AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")) as store,
-        DurableReads(storage, given_up) as durable,
+        DurableReads(storage, cancelled) as durable,
     ):
-        access = Access(store, {}, first_alone, 60.0, given_up=given_up)
-        with pytest.raises(Abandoned):
+        access = Access(store, {}, first_alone, 60.0, cancelled=cancelled)
+        with pytest.raises(Cancelled):
             restore(plan, ME, CASE.layout, None, Member(PostOffice(), ME), access, arrived=arrived)
     assert since() < SOON_S
     proxy.mode = "good"
     assert set(arrived) == {first}
 
 
-def test_a_silent_peer_is_given_up() -> None:
+def test_a_silent_peer_is_cancelled() -> None:
     """One that accepts the connection and says nothing, and one that does not even accept."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         host, port = listener.getsockname()
@@ -157,10 +157,10 @@ def test_a_silent_peer_is_given_up() -> None:
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex((host, port))
         for case in range(2):
-            given_up = threading.Event()
-            threading.Timer(0.2, given_up.set).start()
+            cancelled = threading.Event()
+            threading.Timer(0.2, cancelled.set).start()
             began = time.monotonic()
-            with pytest.raises(Abandoned), ShardClient(host, port, "token", 30.0, given_up=given_up) as client:
+            with pytest.raises(Cancelled), ShardClient(host, port, "token", 30.0, cancelled=cancelled) as client:
                 list(client.read(Source("memory", "n1", "n1/0", STEP), sorted(SHARDS)))
             assert time.monotonic() - began < 0.2 + SOON_S, case
             for one in waiting:
@@ -178,36 +178,36 @@ def _accepts(listener: socket.socket) -> bool:
     return True
 
 
-def test_a_directory_that_hangs_is_given_up(tmp_path: Path) -> None:
+def test_a_directory_that_hangs_is_cancelled(tmp_path: Path) -> None:
     """A named pipe that nobody writes to blocks who opens it, as a file server that is gone does."""
     storage = open_storage(str(tmp_path))
     os.mkfifo(tmp_path / "object")
     threads = set(threading.enumerate())
     began = time.monotonic()
-    given_up = threading.Event()
-    threading.Timer(0.2, given_up.set).start()
-    with pytest.raises(Abandoned):
-        storage.until(given_up).get_into("object", 0, memoryview(bytearray(8)))
+    cancelled = threading.Event()
+    threading.Timer(0.2, cancelled.set).start()
+    with pytest.raises(Cancelled):
+        storage.until(cancelled).get_into("object", 0, memoryview(bytearray(8)))
     assert time.monotonic() - began < 0.2 + SOON_S
-    with pytest.raises(Abandoned):
-        storage.until(given_up).get("object")
+    with pytest.raises(Cancelled):
+        storage.until(cancelled).get("object")
     with (tmp_path / "object").open("wb"):
         await_end(threads)
 
 
 def test_a_turn_within_the_bandwidth_is_not_waited_for() -> None:
-    limit, given_up = BandwidthLimit(1.0), threading.Event()
+    limit, cancelled = BandwidthLimit(1.0), threading.Event()
     limit.take(60)
-    threading.Timer(0.1, given_up.set).start()
-    with pytest.raises(Abandoned):
-        limit.take(1, given_up)
+    threading.Timer(0.1, cancelled.set).start()
+    with pytest.raises(Cancelled):
+        limit.take(1, cancelled)
 
 
 def test_what_a_call_says_comes_through() -> None:
-    given_up = threading.Event()
-    assert call_until(given_up, lambda: 5, "five") == 5
+    cancelled = threading.Event()
+    assert call_until(cancelled, lambda: 5, "five") == 5
     with pytest.raises(ZeroDivisionError):
-        call_until(given_up, lambda: 1 // 0, "nothing")
-    given_up.set()
-    with ThreadPoolExecutor(1) as pool, pytest.raises(Abandoned, match="of what"):
-        pool.submit(call_until, given_up, pytest.fail, "of what").result(5)
+        call_until(cancelled, lambda: 1 // 0, "nothing")
+    cancelled.set()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Cancelled, match="of what"):
+        pool.submit(call_until, cancelled, pytest.fail, "of what").result(5)
