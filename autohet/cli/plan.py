@@ -18,9 +18,8 @@ from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet, cluster_from_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
-from planner.cost.frameworks import FRAMEWORKS, OURS, framework_parameters
 from planner.cost.model import CostModel, Prediction
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_parameters
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cluster import Fleet
-from planner.cost.frameworks import OURS
+from planner.cost.parameters import OURS
 from planner.plan import Pipeline, Plan, Stage
 
 # Colours that differ in lightness as well as in hue (Okabe and Ito), terminal colour beside the picture's.

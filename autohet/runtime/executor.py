@@ -2,7 +2,7 @@
 
 Hidden states and their gradients, [b, S, H], are whole and equal on all ranks of a stage. Between nodes each rank of the receiving stage
 takes one of t equal slices of the flattened tensor, and the stage's own group gathers the whole: t ranks that each took the whole would
-bring the same bytes t times through one NIC (`planner.cost.transfers`).
+bring the same bytes t times through one NIC (`planner.cost.links`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autohet.runtime.groups import Group
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.place import Place
 from autohet.runtime.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
-from planner.cost.transfers import Transfer
+from planner.cost.links import Transfer
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
 

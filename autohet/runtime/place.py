@@ -1,10 +1,10 @@
-"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders (`planner.cost.transfers` decides that)."""
+"""Where one worker stands in a plan: its stage, and what it exchanges with whom at its borders (`planner.cost.links` decides that)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.transfers import Transfer, transfers_between
+from planner.cost.links import Transfer, transfers_between
 from planner.plan import Pipeline, Plan, Stage
 
 

@@ -8,7 +8,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.model_spec import model_spec_from_config
 from planner.cluster import Fleet
-from planner.cost.communication import LinkTable, read_links
+from planner.cost.links import LinkTable, read_links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError

@@ -12,16 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
-from planner.cost.boundary_costs import BoundaryCosts
-from planner.cost.communication import Links, LinkTable
-from planner.cost.gradient_groups import sync_jobs
-from planner.cost.layer_times import LayerTimeModel, LayerTimes, require_dtype
+from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
+from planner.cost.links import BoundaryCosts, Links, LinkTable
 from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.cost.parameters import CostParameters
-from planner.cost.pipeline_simulation import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
 from planner.cost.prediction import Prediction
+from planner.cost.schedule import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
 from planner.cost.stage_costs import StageCosts
-from planner.cost.step_simulation import StepTimeline, simulate_sync
+from planner.cost.sync import StepTimeline, simulate_sync, sync_jobs
 from planner.in_flight import MOST_AHEAD, one_each, working_ahead
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, check_plan

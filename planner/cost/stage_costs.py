@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
-from planner.cost.communication import Links
-from planner.cost.layer_times import LayerTimes
+from planner.cost.layers import LayerTimes
+from planner.cost.links import Links
 from planner.cost.memory import MemoryTerms
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec

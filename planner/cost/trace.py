@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.cluster import Fleet
 from planner.cost.model import Simulation
-from planner.cost.pipeline_simulation import Timeline
+from planner.cost.schedule import Timeline
 from planner.plan import Pipeline, Plan
 
 _MICROSECONDS = 1e6

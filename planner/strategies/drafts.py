@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.pipeline_simulation import run_1f1b
+from planner.cost.schedule import run_1f1b
 from planner.in_flight import one_each, period_s, working_ahead
 from planner.strategies.sync_load import Member, block_bytes, sync_end_s
 from planner.strategies.tables import SyncShape, Tables

@@ -1,6 +1,6 @@
 """Stages exchanged between nodes of one type, so that no NIC is left with sums for long after the pipelines' end.
 
-A node's NIC carries the sums of what its stages hold one after the other, as they become ready (`planner.cost.step_simulation`): early
+A node's NIC carries the sums of what its stages hold one after the other, as they become ready (`planner.cost.sync`): early
 stages are ready last and have no time, late ones have. So a node should have some of both, or all stages of a layer, whose sum then stays
 inside.
 """

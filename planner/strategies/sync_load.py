@@ -1,7 +1,7 @@
 """Gradient sync of a draft of many pipelines: how long each worker's link is occupied by the all-reduces that it takes part in.
 
 A layer is summed over its holders, one all-reduce for each finest slice, all side by side: the fullest link or the slowest all-reduce
-tells when sync ends. Unlike in `planner.cost.step_simulation` each GPU always has its share of the NIC, whatever the others do.
+tells when sync ends. Unlike in `planner.cost.sync` each GPU always has its share of the NIC, whatever the others do.
 """
 
 import itertools

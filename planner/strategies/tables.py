@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import NodeType
-from planner.cost.pipeline_simulation import Transfers
+from planner.cost.schedule import Transfers
 from planner.in_flight import MOST_AHEAD
 
 Floats = NDArray[np.float64]

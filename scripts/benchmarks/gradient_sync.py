@@ -26,10 +26,9 @@ from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.model_spec import model_spec_from_config
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.communication import Links
-from planner.cost.gradient_groups import sync_jobs
+from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
-from planner.cost.step_simulation import StepTimeline, simulate_sync
+from planner.cost.sync import StepTimeline, simulate_sync, sync_jobs
 from planner.plan import Pipeline, Plan, Stage
 from tests.harness.namespaces import namespace_network, why_no_namespaces
 from tests.harness.shaped_workers import measured_step_s

@@ -26,10 +26,9 @@ from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.place import place_of
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.boundary_costs import BoundaryCosts
-from planner.cost.communication import Links
+from planner.cost.links import BoundaryCosts, Links
 from planner.cost.parameters import CostParameters
-from planner.cost.pipeline_simulation import PipelineTimes, simulate_pipeline
+from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage
 from tests.harness.namespaces import namespace_network, why_no_namespaces
 from tests.harness.shaped_workers import CPU, measured_step_s

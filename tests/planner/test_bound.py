@@ -8,7 +8,7 @@ from scipy.optimize import linprog
 
 from autohet.bench.planner.searches import proved_s
 from autohet.bench.planner.synthetic import tied
-from planner.cost.frameworks import OURS
+from planner.cost.parameters import OURS
 from planner.errors import InfeasibleError
 from planner.strategies import Request, plan_with
 from planner.strategies.bound import Bound, BoundAlone, BoundOfFew, lower_bound_s

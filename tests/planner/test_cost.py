@@ -8,11 +8,10 @@ import pytest
 
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.calibration import MeasuredRun, calibrate
-from planner.cost.communication import Links, read_links
-from planner.cost.frameworks import framework_parameters
-from planner.cost.gradient_groups import sync_jobs
+from planner.cost.links import Links, read_links
 from planner.cost.model import CostModel
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import CostParameters, framework_parameters
+from planner.cost.sync import sync_jobs
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec

@@ -2,9 +2,8 @@
 
 import pytest
 
-from planner.cost.frameworks import FRAMEWORKS, OURS, framework_parameters
 from planner.cost.model import CostModel
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
 from planner.plan import Pipeline, Plan, Stage
 from tests.planner.cases import fleet, model, profile

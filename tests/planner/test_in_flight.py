@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.pipeline_simulation import PipelineTimes, simulate_pipeline
+from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD, one_each, period_s, working_ahead
 from planner.plan import Pipeline, Plan, Stage, check_plan

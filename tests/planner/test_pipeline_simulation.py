@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.pipeline_simulation import PipelineTimes, pipeline_bound_s, simulate_pipeline
+from planner.cost.schedule import PipelineTimes, pipeline_bound_s, simulate_pipeline
 
 
 @st.composite

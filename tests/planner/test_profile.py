@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_times import LayerTimeModel, PointSplit, make_curve
+from planner.cost.layers import LayerTimeModel, PointSplit, make_curve
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.profile import Measurement, ProfileTable, default_profile, read_profile, write_profile

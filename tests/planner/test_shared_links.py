@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import Fleet, NodeType
-from planner.cost.communication import LinkTable
-from planner.cost.gradient_groups import SyncJob
+from planner.cost.links import LinkTable
 from planner.cost.model import CostModel
-from planner.cost.step_simulation import simulate_sync
+from planner.cost.sync import SyncJob, simulate_sync
 from planner.plan import Pipeline, Plan, Stage
 from planner.strategies import Request
 from planner.strategies.cost_tables import tables_of

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.communication import Links
-from planner.cost.gradient_groups import SyncJob
+from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
-from planner.cost.step_simulation import Ring, side_by_side, simulate_sync
+from planner.cost.sync import Ring, SyncJob, side_by_side, simulate_sync
 
 WORKERS = "abcdef"
 shares = st.dictionaries(st.sampled_from(WORKERS), st.floats(0.05, 1.0), min_size=2)

@@ -68,7 +68,7 @@ def test_tensor_parallel_layers_are_measured_in_as_many_processes(job, tmp_path)
     table = tmp_path / "profile.csv"
     assert _profile(job, "--out", str(table), "--tp-degrees", "2", "--links-out", str(tmp_path / "links.csv")) == 0
     assert {m.tp_degree for m in read_profile(table).measurements} == {2}
-    from planner.cost.communication import read_links
+    from planner.cost.links import read_links
 
     assert read_links(tmp_path / "links.csv").bytes_per_s("intra", "CPU", "CPU", 1e6) > 0
 

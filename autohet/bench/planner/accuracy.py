@@ -25,11 +25,10 @@ from autohet.runtime.model_spec import model_spec_from_config
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType, cluster_from_yaml
 from planner.cost.calibration import MeasuredRun, calibrate
-from planner.cost.communication import Links
-from planner.cost.frameworks import framework_parameters
-from planner.cost.layer_times import make_curve
+from planner.cost.layers import make_curve
+from planner.cost.links import Links
 from planner.cost.model import CostModel
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import CostParameters, framework_parameters
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable, default_profile
 

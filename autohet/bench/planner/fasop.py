@@ -15,9 +15,8 @@ from typing import Any
 
 from autohet.runtime.model_spec import model_spec_from_config
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.frameworks import framework_parameters
 from planner.cost.model import CostModel
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable

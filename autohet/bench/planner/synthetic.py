@@ -7,9 +7,8 @@ from typing import Any
 
 from autohet.runtime.beside import beside
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.frameworks import OURS, framework_parameters
 from planner.cost.model import CostModel
-from planner.cost.parameters import CostParameters
+from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import LayerSpec, ModelSpec
 from planner.profile import Measurement, ProfileTable
 from planner.strategies import Request

@@ -13,8 +13,8 @@ from autohet.runtime.beside import beside
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
-from planner.cost.frameworks import OURS, framework_parameters
 from planner.cost.model import CostModel, Prediction
+from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.replan import MigrationCost, ReplanDecision, replan

@@ -1,0 +1,288 @@
+"""Links and what goes over them: messages, collectives, and hidden states from stage to stage, on cards that several flows share.
+
+Formulas: a message of n bytes takes latency + n / bandwidth (alpha-beta, Hockney 1994). A ring all-reduce of n bytes
+over p members sends 2 (p - 1) / p n bytes over every link of the ring (Patarasu and Yuan, 2009); laid out node by
+node it crosses each node's NIC once.
+
+Hidden states are whole on every rank of a stage. Inside a node rank j of t2 takes them whole from rank j * t1 // t2 of t1. From
+node to node that would be t2 times the same bytes through one NIC: there each rank takes one of t2 equal slices, and its group
+gathers them inside its node (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+2021, section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.catalogue import canonical_gpu_type
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost.parameters import CostParameters
+from planner.errors import ConfigError
+from planner.plan import Pipeline, Plan, Stage
+from planner.profile import read_table
+
+_COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s")
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """Measured bandwidth of one flow by message size: (scope, gpu type, peer) -> rising (log2 bytes, bytes per
+    second)."""
+
+    curves: Mapping[tuple[str, str, str], tuple[tuple[float, ...], tuple[float, ...]]]
+
+    def bytes_per_s(self, scope: str, gpu_type: str, peer: str, message_bytes: float) -> float | None:
+        """Interpolated over the logarithm of the size, flat beyond its ends; None where that pair was not measured."""
+        curve = self.curves.get((scope, gpu_type, peer)) or self.curves.get((scope, peer, gpu_type))
+        if curve is None:
+            return None
+        return float(np.interp(np.log2(max(message_bytes, 1.0)), *curve))
+
+
+def read_links(path: str | Path) -> LinkTable:
+    """Reads a link table (CSV or Parquet); ConfigError names the row that is wrong."""
+    points: dict[tuple[str, str, str], dict[float, float]] = {}
+    for number, row in enumerate(read_table(path, "links"), 1):
+        what = f"row {number} of links '{path}'"
+        wrong = set(row) ^ set(_COLUMNS)
+        if wrong:
+            raise ConfigError(f"{what} has columns {', '.join(map(str, row))}; they must be {', '.join(_COLUMNS)}")
+        if row["scope"] not in ("intra", "inter"):
+            raise ConfigError(f"'scope' of {what} is '{row['scope']}'; it must be intra or inter")
+        key = (row["scope"], canonical_gpu_type(row["gpu_type"]), canonical_gpu_type(row["peer_gpu_type"]))
+        points.setdefault(key, {})[np.log2(_positive(row, "message_bytes", what))] = _positive(row, "bytes_per_s", what)
+    curves = {key: tuple(zip(*sorted(values.items()), strict=True)) for key, values in points.items()}
+    return LinkTable(curves)  # type: ignore[arg-type]
+
+
+def _positive(row: Mapping[str, Any], column: str, what: str) -> float:
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise ConfigError(f"'{column}' of {what} must be a positive number, not {row[column]!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of messages and collectives between GPUs of node types."""
+
+    parameters: CostParameters
+    table: LinkTable | None = None
+
+    def bandwidth(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive at the receiver's (inside a node:
+        none shared)."""
+        scope = "intra" if same_node else "inter"
+        measured = None
+        if self.table is not None:
+            measured = self.table.bytes_per_s(scope, sender.gpu_type, receiver.gpu_type, message_bytes)
+        if same_node:
+            nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
+            return measured if measured is not None else nominal * self.parameters.efficiency_intra
+        sent = sender.inter_node_bytes_per_s / max(leaving, 1.0)
+        taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
+        share = min(sent, taken) * self.parameters.efficiency_inter
+        return share if measured is None else min(measured, share)
+
+    def latency(self, same_node: bool) -> float:
+        return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
+
+    def message_s(
+        self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,
+        arriving: float = 1.0,
+    ) -> float:  # fmt: skip
+        """One message between two GPUs, while as many leave the sender's NIC and arrive at the receiver's."""
+        rate = self.bandwidth(sender, receiver, same_node, message_bytes, leaving, arriving)
+        return self.latency(same_node) + message_bytes / rate
+
+    def all_reduce_s(
+        self, members: Sequence[tuple[str, NodeType]], num_bytes: float, flows: float | Mapping[str, float] = 1.0
+    ) -> float:
+        """A ring all-reduce over workers given as (node name, node type), ordered node by node; flows: rings that share each NIC, or
+        node -> those that share its."""
+        count = len(members)
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        nodes = dict(members)
+        kinds = list(dict.fromkeys(nodes.values()))
+        volume, chunk = _ring_bytes(count, num_bytes), num_bytes / count
+        slowest = 0.0
+        if len(nodes) < count:
+            slowest = max(self.ring_link_s(kind, True, count, num_bytes) for kind in kinds)
+        if len(nodes) > 1:
+            shared = flows if isinstance(flows, Mapping) else dict.fromkeys(nodes, flows)
+            ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
+            rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
+            slowest = max(slowest, volume / (self._reached(count) * min(rates)))
+        return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
+
+    def ring_link_s(self, node_type: NodeType, same_node: bool, count: int, num_bytes: float) -> float:
+        """For how long a ring all-reduce over so many members fills a link inside a node, or a node's NIC, whatever one flow alone
+        reaches through it."""
+        volume = _ring_bytes(count, num_bytes)
+        if same_node:
+            return volume / self.bandwidth(node_type, node_type, True, num_bytes / count)
+        return volume / (node_type.inter_node_bytes_per_s * self.parameters.efficiency_inter * self._reached(count))
+
+    def _reached(self, count: int) -> float:
+        """Share of a message's bandwidth that rings of so many members reach between nodes."""
+        return self.parameters.all_reduce_efficiency if count > 2 else 1.0
+
+    def all_gather_s(self, node_type: NodeType, count: int, num_bytes: float) -> float:
+        """A ring all-gather of `num_bytes` in all over so many GPUs of one node, each of which has its part."""
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        part = num_bytes / count
+        rate = self.bandwidth(node_type, node_type, True, part)
+        return (count - 1) * part / rate + math.log2(count) * self.latency(True)
+
+
+def _ring_bytes(count: int, num_bytes: float) -> float:
+    """What a ring all-reduce over so many members sends over each of its links."""
+    return 2 * (count - 1) / count * num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`target` takes slice `index` of `slices` from `source`; one slice: the whole."""
+
+    source: str
+    target: str
+    index: int
+    slices: int
+
+
+@lru_cache(maxsize=256)  # executors ask for every microbatch; the planner remembers what it makes of them
+def transfers_between(sender: Stage, receiver: Stage) -> tuple[Transfer, ...]:
+    """One transfer for each rank of the receiver, in order of ranks. The same for gradients, with the stages exchanged."""
+    slices = receiver.tp_degree if _apart(sender, receiver) else 1
+    return tuple(
+        Transfer(sender.workers[j * sender.tp_degree // receiver.tp_degree], target, j if slices > 1 else 0, slices)
+        for j, target in enumerate(receiver.workers)
+    )
+
+
+def _apart(sender: Stage, receiver: Stage) -> bool:
+    """Whether the receiver's group lies on one node, and the sender's nowhere on it."""
+    nodes = {_node(worker) for worker in receiver.workers}
+    return len(nodes) == 1 and not any(_node(worker) in nodes for worker in sender.workers)
+
+
+def _node(worker: str) -> str:
+    return worker.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """One direction of a boundary. hops: each sort of transfer once: sender's and receiver's node, slices; leaving, arriving: node ->
+    hidden states that leave it and arrive there, as if whole."""
+
+    hops: tuple[tuple[Node, Node, int], ...]
+    leaving: tuple[tuple[str, float], ...]
+    arriving: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """(node, boundary, whether forward) -> hidden states of all pipelines that leave the node, and that arrive there."""
+
+    leaving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
+
+
+_Seconds = tuple[list[float], list[float]]
+
+
+class BoundaryCosts:
+    """Boundaries on one fleet. message_bytes(microbatch size): of the hidden states, or of their gradient. sliced: whether they cross
+    from node to node in slices (`transfers_between`), or whole to each rank."""
+
+    def __init__(self, fleet: Fleet, links: Links, message_bytes: Callable[[int], float], sliced: bool) -> None:
+        self.fleet, self.links, self.message_bytes, self.sliced = fleet, links, message_bytes, sliced
+        self._crossings: dict[tuple[Stage, Stage], _Crossing] = {}
+        self._seconds: dict[tuple[NodeType, NodeType, bool, int, int, float, float], float] = {}
+        self._latest: dict[int, tuple[Pipeline, _Seconds]] = {}
+
+    def hop_s(
+        self, sender: NodeType, receiver: NodeType, microbatch: int, same_node: bool, slices: int, leaving: float,
+        arriving: float,
+    ) -> float:  # fmt: skip
+        """Seconds of one transfer, with the gathering of slices after it; so many as large as this one leave the sender's NIC at the same
+        time, and arrive at the receiver's."""
+        key = (sender, receiver, same_node, microbatch, slices, leaving, arriving)
+        known = self._seconds.get(key)
+        if known is None:
+            size = self.message_bytes(microbatch)
+            known = self.links.message_s(sender, receiver, same_node, size / slices, leaving, arriving)
+            known = self._seconds[key] = known + self.links.all_gather_s(receiver, slices, size)
+        return known
+
+    def of(self, plan: Plan, pipeline: Pipeline) -> _Seconds:
+        """Seconds of a pipeline's boundaries, of hidden states and of gradients: the slowest transfer of each. Those of the latest plan are
+        remembered: it is asked for with other microbatches in flight, which keep its stages."""
+        latest = self._latest
+        same = len(latest) == len(plan.pipelines) and all(
+            id(p.stages) in latest and latest[id(p.stages)][0].microbatch_sequences == p.microbatch_sequences
+            for p in plan.pipelines
+        )
+        if not same:
+            loads = self._loads_of(plan)
+            self._latest = {id(p.stages): (p, self._of(p, loads)) for p in plan.pipelines}
+        return self._latest[id(pipeline.stages)][1]
+
+    def _of(self, pipeline: Pipeline, loads: _Loads) -> _Seconds:
+        size, forward, backward = pipeline.microbatch_sequences, list[float](), list[float]()
+        for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
+            forward.append(self._boundary_s(self._crossing(a, b), loads, i, True, size))
+            backward.append(self._boundary_s(self._crossing(b, a), loads, i, False, size))
+        return forward, backward
+
+    def _boundary_s(self, crossing: _Crossing, loads: _Loads, index: int, forward: bool, size: int) -> float:
+        slowest = 0.0
+        for a, b, slices in crossing.hops:
+            leaving = arriving = 1.0
+            if a is not b:
+                leaving = max(1.0, loads.leaving[a.name, index, forward] * slices)
+                arriving = max(1.0, loads.arriving[b.name, index, forward] * slices)
+            slowest = max(slowest, self.hop_s(a.node_type, b.node_type, size, a is b, slices, leaving, arriving))
+        return slowest
+
+    def _crossing(self, sender: Stage, receiver: Stage) -> _Crossing:
+        known = self._crossings.get((sender, receiver))
+        if known is None:
+            known = self._crossings[sender, receiver] = self._new_crossing(transfers_between(sender, receiver))
+        return known
+
+    def _new_crossing(self, transfers: tuple[Transfer, ...]) -> _Crossing:
+        hops = dict[tuple[str, str, int], tuple[Node, Node, int]]()
+        leaving, arriving = dict[str, float](), dict[str, float]()
+        for transfer in transfers:
+            a, b = self.fleet.node_of(transfer.source), self.fleet.node_of(transfer.target)
+            slices = transfer.slices if self.sliced else 1
+            if a is not b:
+                leaving[a.name] = leaving.get(a.name, 0.0) + 1 / slices
+                arriving[b.name] = arriving.get(b.name, 0.0) + 1 / slices
+            hops[a.name, b.name, slices] = a, b, slices
+        return _Crossing(tuple(hops.values()), tuple(leaving.items()), tuple(arriving.items()))
+
+    def _loads_of(self, plan: Plan) -> _Loads:
+        """Of the same boundary of all pipelines: they run in step and share NICs."""
+        loads = _Loads()
+        for pipeline in plan.pipelines:
+            for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
+                for forward, crossing in ((True, self._crossing(a, b)), (False, self._crossing(b, a))):
+                    for found, there in ((loads.leaving, crossing.leaving), (loads.arriving, crossing.arriving)):
+                        for node, load in there:
+                            found[node, i, forward] = found.get((node, i, forward), 0.0) + load
+        return loads
