@@ -197,7 +197,7 @@ def _show_reports(console: Console, reports: list[Any]) -> None:
 
 
 def _export(args: argparse.Namespace) -> _Result:
-    from autohet.runtime.export import export_checkpoint
+    from autohet.runtime.state.export import export_checkpoint
     from recovery.checkpoint.retention import reading_checkpoint
 
     storage = _open(args)

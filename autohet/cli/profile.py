@@ -65,8 +65,8 @@ def _repeats(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    from autohet.runtime.device_processes import measure_tensor_parallel
-    from autohet.runtime.device_profile import OutOfMemory, measure_layers
+    from autohet.runtime.profiling.device_processes import measure_tensor_parallel
+    from autohet.runtime.profiling.device_profile import OutOfMemory, measure_layers
 
     check_output("--out", args.out, (".parquet", ".csv"))
     check_output("--links-out", args.links_out, (".csv",))
@@ -93,8 +93,8 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     """(what to measure, TP degrees)."""
     import torch
 
-    from autohet.runtime.device_profile import DTYPES, ProfileRequest, device_gpu_type
     from autohet.runtime.models import family_of, load_config
+    from autohet.runtime.profiling.device_profile import DTYPES, ProfileRequest, device_gpu_type
 
     job = Job.from_yaml(args.job)
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +138,7 @@ def _links(args: argparse.Namespace, device: str, gpu_type: str) -> list[dict[st
         return []
     import torch
 
-    from autohet.runtime.device_processes import measure_links
+    from autohet.runtime.profiling.device_processes import measure_links
 
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigError("--links-out needs two GPUs in this machine; leave it out")

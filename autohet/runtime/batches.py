@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autohet.runtime.data import TokenDataset, sample_rows
-from autohet.runtime.executor import Batch
+from autohet.runtime.parallel.executor import Batch
 
 
 class Batches:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
-from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cluster import Fleet
 from planner.cost.links import LinkTable, read_links
 from planner.cost.model import CostModel

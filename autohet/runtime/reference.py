@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.optimizer import learning_rate
+from autohet.runtime.state.optimizer import learning_rate
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 

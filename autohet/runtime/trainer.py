@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from autohet.runtime.executor import Batch, Executor
-from autohet.runtime.gradient_sync import GradientSync
 from autohet.runtime.groups import GenerationGroups, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
 from autohet.runtime.models import TensorParallel, build_stage, family_of
 from autohet.runtime.models.stage import StageModel
-from autohet.runtime.optimizer import clip_factor, update
 from autohet.runtime.pacing import Pace, Pacer
-from autohet.runtime.place import Place, place_of
+from autohet.runtime.parallel.executor import Batch, Executor
+from autohet.runtime.parallel.gradient_sync import GradientSync
+from autohet.runtime.parallel.place import Place, place_of
+from autohet.runtime.state.optimizer import clip_factor, update
 from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
 

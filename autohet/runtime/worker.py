@@ -33,7 +33,7 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
-from autohet.runtime.state_source import StateSource
+from autohet.runtime.state.state_source import StateSource
 from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
 from planner.errors import ConfigError
 from recovery.errors import Cancelled, RecoveryError, RestoreError

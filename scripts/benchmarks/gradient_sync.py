@@ -21,10 +21,10 @@ import torch
 from provenance import provenance
 from torch import nn
 
-from autohet.runtime.gradient_sync import GradientSync
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import held_units, layout_of_plan
-from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.parallel.gradient_sync import GradientSync
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.links import Links
 from planner.cost.parameters import CostParameters

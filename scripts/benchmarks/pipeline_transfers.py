@@ -21,10 +21,10 @@ import torch
 from provenance import provenance
 from torch import Tensor, nn
 
-from autohet.runtime.executor import Executor
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.pacing import Pace, Pacer
-from autohet.runtime.place import place_of
+from autohet.runtime.parallel.executor import Executor
+from autohet.runtime.parallel.place import place_of
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.links import BoundaryCosts, Links
 from planner.cost.parameters import CostParameters

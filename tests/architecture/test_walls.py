@@ -80,7 +80,7 @@ def error_classes():
         "recovery.errors",
         "recovery.storage.errors",
         "recovery.checkpoint.errors",
-        "autohet.runtime.groups",
+        "autohet.runtime.groups.errors",
     ):
         module = importlib.import_module(name)
         found += [

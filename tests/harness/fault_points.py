@@ -102,7 +102,7 @@ def _at_upload(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
 
 def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
-    from autohet.runtime import groups
+    from autohet.runtime.groups import generation as groups
 
     begin, create = groups.GenerationGroups.__init__, groups.Group._create
     now = -1
@@ -122,7 +122,7 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:
-    from autohet.runtime import state_source
+    from autohet.runtime.state import state_source
     from recovery.transfer import restore
 
     fill, run = state_source.StateSource.fill, restore.Exchange.run

@@ -14,10 +14,10 @@ import torch
 from torch.distributed import TCPStore
 
 from autohet.runtime.groups import GenerationGroups, PeerLost
-from autohet.runtime.initialization import initial_parameters
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
+from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from recovery.state.layout import Layout

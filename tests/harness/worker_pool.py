@@ -17,7 +17,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "autohet.runtime.trainer",
-    "autohet.runtime.initialization",
+    "autohet.runtime.models.initialization",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen3.modeling_qwen3",

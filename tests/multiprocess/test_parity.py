@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.initialization import initial_parameters
 from autohet.runtime.layout import layout_of_plan, tensor_specs
 from autohet.runtime.models import family_of
+from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model, train_reference
 from planner.plan import Plan
 from tests.harness.training_case import Case, rows_of, run_case

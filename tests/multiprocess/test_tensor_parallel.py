@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store
 
 from autohet.runtime.groups import Group
 from autohet.runtime.models import TensorParallel, family_of
-from autohet.runtime.tensor_parallel import cross_entropy_sum
+from autohet.runtime.models.tensor_parallel import cross_entropy_sum
 from tests.harness.processes import ChildFailed, run_distributed
 from tests.harness.tiny_models import (
     judge,

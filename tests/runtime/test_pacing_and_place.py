@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autohet.runtime.executor import Executor
 from autohet.runtime.pacing import Pace, Pacer
-from autohet.runtime.place import Place, place_of
+from autohet.runtime.parallel.executor import Executor
+from autohet.runtime.parallel.place import Place, place_of
 from planner.plan import Pipeline, Plan, Stage
 
 

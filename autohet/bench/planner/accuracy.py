@@ -21,7 +21,7 @@ from typing import Any
 
 from autohet.cli.plan import read_runs
 from autohet.runtime.job import Job
-from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models.model_spec import model_spec_from_config
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, NodeType, cluster_from_yaml
 from planner.cost.calibration import MeasuredRun, calibrate

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters, framework_parameters

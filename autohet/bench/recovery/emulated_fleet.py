@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job import Job, ScriptedEvent
-from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.errors import ConfigError
 
 JOB = "cluster_configs/jobs/demo.yaml"

@@ -21,10 +21,10 @@ from rich.table import Table
 from torch import Tensor
 
 from autohet.runtime.groups import GenerationGroups
-from autohet.runtime.initialization import initial_parameters
 from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, layout_of_plan, state_name
 from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.reference import reference_model, train_reference
 from autohet.runtime.trainer import StageTrainer

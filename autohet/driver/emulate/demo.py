@@ -21,9 +21,9 @@ from autohet.driver.emulate.fleet import read_document
 from autohet.driver.run import Outcome, Show, connection, train_on
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
-from autohet.runtime.initialization import initial_parameters
 from autohet.runtime.job import Job
 from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model, train_reference
 from planner.cluster import cluster_from_document
 

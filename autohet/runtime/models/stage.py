@@ -15,7 +15,13 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_units, skeleton
-from autohet.runtime.tensor_parallel import RowParallel, TensorParallel, VocabularyEmbedding, cross_entropy_sum, enter
+from autohet.runtime.models.tensor_parallel import (
+    RowParallel,
+    TensorParallel,
+    VocabularyEmbedding,
+    cross_entropy_sum,
+    enter,
+)
 from planner.errors import ConfigError
 
 

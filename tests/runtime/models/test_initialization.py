@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from autohet.runtime.initialization import initial_parameters, pretrained_parameters
 from autohet.runtime.models import family_of, stage_parameter_names
+from autohet.runtime.models.initialization import initial_parameters, pretrained_parameters
 from planner.errors import ConfigError
 from tests.harness.tiny_models import TINY, tiny_config
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.gradient_sync import Bucket, GradientSync, group_order, plan_buckets
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models import family_of, stage_parameter_names
+from autohet.runtime.parallel.gradient_sync import Bucket, GradientSync, group_order, plan_buckets
 from planner.plan import Plan
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autohet.runtime.model_spec import model_spec_from_config
+from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.errors import ConfigError
 
 SMALL = {

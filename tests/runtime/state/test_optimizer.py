@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.optimizer import clip_factor, learning_rate, update
+from autohet.runtime.state.optimizer import clip_factor, learning_rate, update
 
 SETTINGS = TrainingSection(
     global_batch_sequences=1,

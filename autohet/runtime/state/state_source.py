@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.groups import Group
-from autohet.runtime.initialization import initial_parameters, pretrained_parameters
 from autohet.runtime.job import Job
 from autohet.runtime.layout import STATE_KINDS, parameter_name, state_name
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
-from autohet.runtime.restoration import restore_state
+from autohet.runtime.models.initialization import initial_parameters, pretrained_parameters
+from autohet.runtime.state.restoration import restore_state
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.protocol import Storage
 from recovery.transfer.restore import LiveState, Restored

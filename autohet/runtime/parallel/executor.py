@@ -20,8 +20,8 @@ from torch.distributed import Work
 
 from autohet.runtime.groups import Group
 from autohet.runtime.pacing import Pacer
-from autohet.runtime.place import Place
-from autohet.runtime.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
+from autohet.runtime.parallel.place import Place
+from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
 from planner.cost.links import Transfer
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64

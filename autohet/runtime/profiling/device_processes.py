@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from autohet.runtime.device_profile import OutOfMemory, ProfileRequest, measure_layers
-from autohet.runtime.tensor_parallel import TensorParallel
+from autohet.runtime.models.tensor_parallel import TensorParallel
+from autohet.runtime.profiling.device_profile import OutOfMemory, ProfileRequest, measure_layers
 from planner.profile import Measurement
 
 DEADLINE = timedelta(seconds=120)

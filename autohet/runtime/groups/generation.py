@@ -21,18 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, ReduceOp, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
 
+from autohet.runtime.groups.errors import Interrupted, PeerLost
+
 POISON_TAG = 1 << 30
 STORE_POLL_S = 0.01
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
-
-
-class Interrupted(Exception):
-    """The generation was told to end while this worker was in it."""
-
-
-class PeerLost(Exception):
-    """An operation failed or took longer than its deadline: a peer is dead, frozen or has left."""
 
 
 class Group:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohet.runtime.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
+from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
 from planner.in_flight import MOST_AHEAD
 from planner.plan import Pipeline, Plan, Stage, check_plan
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autohet.runtime.export import INDEX_NAME, export_checkpoint
+from autohet.runtime.state.export import INDEX_NAME, export_checkpoint
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import assign_writers, commit_checkpoint, write_shards
 from recovery.checkpoint.manifest import Manifest
