@@ -13,12 +13,12 @@ from planner.cost.model import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
+from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.autohet import effort_for, search_autohet, unacceptable
 from planner.strategies.effort import Effort
 from planner.strategies.extension import extend
 from planner.strategies.recut import recut
-from planner.strategies.request import Answer, Request, SearchReport
 
 # a step's share above what the previous plan's rate lets expect: from where on new pipelines, a whole search are tried
 _CLEARLY = 0.06

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from planner.errors import ConfigError
+from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.autohet import search_autohet
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
@@ -10,7 +11,6 @@ from planner.strategies.grids import search_megatron, search_varuna
 from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
-from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "autohet": search_autohet,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.strategies.balance import Balancer
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
 from planner.strategies.refine import draft_fits
 
 _ORDERS = 24

@@ -12,17 +12,17 @@ from functools import partial
 import numpy as np
 
 from planner.plan import Plan
-from planner.strategies.balance import Balancer, padded
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.search.cost_tables import FEW_GPUS
+from planner.search.cut import Balancer, padded
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.place import place_by_stage
+from planner.search.problem import Request
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.exact import sync_sizes
-from planner.strategies.few import FEW_GPUS
-from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import FAR_BEHIND, draft_fits, refine_shape
 from planner.strategies.regroup import regrouped
-from planner.strategies.request import Request
 from planner.strategies.rivals import MOST_GPUS
 from planner.strategies.side_by_side import SideBySide, beside
-from planner.strategies.tables import Floats, Ints, Tables
 
 _ORDERS = 24
 _MIXES = (60, 240)  # of large and of small fleets

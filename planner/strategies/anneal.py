@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable
 
 from planner.plan import Plan
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.changes import Changes
 from planner.strategies.rebalance import rebalanced
-from planner.strategies.request import Request
-from planner.strategies.tables import Tables
 
 _HOT = 4e-4  # share of the step time that a change may cost at first
 _COLD = 1e-6

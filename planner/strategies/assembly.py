@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.plan import Plan
+from planner.search.draft import Draft, Shape
+from planner.search.place import place_by_copies
+from planner.search.problem import Request
+from planner.search.tables import Floats, Tables
 from planner.strategies.divisions import divisions, strides
-from planner.strategies.drafts import Draft, Shape
 from planner.strategies.generation import Column, Pool
 from planner.strategies.packing import Packer
-from planner.strategies.placement import place_by_copies
-from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Tables
 
 ASSEMBLED_GPUS = 128  # beyond
 FEW = 4  # known pipelines: hardly any of ours will be alike

@@ -12,28 +12,27 @@ from planner.cost.model import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
+from planner.search.cost_tables import FEW_GPUS, GIB, check_request, tables_of
+from planner.search.narrow import narrowed
+from planner.search.place import place
+from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
+from planner.search.tables import Tables
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
 from planner.strategies.assembly import ASSEMBLED_GPUS, FEW, assembled_plans
 from planner.strategies.companion import begin_companion, bound_over_paths_s
-from planner.strategies.cost_tables import GIB, check_request, tables_of
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
 from planner.strategies.engine import SEVERAL_DEGREES_GPUS, Engine, Found
-from planner.strategies.few import FEW_GPUS
 from planner.strategies.housing import housed
 from planner.strategies.interleave import interleaved
-from planner.strategies.narrow import narrowed
-from planner.strategies.placement import place
 from planner.strategies.rebalance import rebalanced
 from planner.strategies.refine import FAR_BEHIND
 from planner.strategies.rehouse import rehoused
-from planner.strategies.request import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.rivals import MOST_GPUS, grids, rival_plans
 from planner.strategies.symmetric import draft_of
-from planner.strategies.tables import Tables
 
 CANDIDATES = 6
 _FEWEST = 8

@@ -32,10 +32,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.bound_paths import PricedStages
 from planner.strategies.simplex import Simplex
 from planner.strategies.stages import StageTable
-from planner.strategies.tables import Floats, Ints, Tables
 
 _COARSE = 1.35
 _DEPTHS = (8, 20, 45)

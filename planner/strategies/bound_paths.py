@@ -8,8 +8,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from planner.search.tables import Floats, Ints
 from planner.strategies.stages import BANDS, StageTable
-from planner.strategies.tables import Floats, Ints
 
 _TOGETHER = 64
 _REPEATS = 12

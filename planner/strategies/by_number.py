@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Estimator, assign_microbatches
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.aligned import aligned
-from planner.strategies.balance import Balancer
 from planner.strategies.columns import ColumnMaker, Columns
-from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, Ring, make_exact
 from planner.strategies.packing import Packer, close_in, shortest
-from planner.strategies.tables import Floats, Ints, Tables
 
 _NUMBERS = (
     6,

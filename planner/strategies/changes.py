@@ -9,12 +9,12 @@ import numpy as np
 
 from planner.cluster import NodeType
 from planner.plan import Pipeline, Plan, Stage
-from planner.strategies.balance import Balancer
-from planner.strategies.drafts import Estimator, Shape, assign_microbatches
-from planner.strategies.placement import stages_on
-from planner.strategies.request import Request
+from planner.search.cut import Balancer
+from planner.search.draft import Estimator, Shape, assign_microbatches
+from planner.search.place import stages_on
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.staged import Group, Stager
-from planner.strategies.tables import Tables
 
 _AT_ONCE = (1, 1, 2, 4)
 _FAR = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.search.tables import Floats, Ints, Tables
 
 _CLOSELY, _ROUGHLY = 16, 10  # bisections of a bottleneck
 _SHALLOW = 6

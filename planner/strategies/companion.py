@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.plan import Plan
+from planner.search.cost_tables import tables_of
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.bound import lower_bound_s
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.engine import COLUMNS_GPUS
-from planner.strategies.request import Request
 from planner.strategies.rivals import late_rivals
-from planner.strategies.tables import Tables
 
 _TO_START_S = 0.5  # until the other process has begun
 

@@ -3,12 +3,12 @@
 import numpy as np
 
 from planner.plan import Plan
-from planner.strategies.balance import Balancer
-from planner.strategies.drafts import Estimator, Shape, assign_microbatches
-from planner.strategies.placement import place
+from planner.search.cut import Balancer
+from planner.search.draft import Estimator, Shape, assign_microbatches
+from planner.search.place import place
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.refine import draft_fits
-from planner.strategies.request import Request
-from planner.strategies.tables import Tables
 
 
 def disjoint_plans(request: Request, tables: Tables, estimator: Estimator) -> list[Plan]:

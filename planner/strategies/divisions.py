@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.strategies.tables import Floats, Ints
+from planner.search.tables import Floats, Ints
 
 _DIVISIONS = 12
 _PAIRS = 50_000

@@ -14,19 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.strategies.balance import Balancer
+from planner.search.cost_tables import FEW_GPUS
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Estimator, assign_microbatches
+from planner.search.tables import Floats, Ints, SyncShape, Tables
 from planner.strategies.bound import lower_bound_s
 from planner.strategies.by_number import Problem, drafts_by_number
 from planner.strategies.columns import ColumnMaker, Columns
-from planner.strategies.drafts import Draft, Estimator, assign_microbatches
 from planner.strategies.effort import Effort
 from planner.strategies.exact import Pipelines, make_exact
-from planner.strategies.few import FEW_GPUS, best_sets
+from planner.strategies.few import best_sets
 from planner.strategies.least_sync import LateSync, late_sync, least_sync_s
 from planner.strategies.packing import Packer, close_in, shortest
 from planner.strategies.refine import FAR_BEHIND, refine
 from planner.strategies.regroup import regrouped
-from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
 COLUMNS_GPUS = 64  # at most, for a bound over listed columns
 SEVERAL_DEGREES_GPUS = 8  # at most, for listing pipelines with several TP degrees on one node type

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.strategies.balance import Balancer
+from planner.search.cut import Balancer
+from planner.search.draft import Shape
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.columns import Columns
-from planner.strategies.drafts import Shape
-from planner.strategies.tables import Floats, Ints, Tables
 
 Ring = Callable[[Floats, Ints], Floats]
 """Seconds that the links of workers of these table rows need for so many gradient bytes; arrays of one shape, rows -1 where none is."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from planner.cluster import Node
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.search.cost_tables import check_request, microbatch_sizes, tables_of
+from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies.autohet import unacceptable
-from planner.strategies.cost_tables import check_request, microbatch_sizes, tables_of
-from planner.strategies.request import Answer, Request, SearchReport
 
 MAX_GPUS = 5
 MAX_BLOCKS = 6

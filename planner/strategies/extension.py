@@ -1,14 +1,14 @@
 """Keeping pipelines as they are and making new ones of the GPUs that are left over: the quick part of replanning."""
 
 from planner.plan import Pipeline, Plan
-from planner.strategies.cost_tables import tables_of
-from planner.strategies.drafts import Draft, Estimator, assign_microbatches
+from planner.search.cost_tables import tables_of
+from planner.search.draft import Draft, Estimator, assign_microbatches
+from planner.search.place import place
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.effort import Effort
 from planner.strategies.engine import Engine
-from planner.strategies.placement import place
-from planner.strategies.request import Request
 from planner.strategies.symmetric import draft_of
-from planner.strategies.tables import Tables
 
 _EFFORT = Effort(
     columns=10_000, exact=150, packed=50, orders=2, levels=1, candidates=1, integer_program_nodes=50, bounded=False,

@@ -17,15 +17,15 @@ from collections.abc import Iterator, Sequence
 from planner.cluster import Fleet, Node, NodeType
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan
+from planner.search.cost_tables import check_request, tables_of
+from planner.search.draft import Estimator, Shape
+from planner.search.problem import Answer, Request, SearchReport
+from planner.search.tables import Tables
 from planner.strategies.autohet import Costed, choose, idle_workers, why_infeasible
-from planner.strategies.cost_tables import check_request, tables_of
-from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.refine import fits
-from planner.strategies.request import Answer, Request, SearchReport
 from planner.strategies.shortlist import Groups, Shortlist
 from planner.strategies.staged import Group, Staged, Stager
 from planner.strategies.symmetric import equal_split
-from planner.strategies.tables import Tables
 
 _CANDIDATES = 8
 _SLACK = 1.2  # cuts are few here, and their closed form is rough

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from planner.search.tables import Floats, Ints, SyncShape, Tables
 from planner.strategies.exact import Pipelines
-from planner.strategies.tables import Floats, Ints, SyncShape, Tables
 
-FEW_GPUS = 16
 _WIDTH = {1: 400, 2: 140, 3: 40, 4: 20, 5: 14}
 
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.search.draft import Estimator, Shape
+from planner.search.problem import Request
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.bound_paths import Paths, PricedStages, Zone
-from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.lateness import Lateness, ready_s
 from planner.strategies.neighbours import Neighbours
 from planner.strategies.packing import Packer, Relaxed
 from planner.strategies.refine import fits, well_formed
-from planner.strategies.request import Request
 from planner.strategies.stages import StageTable
-from planner.strategies.tables import Floats, Ints, Tables
 
 _FULL = 0.88  # share of the step in which a pipeline begins microbatches, roughly
 _NARROW = 1e-3

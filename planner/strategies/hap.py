@@ -27,13 +27,13 @@ import numpy as np
 
 from planner.errors import InfeasibleError
 from planner.plan import Plan
+from planner.search.cost_tables import GIB, check_request, tables_of
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.place import place
+from planner.search.problem import Answer, Request, SearchReport
+from planner.search.tables import Tables
 from planner.strategies.autohet import choose, idle_workers
-from planner.strategies.cost_tables import GIB, check_request, tables_of
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.placement import place
-from planner.strategies.request import Answer, Request, SearchReport
 from planner.strategies.sharding import Part, Program, Space, Way, degree_of, degrees_of, resource_of, spaces, sync_s
-from planner.strategies.tables import Tables
 
 _ROUNDS = 20
 _DESCENTS = 8

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from planner.plan import Plan
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.placement import place
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.place import place
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.refine import draft_fits
-from planner.strategies.request import Request
 from planner.strategies.stage_orders import best_orders
 from planner.strategies.symmetric import draft_of
-from planner.strategies.tables import Tables
 
 _LONGER = 1.1
 _KEPT = 2

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.strategies.cost_tables import ring_rate
-from planner.strategies.drafts import Shape
-from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.search.cost_tables import ring_rate
+from planner.search.draft import Shape
+from planner.search.problem import Request
+from planner.search.tables import Floats, Ints, Tables
 
 
 class Lateness:

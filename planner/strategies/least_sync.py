@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.columns import Columns
-from planner.strategies.tables import Floats, Ints, Tables
 
 _GRID = 33
 _PARTS = 8

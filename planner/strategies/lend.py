@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cluster import NodeType, node_of
-from planner.strategies.balance import Balancer
-from planner.strategies.drafts import Estimator, Shape
+from planner.search.cut import Balancer
+from planner.search.draft import Estimator, Shape
+from planner.search.tables import Tables
 from planner.strategies.staged import Group, Stager
-from planner.strategies.tables import Tables
 
 _ROUNDS = 3
 _TAKEN_ON = 5  # free nodes at most that join pipelines: of more, new pipelines are made

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.errors import InfeasibleError
+from planner.search.cost_tables import check_request, tables_of
+from planner.search.draft import Estimator
+from planner.search.problem import Answer, Request, SearchReport
+from planner.search.tables import Floats, Tables
 from planner.strategies.autohet import choose, idle_workers, why_infeasible
-from planner.strategies.cost_tables import check_request, tables_of
-from planner.strategies.drafts import Estimator
-from planner.strategies.request import Answer, Request, SearchReport
 from planner.strategies.shortlist import Groups, Shortlist
 from planner.strategies.staged import Staged, Stager
-from planner.strategies.tables import Floats, Tables
 
 _MAX_PERMUTE = 4
 _REPAIRS = 3

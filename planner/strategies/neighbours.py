@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from planner.strategies.balance import Balancer
-from planner.strategies.drafts import Shape
+from planner.search.cut import Balancer
+from planner.search.draft import Shape
+from planner.search.tables import Floats, Ints, Tables
 from planner.strategies.refine import well_formed
 from planner.strategies.regroup import other_groups
-from planner.strategies.tables import Floats, Ints, Tables
 
 Rows = tuple[int, ...]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
+from planner.search.narrow import narrowed
+from planner.search.problem import Answer, Request
 from planner.strategies.fasop import fleets_up_to
-from planner.strategies.narrow import narrowed
-from planner.strategies.request import Answer, Request
 
 Search = Callable[[Request], Answer]
 SHARE = 4.0  # of an equal share of the time left: most searches end well before their limit

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence, Set
 import numpy as np
 
 from planner.plan import Pipeline, Plan
-from planner.strategies.balance import Balancer
-from planner.strategies.cost_tables import tables_of
-from planner.strategies.drafts import Estimator, Shape, assign_microbatches
+from planner.search.cost_tables import tables_of
+from planner.search.cut import Balancer
+from planner.search.draft import Estimator, Shape, assign_microbatches
+from planner.search.place import stages_on
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.lend import Crew, Lender, Roster
-from planner.strategies.placement import stages_on
 from planner.strategies.refine import draft_fits
-from planner.strategies.request import Request
 from planner.strategies.staged import Stager
-from planner.strategies.tables import Tables
 
 _EVERY = (1, 2, 3, 4, 5, 6)
 _MOST_WALLS = 6

@@ -5,7 +5,7 @@ to another pipeline.
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
 
 _ROUNDS = 12
 _SIMULATED = 3

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.strategies.balance import Balancer
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.tables import Tables
 from planner.strategies.refine import After, by_time, draft_fits, fastest_of, fits
-from planner.strategies.tables import Tables
 
 _ROUNDS = 3
 _FEW = 4  # groups changed: one to so many, half of them, all of them

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.cluster import Fleet, NodeType
 from planner.plan import Plan, Stage
-from planner.strategies.placement import Nodes
+from planner.search.place import Nodes
 
 _TOGETHER = (1, 2, 4, 8)
 

@@ -15,15 +15,14 @@ from dataclasses import replace
 from planner.cluster import Fleet, NodeType
 from planner.errors import InfeasibleError
 from planner.plan import Plan
-from planner.strategies.cost_tables import microbatch_sizes, tables_of
-from planner.strategies.drafts import Estimator
+from planner.search.cost_tables import FEW_GPUS, microbatch_sizes, tables_of
+from planner.search.draft import Estimator
+from planner.search.narrow import narrowed
+from planner.search.problem import Answer, Request
+from planner.search.tables import Tables
 from planner.strategies.engine import COLUMNS_GPUS
-from planner.strategies.few import FEW_GPUS
-from planner.strategies.narrow import narrowed
 from planner.strategies.refine import FAR_BEHIND
-from planner.strategies.request import Answer, Request
 from planner.strategies.symmetric import grids_of, ranked_grids
-from planner.strategies.tables import Tables
 
 Search = Callable[[Request], Answer]
 MOST_GPUS = 128  # beyond, they take longer than what they find is worth

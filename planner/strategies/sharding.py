@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from planner.cluster import NodeType
 from planner.cost.model import CostModel
-from planner.strategies.request import Request
-from planner.strategies.tables import Tables
+from planner.search.problem import Request
+from planner.search.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

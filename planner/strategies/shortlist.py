@@ -10,8 +10,8 @@ from itertools import groupby
 
 from planner.cluster import Node
 from planner.plan import Plan
-from planner.strategies.drafts import Draft, Estimator, Shape
-from planner.strategies.request import Request
+from planner.search.draft import Draft, Estimator, Shape
+from planner.search.problem import Request
 from planner.strategies.staged import Staged, Stager
 
 LOOKED_AT = 24

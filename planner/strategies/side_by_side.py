@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 
-from planner.strategies.cost_tables import ring_rate
-from planner.strategies.drafts import Estimator, Shape
-from planner.strategies.placement import parted
-from planner.strategies.request import Request
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.search.cost_tables import ring_rate
+from planner.search.draft import Estimator, Shape
+from planner.search.place import parted
+from planner.search.problem import Request
+from planner.search.tables import Floats, Ints, Tables
 
 
 def beside(request: Request, tables: Tables, number: int) -> Tables:

@@ -6,7 +6,7 @@ product. The last basis still fits when only values change, and is where the nex
 
 import numpy as np
 
-from planner.strategies.tables import Floats, Ints
+from planner.search.tables import Floats, Ints
 
 _TOLERANCE = 1e-9
 _EXCHANGES = 200  # of which the second half by index: no cycles among equal solutions (Bland 1977)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from planner.strategies.drafts import Shape
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.search.draft import Shape
+from planner.search.tables import Floats, Ints, Tables
 
 _LIMITS = 64
 _ROUNDS = 2

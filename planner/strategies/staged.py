@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from planner.cluster import Fleet, node_of
 from planner.plan import Pipeline, Plan
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.placement import stages_on
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.place import stages_on
+from planner.search.tables import Tables
 from planner.strategies.refine import draft_fits
-from planner.strategies.tables import Tables
 
 Group = tuple[str, ...]
 

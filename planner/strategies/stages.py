@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.strategies.tables import Tables
+from planner.search.tables import Tables
 
 BANDS = (0, 1, 2, 3, 5, 8, 12, 17, 24, 33, 46, 63)
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from planner.cluster import Fleet, NodeType
 from planner.plan import Pipeline, Plan, Stage
-from planner.strategies.drafts import Draft, Estimator, Shape
+from planner.search.draft import Draft, Estimator, Shape
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.refine import FAR_BEHIND, draft_fits
-from planner.strategies.request import Request
-from planner.strategies.tables import Tables
 
 _SIMULATED = 2
 

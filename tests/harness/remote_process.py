@@ -28,6 +28,7 @@ PRELOAD = (
     "autohet.driver.control.controller",
     "autohet.driver.control.durable",
     "autohet.driver.control.planning",
+    "planner.search",
     "planner.strategies",
     "tests.harness.toy_model",
     "tests.harness.process_fleet",

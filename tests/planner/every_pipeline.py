@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
-from planner.strategies.drafts import Shape
+from planner.search.draft import Shape
+from planner.search.tables import Ints, Tables
 from planner.strategies.refine import well_formed
-from planner.strategies.tables import Ints, Tables
 
 
 def arrangements(tables: Tables, rows: list[int], gpus: Ints) -> Iterator[tuple[int, ...]]:

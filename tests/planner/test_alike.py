@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from planner.redundancy import redundancy
+from planner.search.cost_tables import tables_of
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.place import place_by_stage
 from planner.strategies.alike import alike_plans
 from planner.strategies.autohet import choose
-from planner.strategies.balance import Balancer
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.disjoint import disjoint_plans
-from planner.strategies.drafts import Draft, Estimator, Shape, assign_microbatches
-from planner.strategies.placement import place_by_stage
 from planner.strategies.refine import draft_fits
 from planner.strategies.regroup import regrouped
 from planner.strategies.side_by_side import SideBySide, beside

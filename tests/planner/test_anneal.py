@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from autohet.bench.planner.searches import small_case
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
 from planner.strategies.anneal import Annealer
 from planner.strategies.changes import Changes
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.symmetric import draft_of
 from tests.planner.cases import fleet, model, request, slowed, with_nics
 

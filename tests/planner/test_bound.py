@@ -10,10 +10,10 @@ from autohet.bench.planner.searches import proved_s
 from autohet.bench.planner.synthetic import tied
 from planner.cost.parameters import OURS
 from planner.errors import InfeasibleError
+from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
 from planner.strategies.bound import Bound, BoundAlone, BoundOfFew, lower_bound_s
 from planner.strategies.companion import bound_over_paths_s
-from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, request, with_nics
 
 pytestmark = pytest.mark.thorough

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from planner.search.tables import Ints
 from planner.strategies.divisions import divisions
 from planner.strategies.packing import Packer
-from planner.strategies.tables import Ints
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -8,20 +8,20 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from planner.plan import check_plan
+from planner.search.cost_tables import tables_of
+from planner.search.draft import Draft, Shape
+from planner.search.place import place_by_copies
+from planner.search.problem import Request
+from planner.search.tables import Tables
 from planner.strategies.alike import alike_plans
 from planner.strategies.assembly import Assembly, assembled_plans
 from planner.strategies.autohet import Costed, choose
 from planner.strategies.bound_paths import Paths, PricedStages, Zone
-from planner.strategies.cost_tables import tables_of
-from planner.strategies.drafts import Draft, Shape
 from planner.strategies.generation import Column, Pool
 from planner.strategies.lateness import Lateness, early_s, ready_s
-from planner.strategies.placement import place_by_copies
 from planner.strategies.refine import fits
-from planner.strategies.request import Request
 from planner.strategies.stages import StageTable
 from planner.strategies.symmetric import draft_of
-from planner.strategies.tables import Tables
 from tests.planner.cases import fleet, model, request
 from tests.planner.every_pipeline import every_shape
 

@@ -11,8 +11,8 @@ from scipy.optimize import linprog
 
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.hap import ratios, search_program
 from planner.strategies.sharding import Part, Program, Space, spaces, sync_s
 from tests.planner.cases import DEMO, fleet, model, request

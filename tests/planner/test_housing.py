@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.search.problem import Request
 from planner.strategies.housing import housed
-from planner.strategies.request import Request
 from tests.planner.cases import fleet, model, request, with_nics
 
 BLOCKS = 12

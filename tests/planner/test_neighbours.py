@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.strategies.cost_tables import tables_of
-from planner.strategies.drafts import Estimator
+from planner.search.cost_tables import tables_of
+from planner.search.draft import Estimator
 from planner.strategies.neighbours import Neighbours
 from planner.strategies.refine import well_formed
 from tests.planner.cases import fleet, model, request

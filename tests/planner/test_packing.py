@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from planner.search.tables import Floats, Ints
 from planner.strategies.packing import Packer
-from planner.strategies.tables import Floats, Ints
 
 
 def _best(usage: Ints, supply: Ints, value: Floats, at_most: int | None) -> float:

@@ -9,8 +9,8 @@ from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.replan import MigrationCost, replan
+from planner.search.cost_tables import tables_of
 from planner.strategies import plan_with
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.lend import Crew, Lender, Roster
 from planner.strategies.recut import recut
 from planner.strategies.staged import Stager

@@ -9,8 +9,8 @@ from planner.cost.links import LinkTable
 from planner.cost.model import CostModel
 from planner.cost.sync import SyncJob, simulate_sync
 from planner.plan import Pipeline, Plan, Stage
+from planner.search.cost_tables import tables_of
 from planner.strategies import Request
-from planner.strategies.cost_tables import tables_of
 from tests.planner.cases import fleet, model, profile, request, with_nics
 
 LARGE, SMALL = "A100", "T4"

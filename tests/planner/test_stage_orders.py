@@ -8,12 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.plan import check_plan
+from planner.search.cost_tables import tables_of
+from planner.search.draft import Estimator, Shape
+from planner.search.tables import Tables
 from planner.strategies import plan_with
-from planner.strategies.cost_tables import tables_of
-from planner.strategies.drafts import Estimator, Shape
 from planner.strategies.interleave import interleaved
 from planner.strategies.stage_orders import best_orders
-from planner.strategies.tables import Tables
 from tests.planner.cases import fleet, model, request
 
 

@@ -20,8 +20,8 @@ from planner.cost.parameters import CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 from planner.profile import Measurement, ProfileTable
+from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.fasop import Transfers, cuts, kinds_change
 from planner.strategies.staged import Staged, Stager
 

@@ -18,8 +18,8 @@ from autohet.bench.planner.synthetic import (
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.model_spec import ModelSpec
+from planner.search.narrow import narrowed
 from planner.strategies import Request, plan_with
-from planner.strategies.narrow import narrowed
 
 Row = dict[str, Any]
 CASES = 20

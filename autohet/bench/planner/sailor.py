@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from planner.cluster import NodeType
-from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
+from planner.search.tables import Kind, Resource, Row, SyncShape, Tables
 
 GIB = 2**30
 GPUS = ("A100-40", "V100-16")

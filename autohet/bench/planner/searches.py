@@ -21,12 +21,12 @@ from autohet.bench.planner.synthetic import GPT_26, LLAMA_70B, cpu_seconds, flee
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.replan import replan
+from planner.search.cost_tables import tables_of
+from planner.search.place import place
 from planner.strategies import Answer, Request, plan_with
 from planner.strategies.autohet import effort_for
 from planner.strategies.companion import bound_over_paths_s
-from planner.strategies.cost_tables import tables_of
 from planner.strategies.engine import Engine
-from planner.strategies.placement import place
 
 Row = dict[str, Any]
 _RUNS = 3

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterable, Sequence, Set
 
 from planner.plan import Pipeline, Plan, Stage
-from planner.strategies.drafts import Draft, Shape
-from planner.strategies.tables import Tables
+from planner.search.draft import Draft, Shape
+from planner.search.tables import Tables
 
 
 class Nodes:

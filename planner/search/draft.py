@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from planner.cost.schedule import run_1f1b
 from planner.in_flight import one_each, period_s, working_ahead
-from planner.strategies.sync_load import Member, block_bytes, sync_end_s
-from planner.strategies.tables import SyncShape, Tables
+from planner.search.sync_load import Member, block_bytes, sync_end_s
+from planner.search.tables import SyncShape, Tables
 
 _LONGER = 1.01
 # A time, and the totals of microbatches of each size with which the batch is met in it.

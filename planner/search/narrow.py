@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from planner.cluster import Fleet
 from planner.cost.model import CostModel
-from planner.strategies.request import Request
+from planner.search.problem import Request
 
 
 def narrowed(request: Request, fleet: Fleet) -> Request:

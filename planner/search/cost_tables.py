@@ -10,11 +10,11 @@ from planner.cluster import NodeType
 from planner.cost.model import CostModel, LayerCosts
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import ModelSpec
-from planner.strategies.few import FEW_GPUS
-from planner.strategies.request import Request
-from planner.strategies.tables import Kind, Resource, Row, SyncShape, Tables
+from planner.search.problem import Request
+from planner.search.tables import Kind, Resource, Row, SyncShape, Tables
 
 GIB = 2**30
+FEW_GPUS = 16  # up to so many every set of a few pipelines is compared
 
 
 def tables_of(request: Request) -> Tables:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.strategies.tables import Tables
+from planner.search.tables import Tables
 
 Ring = Callable[[frozenset[int], float, int], float]
 

@@ -6,7 +6,7 @@ Arrays are (n, P), one entry a pipeline: rows the table row of each stage, -1 be
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.search.tables import Floats, Ints, Tables
 
 
 def slopes_of(tables: Tables, rows: Ints, num_stages: Ints, microbatches: Floats) -> Floats:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.strategies.slopes import memory_holds, slopes_of
-from planner.strategies.tables import Floats, Ints, Tables
+from planner.search.slopes import memory_holds, slopes_of
+from planner.search.tables import Floats, Ints, Tables
 
 _AT_ONCE = 700
 _NEAR = 1.4

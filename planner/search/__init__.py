@@ -1,0 +1,1 @@
+"""One search for plans of unequal pipelines; planner/README.md leads through it."""
