@@ -160,11 +160,11 @@ def _chosen_files(storage: Storage, step: int, layout: Layout, receipts: list[Wo
         assert receipt.step == step, f"receipt of step {receipt.step} for a commit of step {step}"
         for file in receipt.files:
             for stored in file.shards:
-                if checksums.get(stored.shard, stored.crc32) != stored.crc32:
+                if checksums.get(stored.shard, stored.checksum) != stored.checksum:
                     reason = f"two workers wrote shard {stored.shard} with different content: replicas have diverged"
                     raise CheckpointConflict(storage.uri, step, reason)
             fresh = tuple(stored for stored in file.shards if stored.shard not in checksums)
-            checksums.update({stored.shard: stored.crc32 for stored in fresh})
+            checksums.update({stored.shard: stored.checksum for stored in fresh})
             if fresh:
                 files.append(DataFile(file.name, file.num_bytes, file.writer, fresh))
     missing = sorted(layout.shards - checksums.keys())

@@ -18,7 +18,7 @@ from recovery.state.layout import ShardId, TensorSpec
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "autohet-checkpoint"
-VERSION = 1
+VERSION = 2
 
 Scalar = int | float | str | bool | None
 
@@ -27,7 +27,8 @@ class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One shard in a data file.
 
     The item at [item_offset, item_offset + item_bytes) is what `torch.load` reads; its raw elements, C order, little
-    endian, lie at [offset, offset + num_bytes) and have the CRC-32 (zlib's) `crc32`.
+    endian, lie at [offset, offset + num_bytes) and have the `checksum` of `recovery.state.checksum`, and `crc32` (zlib's), which the
+    item's own format wants.
     """
 
     tensor: str
@@ -37,6 +38,7 @@ class StoredShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: int
     num_bytes: int
     crc32: int
+    checksum: int
 
     @property
     def shard(self) -> ShardId:
@@ -103,8 +105,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def checksums(self) -> dict[ShardId, int]:
-        """CRC-32 of each shard's raw bytes."""
-        return {shard: stored.crc32 for shard, (_, stored) in self.locations.items()}
+        """Of each shard's raw bytes, as `recovery.state.checksum` has it."""
+        return {shard: stored.checksum for shard, (_, stored) in self.locations.items()}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -158,8 +160,8 @@ def _check_places(manifest: Manifest, uri: str) -> None:
         for stored in file.shards:
             if expected.pop(stored.shard, None) != stored.num_bytes:
                 raise ManifestInvalid(uri, f"shard {stored.shard} is unknown, listed twice, or has a wrong size")
-            inside = 0 <= stored.item_offset <= stored.offset
-            if not inside or stored.offset + stored.num_bytes > file.num_bytes:
+            item_end, end = stored.item_offset + stored.item_bytes, stored.offset + stored.num_bytes
+            if not 0 <= stored.item_offset <= stored.offset <= end <= item_end <= file.num_bytes:
                 raise ManifestInvalid(uri, f"shard {stored.shard} lies outside of {file.name}")
     if expected:
         raise ManifestInvalid(uri, f"{len(expected)} shards have no place, {next(iter(expected))} among them")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -18,6 +17,7 @@ from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem
 from recovery.checkpoint.errors import CheckpointCorrupt
 from recovery.checkpoint.manifest import Manifest, StoredShard
 from recovery.checkpoint.write import step_prefix
+from recovery.state.checksum import checksum
 from recovery.state.layout import ShardId
 from recovery.state.slices import TORCH_DTYPES
 from recovery.storage.errors import ObjectMissing, ObjectTruncated
@@ -247,9 +247,9 @@ class _Reader:
                 fetch.bad[stored.shard] = self._corrupt(fetch, stored, problem)
 
     def _problem(self, fetch: _Fetch, stored: StoredShard) -> str:
-        crc32 = zlib.crc32(fetch.raw(stored).numpy().data)
-        if crc32 != stored.crc32:
-            return f"its checksum is {crc32:#010x}, not the recorded {stored.crc32:#010x}"
+        found = checksum(fetch.raw(stored).numpy().data)
+        if found != stored.checksum:
+            return f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
         return self._item_problem(fetch, stored) if self._whole_items else ""
 
     def _item_problem(self, fetch: _Fetch, stored: StoredShard) -> str:
@@ -263,7 +263,7 @@ class _Reader:
             return f"torch.load cannot read it ({type(error).__name__}: {str(error)[:100]})"
         if tensor.shape != spec.unit_shape(stored.unit) or tensor.dtype != TORCH_DTYPES[spec.dtype]:
             return "torch.load makes another shape or dtype of it"
-        same = zlib.crc32(tensor_bytes(tensor)) == stored.crc32
+        same = checksum(tensor_bytes(tensor)) == stored.checksum
         return "" if same else "torch.load makes other values of it"
 
     def _corrupt(self, fetch: _Fetch, stored: StoredShard, reason: str) -> CheckpointCorrupt:

@@ -16,6 +16,7 @@ import torch
 from recovery.checkpoint.dcp import DATA_SUFFIX
 from recovery.checkpoint.item import ALIGNMENT, Envelope, envelope
 from recovery.checkpoint.manifest import DataFile, StoredShard
+from recovery.state.checksum import RunningChecksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
 from recovery.storage.payload import BytesPayload, ConcatPayload, Payload, TensorPayload
@@ -153,9 +154,9 @@ def _data_file(worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Ten
     for shard, spec, tensor in items:
         data = TensorPayload(tensor)
         shape = spec.unit_shape(shard.unit)
-        crc32 = payload_crc32(data)
-        wrap = envelope(spec.dtype, shape, data.size, crc32)
-        stored = _place(shard, wrap, data.size, crc32, position)
+        sums = payload_sums(data)
+        wrap = envelope(spec.dtype, shape, data.size, sums[0])
+        stored = _place(shard, wrap, data.size, sums, position)
         table.append(stored)
         digest.update(repr((stored, spec.dtype, shape)).encode())
         end = stored.item_offset + stored.item_bytes
@@ -165,17 +166,19 @@ def _data_file(worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Ten
     return DataFile(name, position, worker, tuple(table)), ConcatPayload(parts)
 
 
-def _place(shard: ShardId, wrap: Envelope, num_bytes: int, crc32: int, position: int) -> StoredShard:
+def _place(shard: ShardId, wrap: Envelope, num_bytes: int, sums: tuple[int, int], position: int) -> StoredShard:
     item_bytes = len(wrap.prefix) + num_bytes + len(wrap.suffix)
-    return StoredShard(shard.tensor, shard.unit, position, item_bytes, position + len(wrap.prefix), num_bytes, crc32)
+    return StoredShard(shard.tensor, shard.unit, position, item_bytes, position + len(wrap.prefix), num_bytes, *sums)
 
 
-def payload_crc32(payload: Payload) -> int:
-    """CRC-32 of the whole payload, a few MiB at a time."""
-    crc32 = 0
+def payload_sums(payload: Payload) -> tuple[int, int]:
+    """CRC-32 and checksum of the whole payload, a few MiB at a time."""
+    crc32, running = 0, RunningChecksum()
     for offset in range(0, payload.size, _CHECKSUM_STRIDE):
-        crc32 = zlib.crc32(payload.read(offset, min(_CHECKSUM_STRIDE, payload.size - offset)), crc32)
-    return crc32
+        piece = memoryview(payload.read(offset, min(_CHECKSUM_STRIDE, payload.size - offset)))
+        crc32 = zlib.crc32(piece, crc32)
+        running.update(piece)
+    return crc32, running.value()
 
 
 class _Meter:

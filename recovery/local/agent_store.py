@@ -54,15 +54,15 @@ class AgentStore:
         self.problems = tuple(problems)
         return found
 
-    def read(self, source: Source, shard: ShardId) -> memoryview:
+    def read(self, source: Source, shard: ShardId, expected: int | None = None) -> memoryview:
         """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and step), without
-        a copy.
+        a copy. `expected`: see `SnapshotFile.read`.
 
         Raises:
             ShardUnavailable: no committed snapshot of that worker and step is here (any more).
             ShardCorrupt: its bytes are not those that were committed.
         """
-        return self.file_of(source, shard).read(shard)
+        return self.file_of(source, shard).read(shard, expected)
 
     def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
         """The open snapshot file of `source` that holds `shard`. Raises ShardUnavailable as `read` does."""

@@ -4,7 +4,7 @@ committed.
     offset 0        prefix: magic, version, where the parts are, CRC of the static header offset 256      commit
     record: sequence, step, generation, CRC of the checksums; CRC over itself. Zero while being written.
     4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit, offset, bytes)
-    ...             checksums: one u32 (see `recovery.state.checksum`) for each shard, in the table's order
+    ...             checksums: one u64 (see `recovery.state.checksum`) for each shard, in the table's order
     page aligned    payload: each shard's elements, row-major, 64-byte aligned
 
 A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is never read. What
@@ -35,7 +35,7 @@ from recovery.state.checksum import checksum
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId, TensorSpec
 
-MAGIC = b"AHSNAP02"
+MAGIC = b"AHSNAP03"
 SUFFIX = ".snapshot"
 _PREFIX = struct.Struct("<8sQQIIQQQI")
 _RECORD = struct.Struct("<QqqII")
@@ -48,7 +48,7 @@ CLAIM_BYTES = 256 << 20
 
 _LIBC = ctypes.CDLL(None)
 
-Checksums = npt.NDArray[np.uint32]
+Checksums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FileMap:
         """Lay `shards` out, in their order, in a new file."""
         header = _encode_header(worker, tensors, shards)
         checksums_offset = _HEADER_OFFSET + _aligned(len(header), _ALIGNMENT)
-        payload_offset = _aligned(checksums_offset + 4 * len(shards), mmap.PAGESIZE)
+        payload_offset = _aligned(checksums_offset + 8 * len(shards), mmap.PAGESIZE)
         extents: dict[ShardId, Extent] = {}
         position = payload_offset
         for shard in shards:
@@ -157,7 +157,7 @@ class SnapshotFile:
 
     def holding(self, kind: str, node: str) -> Holding:
         """What this file holds, as a source of `kind` "memory" or "disk" on `node`."""
-        checksums = {shard: int(crc) for shard, crc in zip(self.map.extents, self._checksums.tolist(), strict=True)}
+        checksums = dict(zip(self.map.extents, self._checksums.tolist(), strict=True))
         return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
 
     def view(self, shard: ShardId) -> memoryview:
@@ -171,20 +171,22 @@ class SnapshotFile:
             raise ShardUnavailable(shard, str(self.path), "not in this snapshot")
         return memoryview(self._map)[extent.offset : extent.offset + extent.num_bytes]
 
-    def read(self, shard: ShardId) -> memoryview:
+    def read(self, shard: ShardId, expected: int | None = None) -> memoryview:
         """The shard's bytes, verified, without a copy. They may be overwritten once the writer reuses the file.
+
+        `expected` is the checksum that the reader knows from elsewhere; None: the one recorded here.
 
         Raises:
             ShardUnavailable: not held, or overwritten by a newer step meanwhile.
             ShardCorrupt: the checksum is not the recorded one.
         """
         view = self.view(shard)
-        self.verify(shard, view)
+        self.verify(shard, view, expected)
         return view
 
-    def verify(self, shard: ShardId, data: memoryview) -> None:
+    def verify(self, shard: ShardId, data: memoryview, expected: int | None = None) -> None:
         """Raise unless `data`, read from this file, is the committed content of `shard`."""
-        if checksum(data) != self.checksum(shard):
+        if checksum(data) != (self.checksum(shard) if expected is None else expected):
             if not self.still_committed():
                 raise ShardUnavailable(shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile")
             raise ShardCorrupt(shard, str(self.path), "checksum differs from the one recorded at the commit")
@@ -214,12 +216,12 @@ class SnapshotFile:
         if zlib.crc32(raw[:-4]) != crc:
             raise SnapshotError(str(self.path), "the commit record is damaged")
         start = self.map.checksums_offset
-        checksums = self._map[start : start + 4 * len(self.map.extents)]
+        checksums = self._map[start : start + 8 * len(self.map.extents)]
         if zlib.crc32(checksums) != checksums_crc:
             if self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] != raw:
                 raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
             raise SnapshotError(str(self.path), "the table of checksums is damaged")
-        return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u4")
+        return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u8")
 
 
 class SnapshotFileWriter:
@@ -278,7 +280,7 @@ class SnapshotFileWriter:
 
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
         """As `commit`, with checksums that the caller has computed, in the table's order."""
-        raw = np.asarray(checksums, dtype="<u4").tobytes()
+        raw = np.asarray(checksums, dtype="<u8").tobytes()
         start = self.map.checksums_offset
         self._map[start : start + len(raw)] = raw
         self._sequence += 1

@@ -65,11 +65,13 @@ class ShardClient:
         self.close()
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], into: Mapping[ShardId, memoryview] | None = None
-    ) -> Iterator[tuple[ShardId, ShardReply]]:
-        """Each shard's verified bytes, in the order asked, or why this one is not to be had from here.
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int],
+        into: Mapping[ShardId, memoryview] | None = None,
+    ) -> Iterator[tuple[ShardId, ShardReply]]:  # fmt: skip
+        """Each shard's bytes, in the order asked, or why this one is not to be had from here.
 
-        With `into`, shards named there are received straight into that memory (which holds anything after a failure).
+        They are checked against `checksums`, which the reader has from the holding or the schedule, never from the peer that
+        sends. With `into`, shards named there are received straight into that memory (which holds anything after a failure).
 
         Raises:
             PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Cancelled.
@@ -78,7 +80,7 @@ class ShardClient:
         try:
             connection = self._ask({"op": "read", "source": _place(source), "shards": list(shards)})
             for shard in shards:
-                yield shard, self._reply(connection, source, shard, (into or {}).get(shard))
+                yield shard, self._reply(connection, source, shard, checksums.get(shard), (into or {}).get(shard))
             finished = True
         except PeerRefused:
             raise
@@ -109,7 +111,7 @@ class ShardClient:
             "generation": source.generation,
             "tensors": [spec.to_document() for spec in used.values()],
             "shards": list(pieces),
-            "crcs": list(checksums) if checksums is not None else [checksum(piece) for piece in pieces.values()],
+            "checksums": list(checksums) if checksums is not None else [checksum(piece) for piece in pieces.values()],
             "superseded": superseded,
         }
         try:
@@ -149,9 +151,9 @@ class ShardClient:
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")
 
     def _reply(
-        self, connection: socket.socket, source: Source, shard: ShardId, memory: memoryview | None
+        self, connection: socket.socket, source: Source, shard: ShardId, expected: int | None, memory: memoryview | None
     ) -> ShardReply:
-        status, crc, length = REPLY.unpack(receive(connection, REPLY.size, self._cancelled))
+        status, length = REPLY.unpack(receive(connection, REPLY.size, self._cancelled))
         where = f"{self.peer}, {source}"
         if status == UNAVAILABLE:
             return ShardUnavailable(shard, where, "the peer has it no more")
@@ -161,7 +163,9 @@ class ShardClient:
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
         data = self._memory(length) if memory is None else memory
         receive_into(connection, data, self._cancelled)
-        return data if checksum(data) == crc else ShardCorrupt(shard, where, "the bytes are not those committed")
+        if expected is None:
+            return ShardUnavailable(shard, where, "no checksum of it is known")
+        return data if checksum(data) == expected else ShardCorrupt(shard, where, "the bytes are not those committed")
 
     def _memory(self, length: int) -> memoryview:
         # New memory costs a page fault for every 4 KiB, which is slower than the network.

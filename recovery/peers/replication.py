@@ -192,12 +192,12 @@ class Replicator:
         opened: Round,
     ) -> None:
         views = {shard: view for shard, (view, _) in pieces.items()}
-        crcs = [crc for _, crc in pieces.values()]
+        checksums = [value for _, value in pieces.values()]
         first = next(iter(pieces))
         tensors = self._store.file_of(source, first).map.tensors
         limit = self._limits.setdefault(targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s))
         with ShardClient(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
-            client.push(source, tensors, views, checksums=crcs, limit=limit, superseded=opened.complete)
+            client.push(source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete)
 
 
 def hand_over(
@@ -219,9 +219,9 @@ def hand_over(
                 files = {shard: store.file_of(source, shard) for shard in shards}
                 views = {shard: file.view(shard) for shard, file in files.items()}
                 tensors = {shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()}
-                crcs = [file.checksum(shard) for shard, file in files.items()]
+                checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
-                    client.push(source, tensors, views, checksums=crcs)
+                    client.push(source, tensors, views, checksums=checksums)
                 sent += sum(len(view) for view in views.values())
                 break
             except RecoveryError as error:

@@ -1,7 +1,7 @@
 """Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see `shard_protocol`).
 
 A connection serves many requests, one after the other, in a thread of its own. Bytes go out straight from the mapped
-snapshot with the checksum that was recorded at its commit: the reader checks them, whatever happened in between.
+snapshot; the reader checks them against the checksum of the snapshot's birth, whatever happened in between.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Handler(socketserver.BaseRequestHandler):
         """Do what was asked; False after what leaves the connection unusable."""
         if request["op"] == "push":
             status = self._push(request)
-            self.request.sendall(REPLY.pack(status, 0, 0))
+            self.request.sendall(REPLY.pack(status, 0))
             return status == OK
         source = Source(*request["source"])
         for tensor, unit in request["shards"]:
@@ -179,12 +179,11 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _send(self, source: Source, shard: ShardId) -> None:
         try:
-            file = self.store.file_of(source, shard)
-            data, crc = file.view(shard), file.checksum(shard)
+            data = self.store.file_of(source, shard).view(shard)
         except ShardUnavailable:
-            self.request.sendall(REPLY.pack(UNAVAILABLE, 0, 0))
+            self.request.sendall(REPLY.pack(UNAVAILABLE, 0))
         else:
-            self.request.sendall(REPLY.pack(OK, crc, len(data)))
+            self.request.sendall(REPLY.pack(OK, len(data)))
             send_within(self.request, data)
 
     def _push(self, request: dict[str, Any]) -> int:
@@ -200,7 +199,7 @@ class _Handler(socketserver.BaseRequestHandler):
         """Store pushed shards as a snapshot of their worker, once all are here and whole."""
         specs = [TensorSpec.from_document(document) for document in request["tensors"]]
         shards = [ShardId(str(tensor), int(unit)) for tensor, unit in request["shards"]]
-        crcs = [int(crc) for crc in request["crcs"]]
+        checksums = [int(value) for value in request["checksums"]]
         file_map = FileMap.of(str(request["worker"]), {spec.name: spec for spec in specs}, shards)
         try:
             writer = self.store.accept(int(request["step"]), int(request["generation"]), file_map)
@@ -209,9 +208,9 @@ class _Handler(socketserver.BaseRequestHandler):
             return FULL
         status = CORRUPT
         try:
-            self.request.sendall(REPLY.pack(OK, 0, 0))
-            if self._fill(writer, crcs):
-                writer.commit_with(int(request["step"]), int(request["generation"]), crcs)
+            self.request.sendall(REPLY.pack(OK, 0))
+            if self._fill(writer, checksums):
+                writer.commit_with(int(request["step"]), int(request["generation"]), checksums)
                 status = OK
                 self._drop_superseded(request)
         finally:
@@ -225,12 +224,12 @@ class _Handler(socketserver.BaseRequestHandler):
             generation, step = request["superseded"]
             self.store.drop_copies(str(request["worker"]), (int(generation), int(step)))
 
-    def _fill(self, writer: SnapshotFileWriter, crcs: list[int]) -> bool:
+    def _fill(self, writer: SnapshotFileWriter, checksums: list[int]) -> bool:
         whole = memoryview(writer.buffer)
-        for extent, crc in zip(writer.map.extents.values(), crcs, strict=True):
+        for extent, expected in zip(writer.map.extents.values(), checksums, strict=True):
             view = whole[extent.offset : extent.offset + extent.num_bytes]
             receive_into(self.request, view)
-            if checksum(view) != crc:
+            if checksum(view) != expected:
                 return False
         return True
 

@@ -37,8 +37,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Holding:
-    """The shards that one source holds; `checksums` of each unit's bytes where they are known: `recovery.state.checksum`, in
-    durable storage CRC-32."""
+    """The shards that one source holds; `checksums` of each unit's bytes (`recovery.state.checksum`) where they are known: of
+    every snapshot and checkpoint; of live memory, once a snapshot of it stands."""
 
     source: Source
     shards: frozenset[ShardId]

@@ -1,7 +1,8 @@
 """One worker's messages of a restore: packed, sent, received and checked, several in flight, in the order all share.
 
-A message is one flat buffer on the group's device: each shard's bytes, 16-byte aligned, then one int64 for each: the
-fingerprint of its bytes (`recovery.state.checksum` on the CPU, a sum of words on the device), or -1 where the sender could not get it.
+A message is one flat buffer on the group's device: each shard's bytes, 16-byte aligned, then one int64 for each: its checksum
+(`recovery.state.device_checksum`, the same on every device), or -1 where the sender could not get it. The receiver believes the
+schedule's checksum where it has one; the sender's guards what has no snapshot yet against damage on the way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from recovery.state.checksum import checksum
+from recovery.state.device_checksum import checksums
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.messages import Message
 
@@ -45,7 +46,8 @@ class Exchange:
 
     `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had.
     `take(message, shard, data)` gets the bytes of a shard that has come; `miss(message, shards)` names those of a message
-    that came damaged or were not available.
+    that came damaged or were not available. `expected(shard)` is the checksum that a shard must have, None where only its sender
+    knows it.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Exchange:
         view_of: Callable[[ShardId], Tensor | None],
         take: Callable[[Message, ShardId, Tensor], None],
         miss: Callable[[Message, Sequence[ShardId]], None],
+        expected: Callable[[ShardId], int | None],
     ) -> None:
         self._worker, self._layout, self._group, self._device = worker, layout, group, device
-        self._view_of, self._take, self._miss = view_of, take, miss
+        self._view_of, self._take, self._miss, self._expected = view_of, take, miss, expected
         self._flights: deque[_Flight] = deque()
         self._coming: dict[ShardId, int] = {}
         self._bytes = 0
@@ -113,19 +116,19 @@ class Exchange:
     def _packed(self, message: Message) -> Tensor:
         trailer, num_bytes = self._extent(message.shards)
         buffer = self._buffer(num_bytes)
-        prints: list[Tensor] = []
+        pieces: list[Tensor | None] = []
         position = 0
         for shard in message.shards:
             size = self._layout.shard_bytes(shard)
             piece = buffer[position : position + size]
             view = self._view_of(shard)
-            if view is None:
-                prints.append(torch.tensor(NOT_AVAILABLE, device=self._device))
-            else:
+            if view is not None:
                 piece.view(view.dtype).view(view.shape).copy_(view)
-                prints.append(fingerprint(piece))
+            pieces.append(None if view is None else piece)
             position += _aligned(size)
-        buffer[trailer:].view(torch.int64).copy_(torch.stack(prints))
+        sums = iter(checksums([piece for piece in pieces if piece is not None]))
+        words = [NOT_AVAILABLE if piece is None else _as_word(next(sums)) for piece in pieces]
+        buffer[trailer:].view(torch.int64).copy_(torch.tensor(words))
         return buffer
 
     def _unpack(self, flight: _Flight) -> None:
@@ -136,24 +139,21 @@ class Exchange:
             size = self._layout.shard_bytes(shard)
             pieces.append(flight.buffer[position : position + size])
             position += _aligned(size)
-        sent = flight.buffer[trailer:].view(torch.int64)
-        good = (torch.stack([fingerprint(piece) for piece in pieces]) == sent).tolist()
-        for shard, piece, whole in zip(shards, pieces, good, strict=True):
-            if whole:
+        missed = []
+        sent = flight.buffer[trailer:].view(torch.int64).tolist()
+        for shard, piece, came, said in zip(shards, pieces, checksums(pieces), sent, strict=True):
+            expected = self._expected(shard)
+            if said != NOT_AVAILABLE and _as_word(came) == (said if expected is None else _as_word(expected)):
                 self._take(flight.message, shard, piece)
-        if missed := [shard for shard, whole in zip(shards, good, strict=True) if not whole]:
+            else:
+                missed.append(shard)
+        if missed:
             self._miss(flight.message, missed)
 
 
-def fingerprint(piece: Tensor) -> Tensor:
-    """A non-negative int64 scalar on the piece's device that changes with its bytes (a flat uint8 tensor)."""
-    if piece.device.type == "cpu":
-        return torch.tensor(checksum(piece.numpy().data) if piece.numel() else 0)
-    spare = piece.numel() % 8
-    words = piece[: piece.numel() - spare].view(torch.int64)
-    rest = piece[piece.numel() - spare :].sum(dtype=torch.int64)
-    # Twice the odd words over: exchanging neighbours shows, too.
-    return (words.sum() + 2 * words[1::2].sum() + rest) & 0x7FFFFFFFFFFFFFFF
+def _as_word(value: int) -> int:
+    """64 bits as torch's int64 has them. All ones would read as not available, and the shard come from elsewhere."""
+    return value - (1 << 64) if value >> 63 else value
 
 
 def _aligned(size: int) -> int:

@@ -167,7 +167,11 @@ class _Restore:
             for shard in self._part.keep:
                 if shard.tensor not in self._in_place:
                     self._targets[shard].copy_(self._live[shard])
-            worker, layout, calls = self._part.worker, self._layout, (self._view_of, self._take, self._miss)
+            worker, layout, calls = (
+                self._part.worker,
+                self._layout,
+                (self._view_of, self._take, self._miss, self._expected),
+            )
             Exchange(worker, layout, self._group, self._device, *calls).run(self._part.messages)
             for done in set(self._fetched.values()):
                 done.result()
@@ -214,6 +218,11 @@ class _Restore:
         if done.done():
             done.result()
 
+    def _expected(self, shard: ShardId) -> int | None:
+        """What the schedule knows of a shard that comes in a message."""
+        sources = self._schedule.sources_of(self._part.worker, shard)
+        return self._schedule.checksums_of(sources[0]).get(shard) if sources else None
+
     def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
         same_node = self._node_by_worker.get(message.source) == self._part.node
         self._put(shard, data, "memory" if same_node else "peer")
@@ -254,7 +263,8 @@ class _Restore:
         problems: list[str] = []
         try:
             check(self._access.cancelled, str(source))
-            for shard, data in self._access.tier(source, self._part.node).read(source, shards):
+            checksums = self._schedule.checksums_of(source)
+            for shard, data in self._access.tier(source, self._part.node).read(source, shards, checksums):
                 if isinstance(data, RecoveryError):
                     problems.append(str(data))
                 elif data.nbytes != self._layout.shard_bytes(shard):

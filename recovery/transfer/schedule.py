@@ -10,7 +10,7 @@ workers; a shard that several nodes lack is handed on between them when its hold
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from recovery.state.holdings import Holding, Source
@@ -57,7 +57,7 @@ class TransferSchedule:
     tiers beats.
 
     `bytes_by_tier` counts what each tier is to give, all workers together; kept shards move nothing and count
-    nowhere.
+    nowhere. `checksums` are those that the holders' snapshots and manifests recorded: a reader believes them, not the sender.
     """
 
     step: int
@@ -65,6 +65,11 @@ class TransferSchedule:
     makespan_s: float
     lower_bound_s: float
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[Source, Mapping[ShardId, int]] = field(default_factory=dict)
+
+    def checksums_of(self, source: Source) -> Mapping[ShardId, int]:
+        """What the bytes that `source` gives have to be, as far as that is known; each source has its own (see `schedule`)."""
+        return self.checksums.get(source, {})
 
     @cached_property
     def _sources(self) -> dict[tuple[str, ShardId], tuple[Source, ...]]:
@@ -92,18 +97,36 @@ def schedule(
     """The schedule that fills `layout` with the state of `step`.
 
     `node_by_worker` places every worker of the layout. `holdings` may hold any steps; those of `step` count.
+    What a source's bytes are checked against is its own holding's checksum: replicas of different devices may differ in
+    rounding. Live memory has that of its own snapshot of this step, where there is one.
+
     `excluded` names copies that proved bad; `obtained` the shards that workers already have from an earlier round.
 
     Raises:
         NotRestorable: some shard has no source left.
     """
     links = links or Links()
-    placement = Placement.of(layout, node_by_worker, holdings, step, frozenset(excluded), obtained or {})
+    held = [holding for holding in holdings if holding.step == step]
+    placement = Placement.of(layout, node_by_worker, held, step, frozenset(excluded), obtained or {})
     assignment = assign(placement, links)
-    return _as_schedule(placement, assignment)
+    return _as_schedule(placement, assignment, _checksums(placement.sources, held))
 
 
-def _as_schedule(placement: Placement, assignment: Assignment) -> TransferSchedule:
+def _checksums(sources: Iterable[Source], held: Iterable[Holding]) -> dict[Source, Mapping[ShardId, int]]:
+    known: dict[Source, dict[ShardId, int]] = {}
+    for holding in held:
+        known.setdefault(holding.source, {}).update(holding.checksums)
+    found: dict[Source, Mapping[ShardId, int]] = {}
+    for source in sources:
+        own = known.get(replace(source, kind="memory")) if source.kind == "worker" else known.get(source)
+        if own:
+            found[source] = own
+    return found
+
+
+def _as_schedule(
+    placement: Placement, assignment: Assignment, checksums: Mapping[Source, Mapping[ShardId, int]]
+) -> TransferSchedule:
     messages = make_messages(assignment.sends, placement)
     messages_by_worker: dict[str, list[Message]] = {}
     for message in messages:
@@ -128,6 +151,7 @@ def _as_schedule(placement: Placement, assignment: Assignment) -> TransferSchedu
         makespan_s=assignment.makespan_s,
         lower_bound_s=assignment.lower_bound_s,
         bytes_by_tier=dict(zip(TIERS, assignment.tier_bytes, strict=True)),
+        checksums=checksums,
     )
 
 

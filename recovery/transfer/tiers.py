@@ -16,8 +16,10 @@ from torch import Tensor
 from recovery.errors import RecoveryError, ShardCorrupt, ShardUnavailable
 from recovery.local.agent_store import AgentStore
 from recovery.peers.client import ShardClient
+from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
+from recovery.storage.payload import tensor_bytes
 
 Piece = Tensor | RecoveryError
 
@@ -26,7 +28,8 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 
 
 class Tier(Protocol):
-    """Reads shards of one source; what it yields is checked against the holder's recorded checksum.
+    """Reads shards of one source; what it yields is checked against `checksums`, the schedule's, never against what the sender
+    says. (What a node keeps itself, and durable storage, are checked against their own records where the schedule has none.)
 
     Yields each shard once, in any order: a CPU tensor (uint8 bytes, or the unit's own type), valid until the next
     one is asked for, or the error that says why this shard is not to be had here. Shards may be left out at the
@@ -36,7 +39,9 @@ class Tier(Protocol):
         RecoveryError, OSError: nothing more comes from this source.
     """
 
-    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]: ...
+    def read(
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+    ) -> Iterator[tuple[ShardId, Piece]]: ...
 
 
 ReadDurable = Callable[[str, int, Sequence[ShardId]], Iterable[tuple[ShardId, Tensor]]]
@@ -48,10 +53,12 @@ class NodeTier:
 
     store: AgentStore
 
-    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+    def read(
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+    ) -> Iterator[tuple[ShardId, Piece]]:
         for shard in shards:
             try:
-                yield shard, _as_tensor(self.store.read(source, shard))
+                yield shard, _as_tensor(self.store.read(source, shard, checksums.get(shard)))
             except (ShardUnavailable, ShardCorrupt) as error:
                 yield shard, error
 
@@ -64,12 +71,14 @@ class PeerTier:
     timeout_s: float
     cancelled: threading.Event | None = None
 
-    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+    def read(
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+    ) -> Iterator[tuple[ShardId, Piece]]:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
         with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, cancelled=self.cancelled) as client:
-            for shard, data in client.read(source, shards):
+            for shard, data in client.read(source, shards, checksums):
                 yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
 
 
@@ -79,9 +88,16 @@ class DurableTier:
 
     read_durable: ReadDurable
 
-    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+    def read(
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+    ) -> Iterator[tuple[ShardId, Piece]]:
         try:
-            yield from self.read_durable(source.name, source.step, shards)
+            for shard, tensor in self.read_durable(source.name, source.step, shards):
+                expected = checksums.get(shard)
+                if expected is None or checksum(tensor_bytes(tensor)) == expected:
+                    yield shard, tensor
+                else:
+                    yield shard, ShardCorrupt(shard, str(source), "its bytes are not those of the schedule")
         except KeyError as error:
             raise ShardUnavailable(error.args[0], str(source), "the checkpoint has no such shard") from error
 

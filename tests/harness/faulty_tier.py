@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,9 +31,11 @@ class FaultyTier:
     read_sources: list[Source] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def read(self, source: Source, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Piece]]:
+    def read(
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+    ) -> Iterator[tuple[ShardId, Piece]]:
         self.read_sources.append(source)
-        for shard, piece in self.inner.read(source, shards):
+        for shard, piece in self.inner.read(source, shards, checksums):
             with self._lock:
                 self.given += 1
                 due = self.given == self.at

@@ -161,7 +161,7 @@ def test_a_silent_peer_is_cancelled() -> None:
             threading.Timer(0.2, cancelled.set).start()
             began = time.monotonic()
             with pytest.raises(Cancelled), ShardClient(host, port, "token", 30.0, cancelled=cancelled) as client:
-                list(client.read(Source("memory", "n1", "n1/0", STEP), sorted(SHARDS)))
+                list(client.read(Source("memory", "n1", "n1/0", STEP), sorted(SHARDS), {}))
             assert time.monotonic() - began < 0.2 + SOON_S, case
             for one in waiting:
                 one.close()

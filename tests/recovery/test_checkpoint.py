@@ -225,7 +225,7 @@ def test_a_commit_overtaken_by_another_repairs_the_dcp_metadata(directory: Stora
 
     faulty.fault("put", overtaken, suffix=".metadata")
     stored = [stored for receipt in theirs for file in receipt.files for stored in file.shards]
-    assert commit(faulty, 8, layout, ours).checksums == {item.shard: item.crc32 for item in stored}
+    assert commit(faulty, 8, layout, ours).checksums == {item.shard: item.checksum for item in stored}
     assert verify(directory, 8).problems == ()
 
 
@@ -287,7 +287,7 @@ def test_a_truncated_data_file_is_corrupt_not_endless(storage: Storage) -> None:
     ("change", "message"),
     [
         (lambda document: {**document, "extra": 1}, "extra"),
-        (lambda document: {**document, "version": 2}, "version 2"),
+        (lambda document: {**document, "version": 9}, "version 9"),
         (lambda document: {**document, "format": "other"}, "format 'other'"),
         (lambda document: {**document, "step": 4}, "checksum"),
         (lambda document: {key: value for key, value in document.items() if key != "job"}, "job"),
@@ -304,6 +304,17 @@ def test_a_damaged_or_foreign_manifest_is_refused_by_name(directory: Storage, ch
     lost = msgspec.structs.replace(manifest, files=manifest.files[:1])
     with pytest.raises(ManifestInvalid, match="have no place"):
         decode_manifest(encode_manifest(lost), "lost")
+
+
+@pytest.mark.parametrize("item", [{"item_bytes": 1 << 40}, {"item_bytes": 1}, {"item_bytes": -1}, {"num_bytes": -4}])
+def test_an_item_reaches_around_its_elements_and_not_beyond_its_file(directory: Storage, item: dict[str, int]) -> None:
+    """A reader reserves memory for what a manifest says."""
+    manifest, _ = make_checkpoint(directory, 3)
+    file = manifest.files[0]
+    wrong = msgspec.structs.replace(file, shards=(msgspec.structs.replace(file.shards[0], **item), *file.shards[1:]))
+    data = encode_manifest(msgspec.structs.replace(manifest, files=(wrong, *manifest.files[1:])))
+    with pytest.raises(ManifestInvalid, match=r"outside of|wrong size"):
+        decode_manifest(data, "here")
 
 
 def test_neighbours_are_read_with_one_request_and_large_shards_alone(directory: Storage) -> None:

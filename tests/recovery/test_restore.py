@@ -214,6 +214,20 @@ def test_a_message_damaged_on_the_way_is_replaced_from_a_snapshot(fleet: Fleet) 
     assert len(results["n2/0"].failures) == 1
 
 
+def test_live_memory_that_differs_from_its_snapshot_is_not_believed(fleet: Fleet) -> None:
+    """What rotted in a sender's memory has a checksum of its own that agrees; the snapshot's, in the schedule, does not."""
+    after = placed(TENSORS, LAYERS, [[(3, ["n2/0"])]])
+    holdings, states = live(TWO, ["n0/0"])
+    kept = fleet.keep(TWO, "memory", ["n0/0"])
+    name, tensor = next(iter(states["n0/0"].state.items()))
+    tensor.view(-1)[0] *= -1
+    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept], STEP, LINKS)
+    assert any(part.messages for part in plan.parts.values())
+    results = run(plan, after, states, fleet)
+    check(results, after)
+    assert {shard.tensor for _, shard in results["n2/0"].bad} == {name}
+
+
 def test_damage_is_not_handed_on_and_the_next_schedule_avoids_it(fleet: Fleet) -> None:
     """A new node gets damaged what it should hand on to another. Both say what is bad; nobody takes it for good."""
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])], [(3, ["n2/0"])], [(3, ["n3/0"])]])

@@ -6,7 +6,6 @@ import pickle
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,9 +15,11 @@ import pytest
 from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
+from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.peers.client import ShardClient
 from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive, receive_request
 from recovery.peers.server import ShardServer
+from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
@@ -56,27 +57,34 @@ def content(shard: ShardId, step: int = 5) -> bytes:
     return unit(CASE.layout.tensors[shard.tensor], shard, step).contiguous().numpy().tobytes()
 
 
+def sums_of(step: int) -> dict[ShardId, int]:
+    return {shard: checksum(memoryview(content(shard, step))) for shard in SHARDS}
+
+
+SUMS = sums_of(5)
+
+
 def test_many_requests_over_one_connection(client: ShardClient) -> None:
     for asked in (SHARDS, SHARDS[3:5], SHARDS[::-1]):
-        got = [(shard, bytes(data)) for shard, data in client.read(HERE, asked) if isinstance(data, memoryview)]
+        got = [(shard, bytes(data)) for shard, data in client.read(HERE, asked, SUMS) if isinstance(data, memoryview)]
         assert got == [(shard, content(shard)) for shard in asked]
 
 
 def test_into_memory_of_the_caller(client: ShardClient) -> None:
     memory = bytearray(len(content(SHARDS[0])))
-    list(client.read(HERE, SHARDS[:1], {SHARDS[0]: memoryview(memory)}))
+    list(client.read(HERE, SHARDS[:1], SUMS, {SHARDS[0]: memoryview(memory)}))
     assert bytes(memory) == content(SHARDS[0])
     with pytest.raises(PeerUnreachable, match=r"announces \d+ bytes"):
-        list(client.read(HERE, SHARDS[:1], {SHARDS[0]: memoryview(bytearray(3))}))
+        list(client.read(HERE, SHARDS[:1], SUMS, {SHARDS[0]: memoryview(bytearray(3))}))
 
 
 def test_what_is_not_there_does_not_stop_the_rest(client: ShardClient) -> None:
     other = ShardId("param/none", 0)
-    replies = dict(client.read(HERE, [SHARDS[0], other, SHARDS[1]]))
+    replies = dict(client.read(HERE, [SHARDS[0], other, SHARDS[1]], SUMS))
     assert isinstance(replies[other], ShardUnavailable)
     assert bytes(replies[SHARDS[1]]) == content(SHARDS[1])  # type: ignore[arg-type]
     gone = Source("memory", "n0", "n0/0", 4, 1)
-    assert all(isinstance(reply, ShardUnavailable) for _, reply in client.read(gone, SHARDS))
+    assert all(isinstance(reply, ShardUnavailable) for _, reply in client.read(gone, SHARDS, SUMS))
 
 
 def test_a_flipped_bit_is_found(client: ShardClient, store: AgentStore) -> None:
@@ -84,22 +92,43 @@ def test_a_flipped_bit_is_found(client: ShardClient, store: AgentStore) -> None:
     with open(file.path, "r+b") as raw:
         raw.seek(file.map.extents[SHARDS[1]].offset)
         raw.write(b"\xff\xfe\xfd\xfc")
-    replies = dict(client.read(HERE, SHARDS))
+    replies = dict(client.read(HERE, SHARDS, SUMS))
     assert isinstance(replies.pop(SHARDS[1]), ShardCorrupt)
     assert all(bytes(data) == content(shard) for shard, data in replies.items())  # type: ignore[arg-type]
 
 
+def test_a_holder_that_vouches_for_wrong_bytes_is_not_believed(client: ShardClient, store: AgentStore) -> None:
+    """Its bytes agree with what it recorded itself; the schedule, from the snapshot's birth, knows better."""
+    file = store.file_of(HERE, SHARDS[1])
+    extent = file.map.extents[SHARDS[1]]
+    writer = SnapshotFileWriter(file.path, file.map)
+    for shard, place in file.map.extents.items():
+        writer.buffer[place.offset : place.offset + place.num_bytes] = content(shard)
+    writer.buffer[extent.offset] ^= 1
+    writer.commit(5, 1)
+    writer.close()
+    assert bytes(store.read(HERE, SHARDS[1])) != content(SHARDS[1]), "its own check finds nothing"
+    replies = dict(client.read(HERE, SHARDS, SUMS))
+    assert isinstance(replies.pop(SHARDS[1]), ShardCorrupt)
+    assert all(isinstance(data, memoryview) for data in replies.values())
+
+
+def test_what_no_checksum_is_known_of_is_not_taken(client: ShardClient) -> None:
+    ((_, reply),) = client.read(HERE, SHARDS[:1], {})
+    assert isinstance(reply, ShardUnavailable)
+
+
 def test_a_read_left_half_way_does_not_spoil_the_next(client: ShardClient) -> None:
-    reading = client.read(HERE, SHARDS)
+    reading = client.read(HERE, SHARDS, SUMS)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
-    assert [bytes(d) for _, d in client.read(HERE, SHARDS[4:6])] == [content(s) for s in SHARDS[4:6]]  # type: ignore[arg-type]
+    assert [bytes(d) for _, d in client.read(HERE, SHARDS[4:6], SUMS)] == [content(s) for s in SHARDS[4:6]]  # type: ignore[arg-type]
 
 
 def test_a_stranger_is_refused(server: ShardServer, store: AgentStore) -> None:
     with ShardClient("127.0.0.1", server.port, "wrong", 20) as stranger:
         with pytest.raises(PeerRefused, match="rejected the token"):
-            list(stranger.read(HERE, SHARDS))
+            list(stranger.read(HERE, SHARDS, SUMS))
         with pytest.raises((PeerRefused, PeerUnreachable)):
             stranger.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0]))})
     assert len(store.inventory()) == 1
@@ -114,7 +143,7 @@ def test_garbage_ends_only_its_own_connection(server: ShardServer, client: Shard
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(4096):
                     pass
-    assert len(list(client.read(HERE, SHARDS))) == len(SHARDS)
+    assert len(list(client.read(HERE, SHARDS, SUMS))) == len(SHARDS)
 
 
 def test_pushed_shards_are_kept_as_their_workers(client: ShardClient, store: AgentStore) -> None:
@@ -125,7 +154,7 @@ def test_pushed_shards_are_kept_as_their_workers(client: ShardClient, store: Age
     here = Source("memory", "n0", "n7/3", 6, 2)
     holdings = [holding for holding in store.inventory() if holding.source == here]
     assert frozenset().union(*(holding.shards for holding in holdings)) == {*SHARDS[:4], SHARDS[5]}
-    read = dict(client.read(here, [*SHARDS[:4], SHARDS[5]]))
+    read = dict(client.read(here, [*SHARDS[:4], SHARDS[5]], sums_of(6)))
     assert all(bytes(data) == content(shard, 6) for shard, data in read.items())  # type: ignore[arg-type]
 
 
@@ -137,7 +166,7 @@ def test_a_push_damaged_on_the_way_leaves_nothing(
         client.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0], 6))})
     monkeypatch.undo()
     assert len(store.inventory()) == 1
-    assert len(list(client.read(HERE, SHARDS))) == len(SHARDS)
+    assert len(list(client.read(HERE, SHARDS, SUMS))) == len(SHARDS)
 
 
 @contextmanager
@@ -166,7 +195,7 @@ def test_a_silent_peer_times_out() -> None:
     done = threading.Event()
     with peer(lambda _: bool(done.wait(20)) and None) as port:  # type: ignore[func-returns-value]
         with ShardClient("127.0.0.1", port, TOKEN, 0.1) as client, pytest.raises(PeerTimeout, match=r"within 0\.1 s"):
-            list(client.read(HERE, SHARDS))
+            list(client.read(HERE, SHARDS, SUMS))
         done.set()
 
 
@@ -174,7 +203,7 @@ def test_a_peer_that_trickles_times_out() -> None:
     """Each byte comes in time, the shard never would."""
 
     def trickle(connection: socket.socket) -> None:
-        connection.sendall(REPLY.pack(OK, 0, 1 << 20))
+        connection.sendall(REPLY.pack(OK, 1 << 20))
         try:
             while True:
                 connection.sendall(b"x")
@@ -183,34 +212,33 @@ def test_a_peer_that_trickles_times_out() -> None:
             return
 
     with peer(trickle) as port, ShardClient("127.0.0.1", port, TOKEN, 0.2) as client, pytest.raises(PeerTimeout):
-        list(client.read(HERE, SHARDS[:1]))
+        list(client.read(HERE, SHARDS[:1], SUMS))
 
 
 def test_a_peer_that_hangs_up_in_a_shard() -> None:
     def short(connection: socket.socket) -> None:
-        connection.sendall(REPLY.pack(OK, 0, 1000) + b"x" * 400)
+        connection.sendall(REPLY.pack(OK, 1000) + b"x" * 400)
 
     with (
         peer(short) as port,
         ShardClient("127.0.0.1", port, TOKEN, 20) as client,
         pytest.raises(PeerUnreachable, match="hung up after 400 of 1000 bytes"),
     ):
-        list(client.read(HERE, SHARDS[:1]))
+        list(client.read(HERE, SHARDS[:1], SUMS))
 
 
-def test_a_peer_that_lies_about_length_or_checksum() -> None:
+def test_a_peer_that_lies_about_length_or_content() -> None:
     with (
-        peer(lambda connection: connection.sendall(REPLY.pack(OK, 0, 1 << 60))) as port,
+        peer(lambda connection: connection.sendall(REPLY.pack(OK, 1 << 60))) as port,
         ShardClient("127.0.0.1", port, TOKEN, 20) as client,
         pytest.raises(PeerUnreachable, match="announces"),
     ):
-        list(client.read(HERE, SHARDS[:1]))
-    wrong = zlib.crc32(b"other")
+        list(client.read(HERE, SHARDS[:1], SUMS))
     with (
-        peer(lambda connection: connection.sendall(REPLY.pack(OK, wrong, 5) + b"bytes")) as port,
+        peer(lambda connection: connection.sendall(REPLY.pack(OK, 5) + b"bytes")) as port,
         ShardClient("127.0.0.1", port, TOKEN, 20) as client,
     ):
-        ((_, reply),) = client.read(HERE, SHARDS[:1])
+        ((_, reply),) = client.read(HERE, SHARDS[:1], SUMS)
         assert isinstance(reply, ShardCorrupt)
 
 
@@ -218,7 +246,7 @@ def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with ShardClient("127.0.0.1", port, TOKEN, 5) as client, pytest.raises(PeerUnreachable) as error:
-        list(client.read(HERE, SHARDS))
+        list(client.read(HERE, SHARDS, SUMS))
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
@@ -227,27 +255,27 @@ def test_close_hangs_up_on_peers_and_joins_every_thread(store: AgentStore) -> No
     server = ShardServer(store, TOKEN, host="127.0.0.1")
     clients = [ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(5)]
     for client in clients:
-        list(client.read(HERE, SHARDS[:1]))
+        list(client.read(HERE, SHARDS[:1], SUMS))
     assert len(set(threading.enumerate()) - before) == 6
     server.close()
     assert set(threading.enumerate()) <= before
     for client in clients:
         with pytest.raises((PeerUnreachable, PeerTimeout)):
-            list(client.read(HERE, SHARDS[:1]))
+            list(client.read(HERE, SHARDS[:1], SUMS))
 
 
 def test_no_more_connections_than_allowed(store: AgentStore) -> None:
     with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
         first, second, third = (ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(3))
         for client in (first, second):
-            assert len(list(client.read(HERE, SHARDS[:1]))) == 1
+            assert len(list(client.read(HERE, SHARDS[:1], SUMS))) == 1
         with pytest.raises(PeerUnreachable):
-            list(third.read(HERE, SHARDS[:1]))
+            list(third.read(HERE, SHARDS[:1], SUMS))
         first.close()
         until = time.monotonic() + 20
         while True:
             with suppress(PeerUnreachable):
-                list(third.read(HERE, SHARDS[:1]))
+                list(third.read(HERE, SHARDS[:1], SUMS))
                 break
             assert time.monotonic() < until
         for client in (second, third):

@@ -16,9 +16,11 @@ from recovery.errors import RecoveryError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.peers.server import ShardServer
+from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
+from recovery.storage.payload import tensor_bytes
 from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, Piece, Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
@@ -27,6 +29,9 @@ CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
 SHARDS = sorted(CASE.layout.shards_by_worker["n0/0"])
 STEP = 5
 TOKEN = "token"
+
+
+SUMS = {shard: checksum(tensor_bytes(unit(CASE.layout.tensors[shard.tensor], shard, STEP))) for shard in SHARDS}
 
 
 @dataclass
@@ -96,7 +101,7 @@ def is_whole(shard: ShardId, piece: Piece) -> bool:
 def test_gives_each_shard_once_and_whole(held: Held) -> None:
     for asked in (SHARDS, SHARDS[2:4], SHARDS[-1:]):
         got = []
-        for shard, piece in held.tier.read(held.source, asked):
+        for shard, piece in held.tier.read(held.source, asked, SUMS):
             assert is_whole(shard, piece), "valid when it is given"
             got.append(shard)
         assert sorted(got) == asked
@@ -108,6 +113,13 @@ def test_never_gives_a_flipped_shard(held: Held) -> None:
     given, refused = collect(held.tier, held.source)
     assert SHARDS[3] not in given
     assert refused, "and it says so"
+
+
+def test_what_counts_is_the_schedules_checksum_and_not_the_holders(held: Held) -> None:
+    """Bytes that agree with what their own holder recorded, but not with what the reader was told."""
+    other = {**SUMS, SHARDS[2]: SUMS[SHARDS[3]]}
+    given = {shard for shard, piece in held.tier.read(held.source, SHARDS, other) if isinstance(piece, torch.Tensor)}
+    assert given == set(SHARDS) - {SHARDS[2]}
 
 
 def test_an_absent_step_gives_nothing(held: Held) -> None:
@@ -126,7 +138,7 @@ def test_an_absent_shard_does_not_become_another(held: Held) -> None:
 
 
 def test_reading_may_be_stopped_early_and_begun_again(held: Held) -> None:
-    reading = held.tier.read(held.source, SHARDS)
+    reading = held.tier.read(held.source, SHARDS, SUMS)
     next(reading)
     reading.close()  # type: ignore[attr-defined]
     given, refused = collect(held.tier, held.source)
@@ -147,7 +159,7 @@ def test_a_faulty_tier_is_faulty_at_its_call_only(held: Held, fault: str) -> Non
 def collect(tier: Tier, source: Source, asked: list[ShardId] | None = None) -> tuple[set[ShardId], list[Exception]]:
     given, refused = set(), []
     try:
-        for shard, piece in tier.read(source, asked or SHARDS):
+        for shard, piece in tier.read(source, asked or SHARDS, SUMS):
             if isinstance(piece, RecoveryError):
                 refused.append(piece)
             elif piece.nbytes == CASE.layout.shard_bytes(shard):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
+from autohet.bench.recovery.content import known_checksums
 from autohet.runtime.job import ModelSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -134,7 +135,11 @@ def policy_schedule(
     durable = Holding(Source("s3", "", storage, CHECKPOINT_STEP), before.shards)
     staying = [worker for worker in before.workers if worker in scenario.givers]
     disks = {
-        worker: Holding(Source("disk", nodes[worker], worker, CHECKPOINT_STEP), before.shards_by_worker[worker])
+        worker: Holding(
+            Source("disk", nodes[worker], worker, CHECKPOINT_STEP),
+            before.shards_by_worker[worker],
+            known_checksums(before, worker, CHECKPOINT_STEP),
+        )
         for worker in staying
     }
     if policy == "local_first":

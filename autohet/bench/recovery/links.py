@@ -115,8 +115,8 @@ class ThrottledStore(AgentStore):
         super().__init__(memory, disk, node)
         self._lanes = lanes
 
-    def read(self, source: Source, shard: ShardId) -> memoryview:
-        data = super().read(source, shard)
+    def read(self, source: Source, shard: ShardId, expected: int | None = None) -> memoryview:
+        data = super().read(source, shard, expected)
         self._lanes.pass_through((source.kind,), len(data))
         return data
 

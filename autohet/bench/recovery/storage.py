@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.cases import CHECKPOINT_STEP, NUM_LAYERS
-from autohet.bench.recovery.workers import known_state
+from autohet.bench.recovery.content import known_state
 from autohet.runtime.layout import tensor_specs
 from recovery.checkpoint.commit import commit_checkpoint
 from recovery.checkpoint.write import write_shards

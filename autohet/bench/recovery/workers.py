@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 import traceback
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
+from autohet.bench.recovery.content import known_content, known_state, matches
 from autohet.bench.recovery.links import (
     LANES,
     Lanes,
@@ -35,8 +35,7 @@ from autohet.bench.recovery.links import (
 from recovery.checkpoint.durable_reads import DurableReads
 from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFileWriter
 from recovery.peers.server import ShardServer
-from recovery.state.layout import Layout, ShardId, TensorSpec
-from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
+from recovery.state.layout import Layout, ShardId
 from recovery.storage.open import open_storage
 from recovery.transfer.links import Links
 from recovery.transfer.restore import Access, LiveState, restore
@@ -45,7 +44,6 @@ from recovery.transfer.schedule import TransferSchedule
 TOKEN = "bench"
 MAX_NODES = 8
 TIMEOUT_S = 300.0
-_PATTERN_PERIOD = 8191
 
 
 @dataclass(frozen=True)
@@ -76,34 +74,6 @@ class Result:
     verified: bool = False
     s3_shards: frozenset[ShardId] = frozenset()
     error: str | None = None
-
-
-def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
-    """The content of a shard at a step: a function of its name, so that anyone can check it."""
-    shape = spec.unit_shape(unit)
-    base = zlib.crc32(f"{spec.name}:{unit}:{step}".encode()) % 65536
-    count = 1
-    for size in shape:
-        count *= size
-    return (torch.arange(count, dtype=torch.int32) % _PATTERN_PERIOD + base).to(TORCH_DTYPES[spec.dtype]).view(shape)
-
-
-def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
-    """A worker's whole local state with known content."""
-    units = layout.units_of(worker)
-    state = {name: empty_local(layout.tensors[name], of_tensor) for name, of_tensor in units.items()}
-    for shard, view in shard_views(layout.tensors, layout.shards_by_worker[worker], state).items():
-        view.copy_(known_content(layout.tensors[shard.tensor], shard.unit, step))
-    return state
-
-
-def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int) -> bool:
-    """Whether every shard that the worker is to have is there and right."""
-    views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
-    return views.keys() == layout.shards_by_worker[worker] and all(
-        torch.equal(view, known_content(layout.tensors[shard.tensor], shard.unit, step))
-        for shard, view in views.items()
-    )
 
 
 class _Node:

@@ -1,0 +1,57 @@
+"""State of known content for the recovery benchmark: a function of each shard's name and of the step, so that anyone can check it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from recovery.state.checksum import checksum
+from recovery.state.layout import Layout, ShardId, TensorSpec
+from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
+from recovery.storage.payload import tensor_bytes
+
+_PATTERN_PERIOD = 8191
+
+
+def known_content(spec: TensorSpec, unit: int, step: int) -> Tensor:
+    """The content of a shard at a step: a function of its name, so that anyone can check it."""
+    shape = spec.unit_shape(unit)
+    base = zlib.crc32(f"{spec.name}:{unit}:{step}".encode()) % 65536
+    count = 1
+    for size in shape:
+        count *= size
+    return (torch.arange(count, dtype=torch.int32) % _PATTERN_PERIOD + base).to(TORCH_DTYPES[spec.dtype]).view(shape)
+
+
+def known_state(layout: Layout, worker: str, step: int) -> dict[str, Tensor]:
+    """A worker's whole local state with known content."""
+    units = layout.units_of(worker)
+    state = {name: empty_local(layout.tensors[name], of_tensor) for name, of_tensor in units.items()}
+    for shard, view in shard_views(layout.tensors, layout.shards_by_worker[worker], state).items():
+        view.copy_(known_content(layout.tensors[shard.tensor], shard.unit, step))
+    return state
+
+
+def matches(layout: Layout, worker: str, state: Mapping[str, Tensor], step: int) -> bool:
+    """Whether every shard that the worker is to have is there and right."""
+    views = shard_views(layout.tensors, layout.shards_by_worker[worker], state)
+    return views.keys() == layout.shards_by_worker[worker] and all(
+        torch.equal(view, known_content(layout.tensors[shard.tensor], shard.unit, step))
+        for shard, view in views.items()
+    )
+
+
+def known_checksums(layout: Layout, worker: str, step: int) -> dict[ShardId, int]:
+    """What the worker's snapshot of that step records."""
+    return {
+        shard: _checksum(layout.tensors[shard.tensor], shard.unit, step) for shard in layout.shards_by_worker[worker]
+    }
+
+
+@cache
+def _checksum(spec: TensorSpec, unit: int, step: int) -> int:
+    return checksum(tensor_bytes(known_content(spec, unit, step)))
