@@ -10,9 +10,8 @@ gathers them inside its node (Narayanan et al., "Efficient large-scale language 
 2021, section 4.1). `transfers_between` says who sends to whom; the runtime follows it too.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from planner.catalogue import canonical_gpu_type
-from planner.cluster import Fleet, Node, NodeType
+from planner.cluster import NodeType
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
-from planner.plan import Pipeline, Plan, Stage
+from planner.plan import Stage
 from planner.profile import read_table
 
 _COLUMNS = ("scope", "gpu_type", "peer_gpu_type", "message_bytes", "bytes_per_s")
@@ -83,10 +82,7 @@ class Links:
     ) -> float:  # fmt: skip
         """Bytes per second of one flow, while as many equal ones leave the sender's NIC and arrive at the receiver's (inside a node:
         none shared)."""
-        scope = "intra" if same_node else "inter"
-        measured = None
-        if self.table is not None:
-            measured = self.table.bytes_per_s(scope, sender.gpu_type, receiver.gpu_type, message_bytes)
+        measured = self.measured(sender, receiver, same_node, message_bytes)
         if same_node:
             nominal = min(sender.intra_node_bytes_per_s, receiver.intra_node_bytes_per_s)
             return measured if measured is not None else nominal * self.parameters.efficiency_intra
@@ -94,6 +90,13 @@ class Links:
         taken = receiver.inter_node_bytes_per_s / max(arriving, 1.0)
         share = min(sent, taken) * self.parameters.efficiency_inter
         return share if measured is None else min(measured, share)
+
+    def measured(self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float) -> float | None:
+        """Bytes per second of one flow, where the link table has it."""
+        if self.table is None:
+            return None
+        scope = "intra" if same_node else "inter"
+        return self.table.bytes_per_s(scope, sender.gpu_type, receiver.gpu_type, message_bytes)
 
     def latency(self, same_node: bool) -> float:
         return self.parameters.latency_intra_s if same_node else self.parameters.latency_inter_s
@@ -125,7 +128,7 @@ class Links:
             ends = list(dict.fromkeys((kind, shared[name]) for name, kind in nodes.items()))
             rates = (self.bandwidth(a, b, False, chunk, m, n) for i, (a, m) in enumerate(ends) for b, n in ends[i:])
             slowest = max(slowest, volume / (self._reached(count) * min(rates)))
-        return slowest + 2 * math.log2(count) * self.latency(len(nodes) == 1)
+        return slowest + 2 * (count - 1) * self.latency(len(nodes) == 1)
 
     def ring_link_s(self, node_type: NodeType, same_node: bool, count: int, num_bytes: float) -> float:
         """For how long a ring all-reduce over so many members fills a link inside a node, or a node's NIC, whatever one flow alone
@@ -144,8 +147,8 @@ class Links:
         if count < 2 or num_bytes <= 0:
             return 0.0
         part = num_bytes / count
-        rate = self.bandwidth(node_type, node_type, True, part)
-        return (count - 1) * part / rate + math.log2(count) * self.latency(True)
+        rate = min(self.bandwidth(node_type, node_type, True, part), self.parameters.gather_bytes_per_s)
+        return (count - 1) * part / rate + (count - 1) * self.latency(True)
 
 
 def _ring_bytes(count: int, num_bytes: float) -> float:
@@ -181,108 +184,3 @@ def _apart(sender: Stage, receiver: Stage) -> bool:
 
 def _node(worker: str) -> str:
     return worker.rpartition("/")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Crossing:
-    """One direction of a boundary. hops: each sort of transfer once: sender's and receiver's node, slices; leaving, arriving: node ->
-    hidden states that leave it and arrive there, as if whole."""
-
-    hops: tuple[tuple[Node, Node, int], ...]
-    leaving: tuple[tuple[str, float], ...]
-    arriving: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loads:
-    """(node, boundary, whether forward) -> hidden states of all pipelines that leave the node, and that arrive there."""
-
-    leaving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
-    arriving: dict[tuple[str, int, bool], float] = field(default_factory=dict)
-
-
-_Seconds = tuple[list[float], list[float]]
-
-
-class BoundaryCosts:
-    """Boundaries on one fleet. message_bytes(microbatch size): of the hidden states, or of their gradient. sliced: whether they cross
-    from node to node in slices (`transfers_between`), or whole to each rank."""
-
-    def __init__(self, fleet: Fleet, links: Links, message_bytes: Callable[[int], float], sliced: bool) -> None:
-        self.fleet, self.links, self.message_bytes, self.sliced = fleet, links, message_bytes, sliced
-        self._crossings: dict[tuple[Stage, Stage], _Crossing] = {}
-        self._seconds: dict[tuple[NodeType, NodeType, bool, int, int, float, float], float] = {}
-        self._latest: dict[int, tuple[Pipeline, _Seconds]] = {}
-
-    def hop_s(
-        self, sender: NodeType, receiver: NodeType, microbatch: int, same_node: bool, slices: int, leaving: float,
-        arriving: float,
-    ) -> float:  # fmt: skip
-        """Seconds of one transfer, with the gathering of slices after it; so many as large as this one leave the sender's NIC at the same
-        time, and arrive at the receiver's."""
-        key = (sender, receiver, same_node, microbatch, slices, leaving, arriving)
-        known = self._seconds.get(key)
-        if known is None:
-            size = self.message_bytes(microbatch)
-            known = self.links.message_s(sender, receiver, same_node, size / slices, leaving, arriving)
-            known = self._seconds[key] = known + self.links.all_gather_s(receiver, slices, size)
-        return known
-
-    def of(self, plan: Plan, pipeline: Pipeline) -> _Seconds:
-        """Seconds of a pipeline's boundaries, of hidden states and of gradients: the slowest transfer of each. Those of the latest plan are
-        remembered: it is asked for with other microbatches in flight, which keep its stages."""
-        latest = self._latest
-        same = len(latest) == len(plan.pipelines) and all(
-            id(p.stages) in latest and latest[id(p.stages)][0].microbatch_sequences == p.microbatch_sequences
-            for p in plan.pipelines
-        )
-        if not same:
-            loads = self._loads_of(plan)
-            self._latest = {id(p.stages): (p, self._of(p, loads)) for p in plan.pipelines}
-        return self._latest[id(pipeline.stages)][1]
-
-    def _of(self, pipeline: Pipeline, loads: _Loads) -> _Seconds:
-        size, forward, backward = pipeline.microbatch_sequences, list[float](), list[float]()
-        for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
-            forward.append(self._boundary_s(self._crossing(a, b), loads, i, True, size))
-            backward.append(self._boundary_s(self._crossing(b, a), loads, i, False, size))
-        return forward, backward
-
-    def _boundary_s(self, crossing: _Crossing, loads: _Loads, index: int, forward: bool, size: int) -> float:
-        slowest = 0.0
-        for a, b, slices in crossing.hops:
-            leaving = arriving = 1.0
-            if a is not b:
-                leaving = max(1.0, loads.leaving[a.name, index, forward] * slices)
-                arriving = max(1.0, loads.arriving[b.name, index, forward] * slices)
-            slowest = max(slowest, self.hop_s(a.node_type, b.node_type, size, a is b, slices, leaving, arriving))
-        return slowest
-
-    def _crossing(self, sender: Stage, receiver: Stage) -> _Crossing:
-        known = self._crossings.get((sender, receiver))
-        if known is None:
-            known = self._crossings[sender, receiver] = self._new_crossing(transfers_between(sender, receiver))
-        return known
-
-    def _new_crossing(self, transfers: tuple[Transfer, ...]) -> _Crossing:
-        hops = dict[tuple[str, str, int], tuple[Node, Node, int]]()
-        leaving, arriving = dict[str, float](), dict[str, float]()
-        for transfer in transfers:
-            a, b = self.fleet.node_of(transfer.source), self.fleet.node_of(transfer.target)
-            slices = transfer.slices if self.sliced else 1
-            if a is not b:
-                leaving[a.name] = leaving.get(a.name, 0.0) + 1 / slices
-                arriving[b.name] = arriving.get(b.name, 0.0) + 1 / slices
-            hops[a.name, b.name, slices] = a, b, slices
-        return _Crossing(tuple(hops.values()), tuple(leaving.items()), tuple(arriving.items()))
-
-    def _loads_of(self, plan: Plan) -> _Loads:
-        """Of the same boundary of all pipelines: they run in step and share NICs."""
-        loads = _Loads()
-        for pipeline in plan.pipelines:
-            for i, (a, b) in enumerate(zip(pipeline.stages, pipeline.stages[1:], strict=False)):
-                for forward, crossing in ((True, self._crossing(a, b)), (False, self._crossing(b, a))):
-                    for found, there in ((loads.leaving, crossing.leaving), (loads.arriving, crossing.arriving)):
-                        for node, load in there:
-                            found[node, i, forward] = found.get((node, i, forward), 0.0) + load
-        return loads

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
+from planner.cost.boundaries import BoundaryCosts
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
-from planner.cost.links import BoundaryCosts, Links, LinkTable
+from planner.cost.links import Links, LinkTable
 from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.cost.parameters import CostParameters
 from planner.cost.prediction import Prediction
@@ -108,7 +109,7 @@ class CostModel:
             self.activation_message_bytes,
         )  # fmt: skip
         self._boundaries = BoundaryCosts(
-            fleet, self.links, self.activation_message_bytes, self.parameters.sliced_boundaries
+            fleet, self.links, self.activation_message_bytes, self.work_s, self.parameters.sliced_boundaries
         )
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
         self._memories: dict[tuple[int, int], MemoryTerms] = {}
@@ -336,6 +337,10 @@ class CostModel:
             return self._stages.seconds(pipeline, index, rated=True)
         terms = self._stages.terms(pipeline, index)
         return terms.forward_s, terms.backward_s
+
+    def work_s(self, pipeline: Pipeline) -> float:
+        """Forward and backward seconds of one microbatch in the slowest stage."""
+        return max(sum(self.stage_seconds(pipeline, index)) for index in range(len(pipeline.stages)))
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""

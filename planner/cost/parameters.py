@@ -2,6 +2,7 @@
 frameworks do differently in a step, as changes of them: for predicting runs of theirs, or of ours.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,7 +32,7 @@ class CostParameters:
     project's runtime).
     sliced_boundaries: whether hidden states cross from node to node in slices, one for each rank of the tensor-parallel group
     that takes them, which then gathers them inside its node (scatter and gather, Narayanan et al. 2021, section 4.1); else
-    each rank takes the whole.
+    each rank takes the whole. gather_bytes_per_s: what that gathering reaches at most, however fast the links.
     sync_bytes_per_parameter: width of a gradient on the wire.
     tied_sync: "union" sums a tied embedding over its holders in first and last stages at once, "two_step" first within
     each stage and then between the two (Megatron-LM).
@@ -62,6 +63,7 @@ class CostParameters:
     latency_inter_s: float = 30e-6
     transfers: Transfers = "both"
     sliced_boundaries: bool = False
+    gather_bytes_per_s: float = math.inf
     sync_bytes_per_parameter: float = 4.0
     tied_sync: Literal["union", "two_step"] = "union"
     optimizer_bytes_per_parameter: float = 48.0
@@ -101,8 +103,15 @@ FRAMEWORKS: Mapping[str, Framework] = {
         },
     ),
     "deepspeed": Framework(
-        "DeepSpeed's pipeline engine: sender and receiver both wait for a transfer, fp32 gradients",
-        {"transfers": "both", "sync_bytes_per_parameter": 4.0, "tied_sync": "union"},
+        "DeepSpeed's pipeline engine: sender and receiver both wait for a transfer, in slices between nodes, gathered slowly (into lists of"
+        " tensors, and the output and its gradient once more before the backward), fp32 gradients",
+        {
+            "transfers": "both",
+            "sliced_boundaries": True,
+            "gather_bytes_per_s": 20e9,
+            "sync_bytes_per_parameter": 4.0,
+            "tied_sync": "union",
+        },
     ),
     "megatron": Framework(
         "Megatron-LM: fused sends, gradients in 16 bits, a tied embedding summed within the stages, then between them",

@@ -26,7 +26,8 @@ from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.place import place_of
 from planner.cluster import Fleet, Node, NodeType
-from planner.cost.links import BoundaryCosts, Links
+from planner.cost.boundaries import BoundaryCosts
+from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage
@@ -92,7 +93,10 @@ class Case:
             Node(name, NodeType(name, "gpu", size, 1, 1e12, self.speed(name) * 1e6 / 8)) for name, size in sizes.items()
         )
         links = Links(replace(CostParameters(), efficiency_inter=1.0, latency_inter_s=0.0, latency_intra_s=0.0))
-        costs = BoundaryCosts(Fleet(0, tuple(nodes)), links, lambda _: 4.0 * torch.Size(HIDDEN).numel(), self.sliced)
+        num_bytes = 4.0 * torch.Size(HIDDEN).numel()
+        costs = BoundaryCosts(
+            Fleet(0, tuple(nodes)), links, lambda _: num_bytes, lambda _: FORWARD_S + BACKWARD_S, self.sliced
+        )
         work = (FORWARD_S,) * self.stages, (BACKWARD_S,) * self.stages
         seconds = []
         for pipeline in plan.pipelines:

@@ -42,7 +42,7 @@ def test_the_tables_time_pipelines_side_by_side_as_the_simulation_of_their_place
     draft = Draft(((shape, 16),) * number)
     plan = place_by_stage(tables, draft, 1, "tiny", 16 * number, 128)
     placed = asked.cost.predict(asked.cost.working_ahead(plan)).breakdown_s["pipeline"]
-    assert estimator.pipeline_s(shape, 16) == pytest.approx(placed, rel=2e-3)
+    assert estimator.pipeline_s(shape, 16) == pytest.approx(placed, rel=5e-3)
 
 
 def test_its_plans_meet_the_batch_and_use_equal_pipelines():

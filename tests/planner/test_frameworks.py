@@ -6,7 +6,7 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_parameters
 from planner.errors import ConfigError
 from planner.plan import Pipeline, Plan, Stage
-from tests.planner.cases import fleet, model, profile
+from tests.planner.cases import fleet, model, profile, request, with_nics
 
 
 def _step_s(framework: str) -> float:
@@ -33,3 +33,12 @@ def test_other_parameters_stay() -> None:
 def test_an_unknown_framework_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"'alpa'; known: autohet, deepspeed, megatron"):
         framework_parameters("alpa", CostParameters())
+
+
+def test_deepspeed_sends_slices_over_tensor_parallel_ranks() -> None:
+    """Eight ranks over one slow card: the hidden states cross it once, not eight times."""
+    of = with_nics(fleet(("A10G", 2, 8)), {"A10G": 1e9 / 8})
+    cost = request(of, 8, framework="deepspeed").cost
+    kind = of.nodes[0].node_type
+    once_s = cost.activation_message_bytes(8) / (1e9 / 8 * cost.parameters.efficiency_inter)
+    assert cost.boundary_s(kind, kind, 8, tp_degree=8) == pytest.approx(once_s, rel=0.05)

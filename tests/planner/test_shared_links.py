@@ -110,3 +110,46 @@ def test_no_plan_sums_sooner_than_it_must_whatever_rings_wait_for(latency_s: flo
 
 def _small(asked: Request) -> NodeType:
     return asked.fleet.node_of("t4-0/0").node_type
+
+
+def _meeting(apart: bool) -> Plan:
+    """Two pipelines; the first one's boundary 0 and the second one's boundary 1 leave node a100-0, or a node of each."""
+    first = Pipeline((Stage(0, 4, ("a100-0/0",)), Stage(4, 4, ("t4-0/0",))), 4, 1)
+    middle = "a100-1/1" if apart else "a100-0/1"
+    second = Pipeline((Stage(0, 2, ("t4-1/0",)), Stage(2, 3, (middle,)), Stage(5, 3, ("t4-2/0",))), 4, 1)
+    return Plan("tiny", 8, 1, 128, (first, second))
+
+
+@pytest.mark.parametrize("nic", [1e6, 1e7, 1e8])
+def test_transfers_at_unlike_boundaries_share_a_card_while_they_use_it(nic: float) -> None:
+    """Faster cards are used for less of the time, so less is shared; at worst all share evenly."""
+    asked = request(with_nics(fleet((LARGE, 2, 2), (SMALL, 3, 1)), {LARGE: nic, SMALL: 100 * nic}), 8)
+    sent_s = []
+    for plan in (_meeting(True), _meeting(False)):
+        sent_s.append(asked.cost.pipeline_times(plan, plan.pipelines[0]).send_forward_s[0])
+    latency_s, num_bytes = asked.cost.links.latency(False), asked.cost.activation_message_bytes(1)
+    longer = (sent_s[1] - latency_s) / (sent_s[0] - latency_s)
+    alone_s = num_bytes / (nic * asked.cost.parameters.efficiency_inter)
+    others = 2 * min(1.0, alone_s / asked.cost.work_s(_meeting(False).pipelines[1]))
+    assert longer > 1.01
+    assert longer == pytest.approx(min(3.0, 1 / max(1e-9, 1 - others)), abs=2 / 64)
+
+
+def test_what_one_stage_sends_follows_one_another() -> None:
+    """A pipeline of one GPU a node: the middle stage sends hidden states on and gradients back, neither slower for the other."""
+    asked = request(with_nics(fleet((LARGE, 3, 1)), {LARGE: 1e7}), 8)
+    stages = tuple(Stage(3 * i, 3 if i < 2 else 2, (f"a100-{i}/0",)) for i in range(3))
+    plan = Plan("tiny", 8, 1, 128, (Pipeline(stages, 8, 1),))
+    kind = asked.fleet.nodes[0].node_type
+    alone_s = asked.cost.boundary_s(kind, kind, 1)
+    times = asked.cost.pipeline_times(plan, plan.pipelines[0])
+    assert times.send_forward_s + times.send_backward_s == pytest.approx((alone_s,) * 4)
+
+
+def test_a_ring_waits_for_as_many_latencies_as_it_has_hops() -> None:
+    """2 (p - 1) of them, whatever is sent (Patarasu and Yuan 2009)."""
+    links = request(fleet((LARGE, 9, 1)), 8).cost.links
+    kind = fleet((LARGE, 9, 1)).nodes[0].node_type
+    members = [(str(i), kind) for i in range(9)]
+    assert links.all_reduce_s(members, 1e-3) == pytest.approx(16 * links.latency(False), rel=1e-3)
+    assert links.all_reduce_s(members[:2], 1e-3) == pytest.approx(2 * links.latency(False), rel=1e-3)
