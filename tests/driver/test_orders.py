@@ -79,13 +79,17 @@ def test_what_one_node_alone_holds_is_copied_to_another_that_stays():
     assert not shared
     for worker, peer in ((A, "b"), (B, "a")):
         assert {target.peers for target in orders[worker].replication_targets} == {(peer, "c")}
-        assert {s for target in orders[worker].replication_targets for s in target.shards} == layout.shards_by_worker[worker]
+        assert {s for target in orders[worker].replication_targets for s in target.shards} == layout.shards_by_worker[
+            worker
+        ]
         assert orders[worker].replicates
         assert orders[worker].replicate_bytes_per_s == pytest.approx(1e8), "a quarter of the node's network"
 
 
 def test_nobody_copies_what_lies_on_two_nodes_or_where_the_job_does_not_want_it():
-    assert not any(order.replication_targets or order.replicates for order in begin(make_book(), TWO, "a", "b").values())
+    assert not any(
+        order.replication_targets or order.replicates for order in begin(make_book(), TWO, "a", "b").values()
+    )
     off = begin(make_book(replicate_every_steps=0), ONE, "a", "b")
     assert not any(order.replication_targets or order.replicates for order in off.values())
 

@@ -329,7 +329,9 @@ def _push_s(orders: Mapping[str, GenerationOrder]) -> float:
     """Seconds of one round of copies to other nodes: the slowest worker's."""
     seconds = [0.0]
     for order in orders.values():
-        num_bytes = sum(order.layout.shard_bytes(shard) for target in order.replication_targets for shard in target.shards)
+        num_bytes = sum(
+            order.layout.shard_bytes(shard) for target in order.replication_targets for shard in target.shards
+        )
         if num_bytes and order.replicate_bytes_per_s:
             seconds.append(num_bytes / order.replicate_bytes_per_s)
     return max(seconds)
