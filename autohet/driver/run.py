@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
+from autohet.driver.callbacks import Callback, EventDispatch
+from autohet.driver.callbacks.trackers import make_callbacks
 from autohet.driver.control.background_search import AsidePlanning
 from autohet.driver.control.controller import Controller, drop_search
 from autohet.driver.control.durable import Durable
@@ -229,9 +231,17 @@ def run_id(job: Job) -> str:
     return f"{job.name}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
 
 
-def train(job: Job, *, cluster_path: str | None, address: str | None, events_path: Path | None, show: Show) -> Outcome:
+def train(
+    job: Job,
+    *,
+    cluster_path: str | None,
+    address: str | None,
+    events_path: Path | None,
+    show: Show,
+    callbacks: Sequence[Callback] = (),
+) -> Outcome:
     """Run a job on a Ray cluster (`address`, or the one this process belongs to), or on the emulated fleet that
-    `cluster_path` describes.
+    `cluster_path` describes. `callbacks` are told of every event, and closed at the end, beside the job's `trackers`.
 
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
@@ -251,7 +261,7 @@ def train(job: Job, *, cluster_path: str | None, address: str | None, events_pat
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         request.ask()
         try:
-            return train_on(job, cluster, fleet, events_path, show)
+            return train_on(job, cluster, fleet, events_path, show, callbacks)
         finally:
             request.withdraw()
 
@@ -263,14 +273,22 @@ def fleet_request(job: Job, cluster: Cluster, document: Mapping[str, Any], addre
 
 
 def train_on(
-    job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events_path: Path | None, show: Show
+    job: Job,
+    cluster: Cluster | None,
+    fleet: EmulatedFleet | None,
+    events_path: Path | None,
+    show: Show,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Run a job on the cluster that this process is connected to."""
-    events = EventLog(events_path)
+    directory = Path(".") if events_path is None else events_path.parent
+    dispatch = EventDispatch([*make_callbacks(job.trackers, job.name, directory), *callbacks])
+    events = EventLog(events_path, listener=dispatch)
     try:
         return _train(job, cluster, fleet, events, show)
     finally:
         events.close()
+        dispatch.close()
 
 
 def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,20 @@ FREQUENT = ("step", "snapshot")  # written to the file, but not kept in memory
 
 
 class EventLog:
-    """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the driver alone."""
+    """Appends events to a file, line by line, flushed; remembers them for the summary. Owned by the driver alone. `listener` is told of
+    each event, the frequent ones too, and must return at once.
+    """
 
-    def __init__(self, path: Path | None, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        wall_clock: Callable[[], float] = time.time,
+        listener: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
         self.path = path
         self.records: list[dict[str, Any]] = []
         self._wall_clock = wall_clock
+        self._listener = listener
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file = None if path is None else open(path, "a", encoding="utf-8")  # noqa: SIM115
@@ -41,6 +49,8 @@ class EventLog:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+        if self._listener is not None:
+            self._listener(record)
 
     def close(self) -> None:
         if self._file is not None:

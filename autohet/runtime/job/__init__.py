@@ -49,6 +49,8 @@ class Job:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     elastic: ElasticSection = field(default_factory=ElasticSection)
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
+    trackers: tuple[str, ...] = ()
+    """Who else follows the run by its events: `tensorboard`, `wandb`, `mlflow`; one that is not installed is left off."""
     emulation: EmulationSection | None = None
     """Only for rehearsals on machines without GPUs; None: everything runs as fast as it can."""
 

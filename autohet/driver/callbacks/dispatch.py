@@ -1,0 +1,73 @@
+"""Hands events to callbacks on a thread of its own: a slow tracker never holds up a tick, and a failing one never ends a run."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autohet.driver.callbacks.protocol import Callback
+
+logger = logging.getLogger("autohet")
+MOST_WAITING = 10_000  # events; more than an hour of steps of a third of a second
+CLOSE_S = 10.0
+
+
+class EventDispatch:
+    """Owned by the driver. Call it with each event; `close` waits `CLOSE_S` at the most for what is still on its way."""
+
+    def __init__(
+        self, callbacks: Sequence[Callback], *, most_waiting: int = MOST_WAITING, close_s: float = CLOSE_S
+    ) -> None:
+        self._callbacks = list(callbacks)
+        self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(most_waiting)
+        self._close_s = close_s
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="autohet-callbacks", daemon=True)
+        if self._callbacks:
+            self._thread.start()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Returns at once; where callbacks are too slow, the newest events are left out and counted."""
+        if not self._callbacks:
+            return
+        try:
+            self._waiting.put_nowait(event)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            self._waiting.put(None, timeout=self._close_s)
+            self._thread.join(self._close_s)
+        except queue.Full:
+            pass
+        if self._thread.is_alive() or self._dropped:
+            late = (
+                f"{self._waiting.qsize()} events were not handed over in {self._close_s:g} s"
+                if self._thread.is_alive()
+                else ""
+            )
+            lost = f"{self._dropped} were left out before" if self._dropped else ""
+            logger.warning("Callbacks are too slow: %s", "; ".join(part for part in (late, lost) if part))
+
+    def _run(self) -> None:
+        while (event := self._waiting.get()) is not None:
+            for callback in tuple(self._callbacks):
+                self._tell(callback, event)
+        for callback in self._callbacks:
+            try:
+                callback.close()
+            except Exception:  # a user's code: whatever it raises, the run has ended as it has
+                logger.exception("Closing callback %s failed", type(callback).__name__)
+
+    def _tell(self, callback: Callback, event: Mapping[str, Any]) -> None:
+        try:
+            callback.on_event(event)
+        except Exception:  # a user's code: the run does not depend on it
+            logger.exception("Callback %s failed and is told nothing more", type(callback).__name__)
+            self._callbacks.remove(callback)
