@@ -114,12 +114,25 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class RollForward:
+    """What came of the order to apply the prepared `step` of `generation` with another survivor's vote; `error`: why it is not
+    applied. The step counts only where the same report says that the state is whole and one step further.
+    """
+
+    generation: int
+    step: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class WorkerReport:
     """What one worker says of itself when polled.
 
     `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None:
     no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
-    `vote` is the result of the newest vote that this worker saw and the step it was of. `snapshot_step` is the newest
+    `vote` is the result of the newest vote that this worker saw and the step it was of. Where the live state is not `whole`, an
+    update has begun in it and not ended: it is of no step, and nobody may plan on it. `rolled` is the outcome of the last roll-forward
+    that was asked for. `snapshot_step` is the newest
     snapshot that this generation has committed at this worker; `replicated_step` the last one that every node has, with copies
     of what one node alone holds; `broken` is there after a restore that did not come to its end. `unfit`: what failed will fail
     each time (a missing device or file, a wrong option): `error` says what to mend.
@@ -142,3 +155,5 @@ class WorkerReport:
     error: str | None = None
     unfit: bool = False
     first_step_at: float | None = None
+    whole: bool = True
+    rolled: RollForward | None = None

@@ -71,6 +71,20 @@ class Vote:
 
 
 @dataclass(frozen=True)
+class StateVersion:
+    """What a state is: after how many steps, and whether all of it is. In the middle of an update, and for good once one has
+    failed there, it is `step`'s in some tensors and the next one's in others: nobody may use it.
+    """
+
+    step: int
+    whole: bool = True
+
+
+class HalfUpdated(RuntimeError):
+    """An update broke off after it had changed tensors; this process's state is of no step any more."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """A committed step. `gradient_norm` is before clipping; `parts_s` where this worker's time went."""
 
@@ -104,13 +118,12 @@ class StageTrainer:
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.place: Place = place
-        self.plan, self.training, self.state, self.step = plan, training, state, step
+        self.plan, self.training, self.state, self.version = plan, training, state, StateVersion(step)
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
         self._hook, self._before_update, self._preservation_status = phase_hook, before_update, preservation_status
         self._device, self._groups = device, groups
-        self._updated: set[str] = set()
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         dtype = COMPUTE_DTYPE[training.precision]
@@ -143,6 +156,11 @@ class StageTrainer:
         self._executor = Executor(
             place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check
         )
+
+    @property
+    def step(self) -> int:
+        """Committed updates in the state: the number of the next step."""
+        return self.version.step
 
     def _tensor_group(self, groups: GenerationGroups) -> Group | None:
         """The ranks of this worker's stage, where it has several. Every worker builds the one that it is in, in plan order."""
@@ -227,7 +245,6 @@ class StageTrainer:
         if self._preservation_status is not None:
             status = self._preservation_status()
             mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
-        self._updated.clear()
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
         self._world.wait_on_host(self._world.start_all_reduce(mine))
@@ -238,13 +255,18 @@ class StageTrainer:
         return vote
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:
-        """Apply the prepared step; talks to nobody, and goes on where it was cut off.
+        """Apply the prepared step; talks to nobody, and may be called again where it failed before it changed a tensor.
 
         True if the weights changed (the gradient was finite).
 
         vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
+
+        Raises:
+            HalfUpdated: an earlier call failed in the middle of the update.
         """
         with self._applying:
+            if not self.version.whole:
+                raise HalfUpdated(f"the update of step {self.step} broke off: its state is of no step")
             assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
             if self.last_vote is not None and self.last_vote[0] == self.step:
                 vote = self.last_vote[1]
@@ -255,18 +277,19 @@ class StageTrainer:
                 self._before_update()
             if vote.is_finite:
                 self._update(vote)
-            self.step += 1
             self.prepared = None
+            self.version = StateVersion(self.step + 1)
             self.phase = "idle"
             return vote.is_finite
 
     def _update(self, vote: Vote) -> None:
+        """Change the state in place; from the first tensor on it is not whole until `apply_prepared` says so."""
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
-        names = self._sync.names
-        for name in sorted(set(names) - self._updated):
+        names = sorted(self._sync.names)
+        self.version = StateVersion(self.step, whole=False)
+        for name in names:
             update(self.state, {name: self._sync.gradient(name)}, self.training, self.step, factor)
-            self._updated.add(name)
         self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in names})
 
 
-__all__ = ["PHASES", "StageTrainer", "StepResult", "Vote"]
+__all__ = ["PHASES", "HalfUpdated", "StageTrainer", "StateVersion", "StepResult", "Vote"]

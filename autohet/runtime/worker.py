@@ -27,6 +27,7 @@ from autohet.runtime.messages import (
     GenerationOrder,
     Phase,
     RestoreRecord,
+    RollForward,
     StepRecord,
     WorkerPlace,
     WorkerReport,
@@ -34,7 +35,7 @@ from autohet.runtime.messages import (
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.trainer import PhaseHook, StageTrainer, StepResult
+from autohet.runtime.trainer import PhaseHook, StageTrainer, StateVersion, StepResult
 from planner.errors import ConfigError
 from recovery.errors import Cancelled, RecoveryError, RestoreError
 from recovery.state.layout import Layout, ShardId
@@ -46,12 +47,19 @@ logger = logging.getLogger("autohet.worker")
 
 @dataclass
 class Live:
-    """State in this process's memory: local slices by state name, of which layout, after how many steps."""
+    """State in this process's memory: local slices by state name, and of which layout. While it is trained, its `trainer` alone
+    says after how many steps it is, and whether it is whole.
+    """
 
     generation: int
     layout: Layout
     state: dict[str, Tensor]
-    step: int
+    first_step: int
+    trainer: StageTrainer | None = None
+
+    @property
+    def version(self) -> StateVersion:
+        return StateVersion(self.first_step) if self.trainer is None else self.trainer.version
 
 
 class Worker:
@@ -74,8 +82,8 @@ class Worker:
         self._hook = phase_hook
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
+        self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
         self._live: Live | None = None
-        self._trainer: StageTrainer | None = None
         self._groups: GenerationGroups | None = None
         self._thread: threading.Thread | None = None
         self._arrived: tuple[int, dict[ShardId, Tensor]] | None = None
@@ -91,12 +99,16 @@ class Worker:
             steps, self._steps = tuple(self._steps), []
             self._receipts += self._preservation.take_receipts()
             receipts, self._receipts = tuple(self._receipts), []
-            live, trainer = self._live, self._trainer
-            own = trainer is not None and live is not None and trainer.state is live.state
+            live = self._live
+            trainer = None if live is None else live.trainer
+            prepared = (
+                None if trainer is None else trainer.prepared
+            )  # before the version: a step that ends now is not both
+            version = StateVersion(0) if live is None else live.version
             return replace(
-                self._report, steps=steps, receipts=receipts, step=live.step if live else 0,
+                self._report, steps=steps, receipts=receipts, step=version.step, whole=version.whole,
                 live_generation=live.generation if live else None,
-                prepared_step=trainer.prepared if own and trainer else None, vote=trainer.last_vote if own and trainer else None,
+                prepared_step=prepared if version.whole else None, vote=trainer.last_vote if trainer else None,
                 snapshot_step=self._preservation.snapshot_step, replicated_step=self._preservation.replicated_step,
             )  # fmt: skip
 
@@ -109,7 +121,21 @@ class Worker:
         self.interrupt()
         if self._thread is not None:
             self._thread.join(self.timeouts.quiesce_s)
-            assert not self._thread.is_alive(), "the generation before did not end"
+        ended = self._thread is None or not self._thread.is_alive()
+        if not ended or not self._rolling.acquire(timeout=self.timeouts.quiesce_s):
+            self._refuse(order, "its state is still being changed for the generation before")
+            return
+        try:
+            self._start(order)
+        finally:
+            self._rolling.release()
+
+    def _refuse(self, order: GenerationOrder, why: str) -> None:
+        """The driver ends processes that are late; one that it took for ready all the same must not train."""
+        with self._lock:
+            self._report = replace(self._report, generation=order.generation, phase=Phase.FAILED, error=why)
+
+    def _start(self, order: GenerationOrder) -> None:
         store = TCPStore(
             order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s)
         )
@@ -133,9 +159,9 @@ class Worker:
 
     def request_stop(self, *, checkpoint: bool) -> None:
         """Stop after the step under way, together with all others."""
-        trainer = self._trainer
-        if trainer is not None:
-            trainer.request_stop(checkpoint=checkpoint)
+        live = self._live
+        if live is not None and live.trainer is not None:
+            live.trainer.request_stop(checkpoint=checkpoint)
 
     def interrupt(self) -> None:
         """Leave the generation now; a step that is not committed did not happen."""
@@ -144,14 +170,35 @@ class Worker:
         if groups is not None:
             groups.interrupt()
 
-    def roll_forward(self, vote: tuple[int, Any]) -> None:
-        """Apply the prepared step with the vote that another survivor saw."""
-        trainer, live = self._trainer, self._live
-        step, result = vote
-        if trainer is not None and live is not None and trainer.state is live.state and trainer.prepared == step:
+    def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
+        """Apply the prepared step of `generation` with the vote that another survivor saw. Blocks until that is done or refused; the
+        outcome is in the reports from then on, too.
+        """
+        error = "another roll-forward is under way"
+        if self._rolling.acquire(blocking=False):
+            try:
+                error = self._roll(generation, *vote)
+            finally:
+                self._rolling.release()
+        outcome = RollForward(generation, vote[0], error or None)
+        with self._lock:
+            self._report = replace(self._report, rolled=outcome)
+        return outcome
+
+    def _roll(self, generation: int, step: int, result: Any) -> str:
+        """Why the step is not applied; nothing where it is."""
+        live = self._live
+        trainer = None if live is None else live.trainer
+        if live is None or trainer is None or (live.generation, self._report.generation) != (generation, generation):
+            return f"this worker is not of generation {generation} (any more)"
+        if trainer.prepared != step:
+            return f"step {trainer.prepared} is prepared, not {step}"
+        try:
             trainer.apply_prepared(result)
-            with self._lock:
-                live.step = trainer.step
+        except Exception as error:  # noqa: BLE001 - told to the driver, which plans without this state
+            logger.error("the roll-forward over step %d failed: %s", step, traceback.format_exc())
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def close(self) -> None:
         """End everything that this worker started."""
@@ -199,7 +246,6 @@ class Worker:
         state = filled.state
         restored = time.perf_counter()
         with self._lock:
-            self._trainer = None
             self._arrived = None
             part = order.plan.workers
             self._live = (
@@ -217,7 +263,7 @@ class Worker:
         arrived = self._arrived[1] if self._arrived is not None and self._arrived[0] == step else {}
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
-        return LiveState(live.layout, live.state if live.step == step else {}, arrived)
+        return LiveState(live.layout, live.state if live.version == StateVersion(step) else {}, arrived)
 
     def _broken_off(self, step: int, arrived: dict[ShardId, Tensor], error: BaseException) -> None:
         """The restore did not come to its end: what has come is kept, and reported with what proved bad."""
@@ -237,7 +283,8 @@ class Worker:
             self._hook, self._preservation.before_update, preservation_status=self._preservation.status,
         )  # fmt: skip
         with self._lock:
-            self._trainer = trainer
+            assert self._live is not None
+            self._live.trainer = trainer
         self._set(order.generation, Phase.TRAINING)
         if trainer.step >= order.end_step:
             # The fleet changed on the last step: this generation has only that step to make durable.
@@ -261,8 +308,6 @@ class Worker:
             result.parts_s,
         )
         with self._lock:
-            assert self._live is not None
-            self._live.step = trainer.step
             self._steps.append(record)
         try:
             self._preservation.settle(pending=result.replicating, failed=result.replication_failed)

@@ -255,7 +255,7 @@ class FaultyWorkforce(Collective):
 
         self._tell(workers, stop)
 
-    def roll_forward(self, workers: Collection[str], vote: tuple[int, Any]) -> None:
+    def roll_forward(self, workers: Collection[str], generation: int, vote: tuple[int, Any]) -> None:
         self._tell(workers, lambda process: process.roll_forward(vote[0]))
 
     def _tell(self, workers: Collection[str], what: Callable[[Life], None]) -> None:

@@ -333,8 +333,8 @@ class ProcessFleet:
     def interrupt(self, workers: Sequence[str]) -> None:
         self._tell(workers, "interrupt")
 
-    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
-        self._tell(workers, "roll_forward", vote)
+    def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
+        self._tell(workers, "roll_forward", generation, vote)
 
     def open_gate(self, point: FaultPoint) -> None:
         self._tell([point.worker], "open_gate", point)

@@ -118,7 +118,7 @@ class ScriptedWorkforce:
             if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
                 process.report = replace(process.report, phase=Phase.HALTED)
 
-    def roll_forward(self, workers: Any, vote: Any) -> None:
+    def roll_forward(self, workers: Any, generation: int, vote: Any) -> None:
         for worker in workers:
             process = self.processes[worker]
             process.report = replace(process.report, step=vote[0] + 1, prepared_step=None)

@@ -20,7 +20,7 @@ from autohet.driver.control.states import (
     Training,
     Waiting,
 )
-from autohet.runtime.messages import Phase
+from autohet.runtime.messages import Phase, WorkerReport
 from planner.errors import ConfigError
 
 
@@ -315,17 +315,37 @@ class Controller(Rebuild):
         return state
 
     def _roll_forward(self, state: Quiescing, seen: Observation, survivors: Collection[str]) -> bool:
-        """True while survivors that were prepared apply a step that another survivor has committed."""
-        current = [seen.reports[w] for w in survivors if seen.reports[w].live_generation == self.generation]
+        """True while survivors that were prepared apply a step that another survivor has committed. Who is late with it is ended: its
+        tensors may change at any time, so nobody plans on them, and no later generation takes them over.
+        """
         vote = self.ledger.newest_vote(self.generation)  # of the dead too: what one saw, all had contributed to
-        newest = max([0, *(report.step for report in current), *([] if vote is None else [vote[0] + 1])])
-        behind = [r.worker for r in current if r.step == newest - 1 and r.prepared_step == newest - 1]
-        if not behind or vote is None or vote[0] != newest - 1 or seen.now > state.deadline:
+        behind = [] if vote is None else self._behind(seen, survivors, vote[0])
+        if vote is None or not behind:
             return False
-        if not state.rolling:
-            state.rolling = True
-            self.workforce.roll_forward(behind, vote)
+        if new := [worker for worker in behind if worker not in state.rolling]:
+            state.rolling |= frozenset(new)
+            state.roll_deadline = seen.now + self.timeouts.quiesce_s
+            self.workforce.roll_forward(new, self.generation, vote)
+        elif state.roll_deadline is not None and seen.now > state.roll_deadline:
+            why = f"{', '.join(behind)} did not apply step {vote[0]} in time, which others have committed"
+            self._tell_of_death(policy.Trouble("death", (), tuple(behind), seen.now, why), seen)
+            self.workforce.dismiss(behind)
         return True
+
+    def _behind(self, seen: Observation, survivors: Collection[str], step: int) -> list[str]:
+        """Survivors whose state still lacks `step`, or is in the middle of it, and who have not said that they cannot apply it."""
+        reports = [seen.reports[worker] for worker in survivors]
+        if any(r.live_generation == self.generation and r.whole and r.step > step + 1 for r in reports):
+            return []
+        lacking = [r for r in reports if r.live_generation == self.generation and r.step == step]
+        prepared = [r for r in lacking if r.prepared_step == step or not r.whole]
+        return [r.worker for r in prepared if not self._has_answered(r, step)]
+
+    def _has_answered(self, report: WorkerReport, step: int) -> bool:
+        """Its roll-forward has failed; or its own update has, which nobody waits for."""
+        rolled = report.rolled
+        failed = rolled is not None and (rolled.generation, rolled.step) == (self.generation, step)
+        return failed or (not report.whole and report.phase is Phase.FAILED)
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
         """Survivors stand, but who died is not known yet: wait for the heartbeat to tell, within bounds."""

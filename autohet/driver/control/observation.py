@@ -111,8 +111,8 @@ class Workforce(Protocol):
         """Wake these workers out of whatever they wait for."""
         ...
 
-    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
-        """Let prepared workers apply the step whose vote another worker saw."""
+    def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
+        """Let prepared workers of this generation apply the step whose vote another worker saw; their reports say what came of it."""
         ...
 
     def request_inventories(self) -> None:

@@ -60,11 +60,13 @@ class OrderBook:
         return self._layouts[generation]
 
     def live_holdings(self, seen: Observation, workers: Collection[str]) -> list[Holding]:
-        """What the living processes hold, each at its step and in its generation's layout."""
+        """What the living processes hold whole, each at its step and in its generation's layout."""
         found = []
         for worker in workers:
             report = seen.reports.get(worker)
             if report is None or report.live_generation not in self._layouts or worker in seen.losses:
+                continue
+            if not report.whole:
                 continue
             found.append(self._live(report, seen.node_of(worker)))
         arrived = (report for worker, report in seen.reports.items() if worker not in seen.losses)

@@ -30,13 +30,16 @@ class Waiting:
 
 @dataclass
 class Quiescing:
-    """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt."""
+    """Bringing every survivor to a stand: by a stop after the current step, or by an interrupt; then those that lack a step whose
+    vote somebody saw roll forward, until `roll_deadline`.
+    """
 
     change: Change
     deadline: float
     interrupted: bool
     proposal: Proposal | None = None
-    rolling: bool = False
+    rolling: frozenset[str] = frozenset()
+    roll_deadline: float | None = None
     quiet_since: float | None = None
 
 

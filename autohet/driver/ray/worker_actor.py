@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
+from autohet.runtime.messages import GenerationOrder, Phase, RollForward, WorkerPlace, WorkerReport
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class WorkerActor:
     def interrupt(self) -> None:
         self._here().interrupt()
 
-    def roll_forward(self, vote: tuple[int, Any]) -> None:
-        self._here().roll_forward(vote)
+    def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
+        return self._here().roll_forward(generation, vote)
 
     def close(self) -> None:
         if self._worker is not None:

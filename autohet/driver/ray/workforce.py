@@ -326,8 +326,8 @@ class RayWorkforce:
     def interrupt(self, workers: Sequence[str]) -> None:
         self._tell(workers, lambda handle: handle.interrupt.remote())
 
-    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
-        self._tell(workers, lambda handle: handle.roll_forward.remote(vote))
+    def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
+        self._tell(workers, lambda handle: handle.roll_forward.remote(generation, vote))
 
     def _tell(self, workers: Sequence[str], call: Callable[[Any], Any]) -> None:
         for worker in workers:

@@ -275,7 +275,7 @@ class SimulatedWorkforce:
             self._run.phase = Phase.HALTED
             self._stirred_at = self.now
 
-    def roll_forward(self, workers: Sequence[str], vote: tuple[int, Any]) -> None:
+    def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
         """Steps end for all at once here: nobody is behind."""
 
     def request_inventories(self) -> None:

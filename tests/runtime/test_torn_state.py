@@ -1,0 +1,152 @@
+"""State that is half updated is never planned on, and an update that comes late never changes what a later generation holds.
+
+The product's worker, snapshots and orders with the exact model, one worker in this process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from autohet.driver.control.observation import NodeView, Observation
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import Proposal
+from autohet.runtime import trainer as trainer_module
+from autohet.runtime.groups import Interrupted
+from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
+from autohet.runtime.models import load_config
+from autohet.runtime.trainer import Vote
+from autohet.runtime.worker import Worker
+from planner.cluster import Node
+from planner.plan import Pipeline, Plan, Stage
+from recovery.local.agent_store import AgentStore
+from tests.harness.exact_job import BATCH, LENGTH, exact_job, node_type, train_alone
+
+ME, NODE, STEPS, STRUCK = "one/0", "one", 10, 5
+DEADLINE_S = 20.0
+PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, (ME,)),), BATCH, 1),))
+
+
+class Scene:
+    """One worker, the order book that directs it, and the agent's store beside it."""
+
+    def __init__(self, tmp_path: Path, hook: Callable[[str, int], None]) -> None:
+        (tmp_path / "alone").mkdir()
+        self.job = exact_job(tmp_path, tmp_path, tmp_path / "memory", training={"steps": STEPS})
+        self.votes: dict[int, Any] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v)))
+            self.wanted = train_alone(tmp_path / "alone", tmp_path, training={"steps": STEPS}).state
+        place = WorkerPlace(ME, NODE, "A10G", str(tmp_path / "memory"), str(tmp_path / "ssd"))
+        self.worker = Worker(place, self.job, phase_hook=hook)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.kept = AgentStore(tmp_path / "memory", tmp_path / "ssd", NODE)
+        self.book = OrderBook(self.job, load_config(self.job.model))
+
+    def order(self, generation: int, report: WorkerReport | None = None) -> Any:
+        """What the product orders for a generation, given the worker's report and what the node's agent keeps."""
+        view = NodeView(Node(NODE, node_type(1)), 0.0, AgentEndpoint(NODE, "127.0.0.1", 1, "token"))
+        reports = {} if report is None else {ME: report}
+        seen = Observation(1.0, {NODE: view}, reports=reports, inventories={NODE: self.kept.inventory()})
+        members = () if report is None else (ME,)
+        book = self.book.write(generation, Proposal(PLAN, None, None), seen, members, ("127.0.0.1", self.store.port))  # type: ignore[arg-type]
+        self.book.confirm()
+        return book.orders[ME]
+
+    def until(self, *phases: Phase) -> WorkerReport:
+        deadline = time.monotonic() + DEADLINE_S
+        while (report := self.worker.report()).phase not in phases:
+            assert time.monotonic() < deadline, report
+            time.sleep(0.01)
+        return report
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        assert self.worker._live is not None
+        return self.worker._live.state
+
+    def differing(self) -> list[str]:
+        return [name for name, tensor in self.state.items() if not torch.equal(tensor, self.wanted[name])]
+
+    def close(self) -> None:
+        self.worker.close()
+        self.kept.close()
+
+
+@pytest.fixture
+def hooks() -> dict[tuple[str, int], Callable[[], None]]:
+    """What happens, once, when the trainer enters a phase of a step."""
+    return {}
+
+
+@pytest.fixture
+def scene(tmp_path: Path, hooks: dict[tuple[str, int], Callable[[], None]]) -> Iterator[Scene]:
+    made = Scene(tmp_path, lambda phase, step: hooks.pop((phase, step), lambda: None)())
+    yield made
+    made.close()
+
+
+def interrupted() -> None:
+    raise Interrupted("a peer was lost before the vote's result came")
+
+
+def halted_in_the_vote(scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]) -> tuple[WorkerReport, Any]:
+    """The worker is prepared and has not seen the vote's result; and that result, which somebody else saw."""
+    hooks["vote", STRUCK] = interrupted
+    scene.worker.begin(scene.order(1))
+    report = scene.until(Phase.HALTED)
+    assert (report.step, report.prepared_step) == (STRUCK, STRUCK)
+    return report, (STRUCK, scene.votes[STRUCK])
+
+
+def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_holds(
+    scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]
+) -> None:
+    """Its copy takes long; meanwhile the driver has planned anew, and the next generation takes the tensors over in place."""
+    report, vote = halted_in_the_vote(scene, hooks)
+    copied, waiting = threading.Event(), threading.Event()
+    live = scene.worker._live
+    assert live is not None
+    assert live.trainer is not None
+    live.trainer._before_update = lambda: waiting.set() or copied.wait(DEADLINE_S)  # type: ignore[func-returns-value, assignment]
+    late = threading.Thread(target=scene.worker.roll_forward, args=(1, vote))
+    late.start()
+    assert waiting.wait(DEADLINE_S)
+
+    def let_it_go() -> None:
+        copied.set()
+        late.join(DEADLINE_S)
+
+    hooks["forward", STRUCK + 2] = let_it_go
+    scene.worker.begin(scene.order(2, report))
+    report = scene.until(Phase.FINISHED, Phase.FAILED, Phase.HALTED)
+    let_it_go()
+    assert report.phase is not Phase.FINISHED or scene.differing() == []
+
+
+def test_an_update_that_broke_off_in_the_middle_is_not_planned_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tensors are of step 6 and some of step 5: the clean snapshot is, and the run goes on from that."""
+    real, calls = trainer_module.update, iter(range(10_000))
+    names = len([name for name in scene.wanted if name.startswith("param/")])
+
+    def breaking(*arguments: Any) -> None:
+        if next(calls) == STRUCK * names + 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        real(*arguments)
+
+    monkeypatch.setattr(trainer_module, "update", breaking)
+    scene.worker.begin(scene.order(1))
+    report = scene.until(Phase.FAILED)
+    scene.worker.begin(scene.order(2, report))
+    scene.until(Phase.FINISHED)
+    assert scene.differing() == []
