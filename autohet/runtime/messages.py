@@ -102,6 +102,8 @@ class RestoreRecord:
     groups_s: float
     restore_s: float
     bad: tuple[tuple[Source, ShardId], ...] = ()
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of nodes that were so late that another source overtook them."""
 
 
 @dataclass(frozen=True)

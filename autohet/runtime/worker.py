@@ -239,7 +239,7 @@ class Worker:
         arrived: dict[ShardId, Tensor] = {}
         try:
             filled = source.fill(order, self._known(order.start_step), world, arrived, groups.over)
-            world.barrier_on_host()  # everybody has its state: the generation is committed
+            world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
         except BaseException as error:
             self._broken_off(order.start_step, arrived, error)
             raise
@@ -251,7 +251,7 @@ class Worker:
             self._live = (
                 Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
             )
-            record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad)
+            record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, filled.slow)
             self._report = replace(self._report, restore=record, broken=None)
         if self.place.worker not in order.plan.workers:
             return Phase.RELEASED

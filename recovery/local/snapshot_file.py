@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
-from recovery.state.checksum import checksum
+from recovery.state.checksum import BLOCK_BYTES, RunningChecksum, checksum
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId, TensorSpec
 
@@ -45,6 +45,7 @@ _ALIGNMENT = 64
 MADV_POPULATE_WRITE = 23
 POPULATE_BYTES = 64 << 20
 CLAIM_BYTES = 256 << 20
+_READ_BYTES = 8 * BLOCK_BYTES
 
 _LIBC = ctypes.CDLL(None)
 
@@ -107,6 +108,16 @@ def encode_commit(commit: Commit, checksums: bytes) -> bytes:
     return body[:-4] + struct.pack("<I", zlib.crc32(body[:-4]))
 
 
+class _Descriptor:
+    """A file descriptor that is closed with the last object that refers to this one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
 class SnapshotFile:
     """A snapshot file mapped for reading. Close it, or use it as a context manager.
 
@@ -123,6 +134,7 @@ class SnapshotFile:
                 if self.num_bytes < _HEADER_OFFSET:
                     raise SnapshotError(str(path), f"is truncated: {self.num_bytes} bytes")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._descriptor = _Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise SnapshotError(str(path), f"cannot be opened: {error}") from error
         try:
@@ -160,15 +172,43 @@ class SnapshotFile:
         checksums = dict(zip(self.map.extents, self._checksums.tolist(), strict=True))
         return Holding(self.source(kind, node), frozenset(self.map.extents), checksums)
 
+    def fileno(self) -> int:
+        """A descriptor of this file, open for reading for as long as this object is referred to, whoever removes the file."""
+        return self._descriptor.number
+
+    def read_into(self, shard: ShardId, memory: memoryview, expected: int | None = None) -> None:
+        """As `read`, copied into `memory` (the shard's size, writable), which holds anything after an error; each piece is
+        checked while the processor still has it.
+
+        Raises:
+            ShardUnavailable, ShardCorrupt: as `read`.
+        """
+        offset, running = self.extent(shard).offset, RunningChecksum()
+        for start in range(0, len(memory), _READ_BYTES):
+            piece = memory[start : start + _READ_BYTES]
+            got = 0
+            while got < len(piece):
+                count = os.preadv(self.fileno(), [piece[got:]], offset + start + got)
+                if count == 0:
+                    raise ShardCorrupt(shard, str(self.path), "the file ends before it")
+                got += count
+            running.update(piece)
+        self._require(shard, running.value(), expected)
+
+    def extent(self, shard: ShardId) -> Extent:
+        """Where the shard lies. Raises ShardUnavailable where the file does not hold it."""
+        extent = self.map.extents.get(shard)
+        if extent is None:
+            raise ShardUnavailable(shard, str(self.path), "not in this snapshot")
+        return extent
+
     def view(self, shard: ShardId) -> memoryview:
         """The shard's bytes, unchecked, without a copy.
 
         Raises:
             ShardUnavailable: the file does not hold it.
         """
-        extent = self.map.extents.get(shard)
-        if extent is None:
-            raise ShardUnavailable(shard, str(self.path), "not in this snapshot")
+        extent = self.extent(shard)
         return memoryview(self._map)[extent.offset : extent.offset + extent.num_bytes]
 
     def read(self, shard: ShardId, expected: int | None = None) -> memoryview:
@@ -186,7 +226,10 @@ class SnapshotFile:
 
     def verify(self, shard: ShardId, data: memoryview, expected: int | None = None) -> None:
         """Raise unless `data`, read from this file, is the committed content of `shard`."""
-        if checksum(data) != (self.checksum(shard) if expected is None else expected):
+        self._require(shard, checksum(data), expected)
+
+    def _require(self, shard: ShardId, found: int, expected: int | None) -> None:
+        if found != (self.checksum(shard) if expected is None else expected):
             if not self.still_committed():
                 raise ShardUnavailable(shard, str(self.path), f"step {self.commit.step} was overwritten meanwhile")
             raise ShardCorrupt(shard, str(self.path), "checksum differs from the one recorded at the commit")

@@ -4,6 +4,8 @@ used.
 
 from __future__ import annotations
 
+import hmac
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +25,15 @@ from recovery.peers.protocol import (
     REPLY,
     UNAVAILABLE,
     VERSION,
+    WELCOME,
+    FileRange,
     mac_of,
     receive,
     receive_into,
     send_request,
+    send_within,
 )
+from recovery.peers.tls import PeerTls
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
@@ -45,12 +51,14 @@ class ShardClient:
 
     def __init__(
         self, host: str, port: int, token: str, timeout_s: float, *, reuse_buffer: bool = False,
-        cancelled: threading.Event | None = None,
+        cancelled: threading.Event | None = None, tls: PeerTls | None = None,
     ) -> None:  # fmt: skip
         """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection, each wait for
         bytes and (beside a minimal speed) each shard. With `reuse_buffer` what `read` yields is valid until the
-        next. Once `cancelled` is set, a read ends with Cancelled.
+        next. Once `cancelled` is set, a read ends with Cancelled. `tls` None: what the environment
+        says (`recovery.peers.tls`).
         """
+        self._tls = tls or PeerTls.from_environment()
         self._cancelled = cancelled
         self._reuse_buffer = reuse_buffer
         self._scratch = np.empty(0, dtype=np.uint8)
@@ -91,12 +99,12 @@ class ShardClient:
                 self.close()
 
     def push(
-        self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview], *,
+        self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview | FileRange], *,
         checksums: Sequence[int] | None = None, limit: BandwidthLimit | None = None, superseded: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are.
 
-        `checksums` are the recorded ones, in the order of `pieces` (computed here if None); `limit` bounds the bytes per
+        `checksums` are the recorded ones, in the order of `pieces` (computed here if None, of memory only); `limit` bounds the bytes per
         second; `superseded`: copies of this worker that are older than this (generation, step) are removed afterwards.
 
         Raises:
@@ -111,7 +119,7 @@ class ShardClient:
             "generation": source.generation,
             "tensors": [spec.to_document() for spec in used.values()],
             "shards": list(pieces),
-            "checksums": list(checksums) if checksums is not None else [checksum(piece) for piece in pieces.values()],
+            "checksums": list(checksums) if checksums is not None else _checksums(pieces),
             "superseded": superseded,
         }
         try:
@@ -139,16 +147,23 @@ class ShardClient:
             connect = partial(socket.create_connection, self._address, self._timeout_s)
             self._connection = call_until(self._cancelled, connect, self.peer)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                self._connection = self._tls.context(server=False).wrap_socket(self._connection)
             self._greet(self._connection)
         send_request(self._connection, request)
         return self._connection
 
     def _greet(self, connection: socket.socket) -> None:
-        mac = mac_of(self._token, bytes(receive(connection, NONCE_BYTES, self._cancelled)))
-        connection.sendall(HELLO.pack(VERSION, mac))
+        """Show that we have the token, and see that the peer has it."""
+        theirs, ours = bytes(receive(connection, NONCE_BYTES, self._cancelled)), os.urandom(NONCE_BYTES)
+        connection.sendall(HELLO.pack(VERSION, ours, mac_of(self._token, "client", theirs, ours)))
         if receive(connection, 1, self._cancelled)[0] != OK:
             self.close()
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")
+        mac = receive(connection, WELCOME.size - 1, self._cancelled)
+        if not hmac.compare_digest(bytes(mac), mac_of(self._token, "server", theirs, ours)):
+            self.close()
+            raise PeerRefused(self.peer, "it does not have the token itself: it is no agent of this job")
 
     def _reply(
         self, connection: socket.socket, source: Source, shard: ShardId, expected: int | None, memory: memoryview | None
@@ -162,10 +177,10 @@ class ShardClient:
         if length > MAX_SHARD_BYTES or (memory is not None and length != len(memory)):
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
         data = self._memory(length) if memory is None else memory
-        receive_into(connection, data, self._cancelled)
+        found = receive_into(connection, data, self._cancelled)
         if expected is None:
             return ShardUnavailable(shard, where, "no checksum of it is known")
-        return data if checksum(data) == expected else ShardCorrupt(shard, where, "the bytes are not those committed")
+        return data if found == expected else ShardCorrupt(shard, where, "the bytes are not those committed")
 
     def _memory(self, length: int) -> memoryview:
         # New memory costs a page fault for every 4 KiB, which is slower than the network.
@@ -187,12 +202,21 @@ class ShardClient:
             self._connection = None
 
 
-def _send_bounded(connection: socket.socket, piece: memoryview, limit: BandwidthLimit | None) -> None:
+def _send_bounded(connection: socket.socket, piece: memoryview | FileRange, limit: BandwidthLimit | None) -> None:
     for start in range(0, len(piece), SEND_BYTES):
-        part = piece[start : start + SEND_BYTES]
+        length = min(SEND_BYTES, len(piece) - start)
         if limit is not None:
-            limit.take(len(part))
-        connection.sendall(part)
+            limit.take(length)
+        if isinstance(piece, FileRange):
+            send_within(connection, FileRange(piece.owner, piece.offset + start, length))
+        else:
+            send_within(connection, piece[start : start + length])
+
+
+def _checksums(pieces: Mapping[ShardId, memoryview | FileRange]) -> list[int]:
+    memory = [piece for piece in pieces.values() if isinstance(piece, memoryview)]
+    assert len(memory) == len(pieces), "a file's ranges come with the checksums that it records"
+    return [checksum(piece) for piece in memory]
 
 
 def _place(source: Source) -> tuple[str, str, str, int, int]:

@@ -1,56 +1,116 @@
-"""The frames between a shard server and its clients, and the reading of them: bounded in size and in time.
+"""The frames between a shard server and its clients, and the sending and receiving of them: bounded in size and in time.
 
     on connection  server -> client   nonce (32 bytes)
-                   client -> server   version u8, mac (32 bytes)
-                   server -> client   status u8: OK, or REFUSED and the end
+                   client -> server   version u8, nonce (32 bytes), mac (32 bytes)
+                   server -> client   status u8: OK and a mac (32 bytes), or REFUSED and the end
     request        client -> server   u32 length, msgpack {op, ...}, then the payload of a push
     reply          server -> client   for each shard in the order asked: status u8, length u64, bytes
 
 No checksum travels with a read: the reader has it from the schedule, and so from the snapshot's birth.
 
-`mac` is HMAC-SHA256 of the connection's nonce under the token, which itself never travels. It keeps strangers out;
-the bytes are neither encrypted nor authenticated, so run it inside a trusted network.
+Each side's `mac` is HMAC-SHA256 of its role and both nonces under the token, which itself never travels: neither side speaks to one
+that has it not. That keeps strangers out; the bytes are neither encrypted nor authenticated unless TLS carries them (`peers.tls`).
 """
 
 from __future__ import annotations
 
 import hmac
+import os
+import select
 import socket
+import ssl
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from recovery.cancellation import await_bytes
+from recovery.state.checksum import BLOCK_BYTES, RunningChecksum
 
-VERSION = 4
+VERSION = 5
 NONCE_BYTES = 32
-HELLO = struct.Struct("<B32s")
+HELLO = struct.Struct("<B32s32s")
+WELCOME = struct.Struct("<B32s")
 MAX_REQUEST_BYTES = 64 << 20
 MAX_SHARD_BYTES = 64 << 30
 # A peer that trickles is as good as stalled: bytes count against the deadline at this speed.
 MIN_BYTES_PER_S = 2 << 20
 REPLY = struct.Struct("<BQ")
 OK, UNAVAILABLE, CORRUPT, REFUSED, FULL = range(5)
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
 
 
-def mac_of(token: str, nonce: bytes) -> bytes:
-    return hmac.digest(token.encode(), nonce, "sha256")
+def mac_of(token: str, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """What the `role` ("client" or "server") shows to the other side."""
+    return hmac.digest(token.encode(), role.encode() + server_nonce + client_nonce, "sha256")
 
 
-def send_within(connection: socket.socket, data: memoryview) -> None:
-    """Send all of `data`. Raises TimeoutError if that takes longer than the socket's timeout and the time that
-    MIN_BYTES_PER_S allows, or if a few MiB take longer than the timeout.
-    """
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes of an open file, sent without passing through this process. `owner` keeps its descriptor open."""
+
+    owner: Any
+    offset: int
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When `num_bytes` over a connection have to be through: its timeout, and the time that MIN_BYTES_PER_S allows."""
+
+    until: float | None
+
+    @staticmethod
+    def of(connection: socket.socket, num_bytes: int) -> Deadline:
+        patience = connection.gettimeout()
+        return Deadline(None if patience is None else time.monotonic() + patience + num_bytes / MIN_BYTES_PER_S)
+
+    def check(self, done: int, num_bytes: int) -> None:
+        if self.until is not None and time.monotonic() > self.until and done < num_bytes:
+            raise TimeoutError(f"{done} of {num_bytes} bytes went through in time")
+
+
+def send_within(connection: socket.socket, data: memoryview | FileRange) -> None:
+    """Send all of `data`. Raises TimeoutError where its Deadline passes, or nothing moves for the socket's timeout."""
+    if isinstance(data, memoryview):
+        _send_memory(connection, data)
+    elif isinstance(connection, ssl.SSLSocket):
+        _send_memory(connection, memoryview(os.pread(data.owner.fileno(), data.num_bytes, data.offset)))
+    else:
+        _send_file(connection, data)
+
+
+def _send_memory(connection: socket.socket, data: memoryview) -> None:
+    deadline = Deadline.of(connection, len(data))
+    for start in range(0, len(data), PIECE_BYTES):
+        connection.sendall(data[start : start + PIECE_BYTES])
+        deadline.check(start + PIECE_BYTES, len(data))
+
+
+def _send_file(connection: socket.socket, data: FileRange) -> None:
+    """From the page cache to the socket inside the kernel (`sendfile`)."""
+    deadline, sent = Deadline.of(connection, data.num_bytes), 0
     patience = connection.gettimeout()
-    until = None if patience is None else time.monotonic() + patience + len(data) / MIN_BYTES_PER_S
-    for start in range(0, len(data), _PIECE_BYTES):
-        connection.sendall(data[start : start + _PIECE_BYTES])
-        if until is not None and time.monotonic() > until and start + _PIECE_BYTES < len(data):
-            raise TimeoutError(f"{start + _PIECE_BYTES} of {len(data)} bytes were taken in time")
+    writable = select.poll()
+    writable.register(connection, select.POLLOUT)
+    while sent < data.num_bytes:
+        try:
+            left = min(PIECE_BYTES, data.num_bytes - sent)
+            count = os.sendfile(connection.fileno(), data.owner.fileno(), data.offset + sent, left)
+        except BlockingIOError:
+            if not writable.poll(None if patience is None else 1000 * patience):
+                raise TimeoutError(f"nothing was taken within {patience:.3g} s") from None
+            continue
+        if count == 0:
+            raise ConnectionError("the file ends before the range that is to be sent")
+        sent += count
+        deadline.check(sent, data.num_bytes)
 
 
 def send_request(connection: socket.socket, document: dict[str, Any]) -> None:
@@ -81,21 +141,23 @@ def receive(connection: socket.socket, length: int, cancelled: threading.Event |
     return data
 
 
-def receive_into(connection: socket.socket, view: memoryview, cancelled: threading.Event | None = None) -> None:
-    """Fill `view`.
+def receive_into(connection: socket.socket, view: memoryview, cancelled: threading.Event | None = None) -> int:
+    """Fill `view`; returns its checksum, taken of each piece while the processor still has it.
 
     Raises:
-        ConnectionError: the peer hung up before. TimeoutError: nothing came within the socket's timeout, or all of it
-            took longer than that and the time that MIN_BYTES_PER_S allows. Cancelled: `cancelled` was set before.
+        ConnectionError: the peer hung up before. TimeoutError: nothing came within the socket's timeout, or not all before its
+            Deadline. Cancelled: `cancelled` was set before.
     """
-    length, got = len(view), 0
-    patience = connection.gettimeout()
-    until = None if patience is None else time.monotonic() + patience + length / MIN_BYTES_PER_S
+    length, got, checked, running = len(view), 0, 0, RunningChecksum()
+    deadline = Deadline.of(connection, length)
     while got < length:
         await_bytes(connection, cancelled, "bytes of a peer")
-        count = connection.recv_into(view[got:], min(length - got, _PIECE_BYTES))
+        count = connection.recv_into(view[got:], min(length - got, PIECE_BYTES))
         if count == 0:
             raise ConnectionError(f"the peer hung up after {got} of {length} bytes")
         got += count
-        if until is not None and time.monotonic() > until and got < length:
-            raise TimeoutError(f"{got} of {length} bytes came in time")
+        whole = got if got == length else got - (got - checked) % BLOCK_BYTES
+        running.update(view[checked:whole])
+        checked = whole
+        deadline.check(got, length)
+    return running.value()

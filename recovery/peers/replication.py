@@ -22,7 +22,9 @@ import msgspec
 
 from recovery.errors import RecoveryError, ShardUnavailable
 from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot_file import SnapshotFile
 from recovery.peers.client import ShardClient
+from recovery.peers.protocol import FileRange
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
@@ -179,15 +181,15 @@ class Replicator:
                 failure = error
         raise failure
 
-    def _checked(self, source: Source, shard: ShardId) -> tuple[memoryview, int]:
+    def _checked(self, source: Source, shard: ShardId) -> tuple[FileRange, int]:
         file = self._store.file_of(source, shard)
-        return file.view(shard), file.checksum(shard)
+        return _range_of(file, shard), file.checksum(shard)
 
     def _send(
         self,
         endpoint: Endpoint,
         source: Source,
-        pieces: Mapping[ShardId, tuple[memoryview, int]],
+        pieces: Mapping[ShardId, tuple[FileRange, int]],
         targets: ReplicationTargets,
         opened: Round,
     ) -> None:
@@ -217,7 +219,7 @@ def hand_over(
         for endpoint in [*peers[number % len(peers) :], *peers[: number % len(peers)]] if peers else []:
             try:
                 files = {shard: store.file_of(source, shard) for shard in shards}
-                views = {shard: file.view(shard) for shard, file in files.items()}
+                views = {shard: _range_of(file, shard) for shard, file in files.items()}
                 tensors = {shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()}
                 checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
@@ -227,6 +229,11 @@ def hand_over(
             except RecoveryError as error:
                 logger.warning("%s is not handed over to %s: %s", source, endpoint.node, error)
     return sent
+
+
+def _range_of(file: SnapshotFile, shard: ShardId) -> FileRange:
+    extent = file.extent(shard)
+    return FileRange(file, extent.offset, extent.num_bytes)
 
 
 def _path(directory: Path, worker: str, kind: str) -> Path:

@@ -1,7 +1,7 @@
-"""Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see `shard_protocol`).
+"""Serves a node's snapshots to other nodes over TCP, and takes in copies that they push here (see `peers.protocol`).
 
-A connection serves many requests, one after the other, in a thread of its own. Bytes go out straight from the mapped
-snapshot; the reader checks them against the checksum of the snapshot's birth, whatever happened in between.
+A connection serves many requests, one after the other, in a thread of its own. Bytes go from the snapshot's file to
+the socket inside the kernel; the reader checks them against the checksum of the snapshot's birth, whatever happened in between.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import socketserver
+import ssl
 import threading
 import time
 from typing import Any
@@ -31,13 +32,15 @@ from recovery.peers.protocol import (
     REPLY,
     UNAVAILABLE,
     VERSION,
+    WELCOME,
+    FileRange,
     mac_of,
     receive,
     receive_into,
     receive_request,
     send_within,
 )
-from recovery.state.checksum import checksum
+from recovery.peers.tls import PeerTls
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
 
@@ -62,12 +65,16 @@ class ShardServer:
     """
 
     def __init__(
-        self, store: AgentStore, token: str, *, host: str = "0.0.0.0", port: int = 0,
-        max_connections: int = MAX_CONNECTIONS, max_pushes: int = MAX_PUSHES,
+        self, store: AgentStore, token: str, *, host: str, port: int = 0,
+        max_connections: int = MAX_CONNECTIONS, max_pushes: int = MAX_PUSHES, tls: PeerTls | None = None,
     ) -> None:  # fmt: skip
-        """Listen on `host` (the interface that peers are to use); port 0 takes a free one, see `port`."""
+        """Listen on `host`, the address of the interface that peers are to use, and on no other; port 0 takes a free one, see
+        `port`. `tls` None: what the environment says (`recovery.peers.tls`).
+        """
         pushes = threading.BoundedSemaphore(max_pushes)
-        handler = type("Handler", (_Handler,), {"store": store, "token": token, "pushes": pushes})
+        tls = tls or PeerTls.from_environment()
+        context = None if tls is None else tls.context(server=True)
+        handler = type("Handler", (_Handler,), {"store": store, "token": token, "pushes": pushes, "context": context})
         self._server = _ThreadingServer((host, port), handler, max_connections)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -142,12 +149,15 @@ class _Handler(socketserver.BaseRequestHandler):
     store: AgentStore
     token: str
     pushes: threading.BoundedSemaphore
+    context: ssl.SSLContext | None
     request: socket.socket
 
     def handle(self) -> None:
         self.request.settimeout(GREETING_S)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
+            if self.context is not None:
+                self.request = self.context.wrap_socket(self.request, server_side=True)
             if not self._greet():
                 return
             self.request.settimeout(IDLE_S)
@@ -157,13 +167,19 @@ class _Handler(socketserver.BaseRequestHandler):
         except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             logger.info("a peer's connection ended: %s", error)
 
+    def finish(self) -> None:
+        """TLS has taken the accepted socket over: it is closed here, the other one by the server."""
+        if self.context is not None:
+            self.request.close()
+
     def _greet(self) -> bool:
         """Whether the peer has the token: before that, nothing that it sends is looked at."""
         nonce = os.urandom(NONCE_BYTES)
         self.request.sendall(nonce)
-        version, mac = HELLO.unpack(receive(self.request, HELLO.size))
-        known = version == VERSION and hmac.compare_digest(mac, mac_of(self.token, nonce))
-        self.request.sendall(bytes([OK if known else REFUSED]))
+        version, theirs, mac = HELLO.unpack(receive(self.request, HELLO.size))
+        known = version == VERSION and hmac.compare_digest(mac, mac_of(self.token, "client", nonce, theirs))
+        own = mac_of(self.token, "server", nonce, theirs)
+        self.request.sendall(WELCOME.pack(OK, own) if known else bytes([REFUSED]))
         return known
 
     def _answer(self, request: dict[str, Any]) -> bool:
@@ -179,12 +195,13 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _send(self, source: Source, shard: ShardId) -> None:
         try:
-            data = self.store.file_of(source, shard).view(shard)
+            file = self.store.file_of(source, shard)
+            extent = file.extent(shard)
         except ShardUnavailable:
             self.request.sendall(REPLY.pack(UNAVAILABLE, 0))
         else:
-            self.request.sendall(REPLY.pack(OK, len(data)))
-            send_within(self.request, data)
+            self.request.sendall(REPLY.pack(OK, extent.num_bytes))
+            send_within(self.request, FileRange(file, extent.offset, extent.num_bytes))
 
     def _push(self, request: dict[str, Any]) -> int:
         """Its status. Whoever reads it may push again at once: the place is free by then."""
@@ -228,8 +245,7 @@ class _Handler(socketserver.BaseRequestHandler):
         whole = memoryview(writer.buffer)
         for extent, expected in zip(writer.map.extents.values(), checksums, strict=True):
             view = whole[extent.offset : extent.offset + extent.num_bytes]
-            receive_into(self.request, view)
-            if checksum(view) != expected:
+            if receive_into(self.request, view) != expected:
                 return False
         return True
 

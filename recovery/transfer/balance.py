@@ -20,31 +20,7 @@ from recovery.transfer.placement import Placement
 MEMORY, DISK, PEER, S3 = range(4)
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What every worker does. Shards are indices of the placement.
-
-    `fetches` and `received` map a worker to {ordered sources: shards}: the former it reads itself, the latter come
-    in messages.
-    """
-
-    fetches: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
-    received: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
-    sends: Sequence[Send]
-    tier_bytes: tuple[int, int, int, int]
-    makespan_s: float
-    lower_bound_s: float
-
-
-def assign(placement: Placement, links: Links) -> Assignment:
-    """Choose a source for every need of `placement` (see the module's docstring)."""
-    balancer = _Balancer(placement, links)
-    balancer.take_local()
-    balancer.take_remote()
-    return balancer.result()
-
-
-class _Lines:
+class Lines:
     """Seconds that each resource is busy so far."""
 
     def __init__(self, links: Links) -> None:
@@ -87,10 +63,49 @@ class _Lines:
     def take_memory(self, node: str, num_bytes: int) -> None:
         self.memory[node] = self.memory.get(node, 0.0) + num_bytes / self._links.memory_bytes_per_s
 
+    def busy_until(self, source: Source, node: str) -> float:
+        """The end of the busiest of the lines between `source` and `node`."""
+        at = source.node
+        if source.kind == "s3":
+            return max(self.s3.get(node, 0.0), self.into.get(node, 0.0), self.s3_total)
+        own = self.disk.get(at, 0.0) if source.kind == "disk" else 0.0
+        if at == node:
+            return max(own, self.memory.get(node, 0.0))
+        return max(own, self.out.get(at, 0.0), self.into.get(node, 0.0), self.pair.get((at, node), 0.0))
+
     def busiest(self) -> float:
         tables = (self.out, self.into, self.disk, self.memory, self.s3)
         loads = [load for table in tables for load in table.values()]
         return max([*loads, *self.pair.values(), self.s3_total])
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What every worker does. Shards are indices of the placement.
+
+    `fetches` and `received` map a worker to {ordered sources: shards}: the former it reads itself, the latter come
+    in messages.
+    """
+
+    fetches: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
+    received: Mapping[str, Mapping[tuple[Source, ...], list[int]]]
+    sends: Sequence[Send]
+    tier_bytes: tuple[int, int, int, int]
+    makespan_s: float
+    lower_bound_s: float
+    lines: Lines
+
+    def expected_s(self, source: Source, node: str) -> float:
+        """When the lines that `source`'s bytes take to `node` are done with all that was assigned to them."""
+        return self.lines.busy_until(source, node)
+
+
+def assign(placement: Placement, links: Links) -> Assignment:
+    """Choose a source for every need of `placement` (see the module's docstring)."""
+    balancer = _Balancer(placement, links)
+    balancer.take_local()
+    balancer.take_remote()
+    return balancer.result()
 
 
 class _Balancer:
@@ -99,7 +114,7 @@ class _Balancer:
     def __init__(self, placement: Placement, links: Links) -> None:
         self.placement = placement
         self.links = links
-        self.lines = _Lines(links)
+        self.lines = Lines(links)
         self.fetches: dict[str, dict[tuple[Source, ...], list[int]]] = {}
         self.received: dict[str, dict[tuple[Source, ...], list[int]]] = {}
         self.sends: list[Send] = []
@@ -303,6 +318,7 @@ class _Balancer:
             (memory, disk, peer, s3),
             makespan_s,
             min(self.target_s, makespan_s),
+            self.lines,
         )
 
 

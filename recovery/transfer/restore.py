@@ -7,34 +7,30 @@ is checked before it is used; a source that fails or lies is replaced by the nex
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from recovery.cancellation import check
-from recovery.errors import Cancelled, RecoveryError, RestoreError
+from recovery.errors import RestoreError
 from recovery.local.agent_store import AgentStore
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
 from recovery.transfer.exchange import Exchange, MessageGroup
 from recovery.transfer.messages import Message
+from recovery.transfer.reads import Reads
 from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
 from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ReadDurable, Tier
 
 __all__ = ["Access", "LiveState", "MessageGroup", "Restored", "restore"]
 
-logger = logging.getLogger(__name__)
-
-FETCH_THREADS = 4
-FETCH_BYTES = 64 << 20
 WAKE_S = 0.05  # between two looks at a fetch that may have ended without the shard that is waited for
 
 
@@ -64,17 +60,22 @@ class Access:
     timeout_s: float
     cancelled: threading.Event | None = field(default=None, kw_only=True)
 
-    def tier(self, source: Source, node: str) -> Tier:
-        """What reads `source` for a worker on `node`."""
+    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str) -> Tier:
+        """What reads `source` for a worker on `node`, until `cancelled` (the restore's own, if None) is set."""
         if source.kind == "s3":
             return DurableTier(self.read_durable)
-        return NodeTier(self.store) if source.node == node else PeerTier(self.agents, self.timeout_s, self.cancelled)
+        return (
+            NodeTier(self.store)
+            if source.node == node
+            else PeerTier(self.agents, self.timeout_s, cancelled or self.cancelled)
+        )
 
 
 @dataclass
 class Restored:
     """The new local state, where its bytes came from (what was kept in place counts nowhere), and what failed on the
-    way and was replaced; `bad` are the (source, shard) pairs that the next schedule should avoid.
+    way and was replaced; `bad` are the (source, shard) pairs that the next schedule should avoid, `slow` the bytes per second
+    that late nodes gave before they were overtaken.
     """
 
     state: dict[str, Tensor]
@@ -82,6 +83,7 @@ class Restored:
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
     bad: tuple[tuple[Source, ShardId], ...] = ()
+    slow: Mapping[str, float] = field(default_factory=dict)
 
 
 def restore(
@@ -134,9 +136,8 @@ class _Restore:
         self._came = threading.Condition(self._lock)
         self._here: set[ShardId] = set()
         self._bytes: Counter[str] = Counter()
-        self._missing: set[ShardId] = set()
-        self._bad: list[tuple[Source, ShardId]] = []
-        self._failures: list[str] = []
+        tier_of = partial(access.tier, node=part.node)
+        self._reads = Reads(part.node, layout, schedule, tier_of, self, access.cancelled)
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
         self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
 
@@ -161,41 +162,22 @@ class _Restore:
     @torch.no_grad()
     def run(self) -> Restored:
         began = time.monotonic()
-        with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="restore") as self._pool:
-            for fetch in self._pieces_of(self._part.fetches):
+        with self._reads as reads:
+            for fetch in reads.pieces_of(self._part.fetches):
                 self._start(fetch)
             for shard in self._part.keep:
                 if shard.tensor not in self._in_place:
                     self._targets[shard].copy_(self._live[shard])
-            worker, layout, calls = (
-                self._part.worker,
-                self._layout,
-                (self._view_of, self._take, self._miss, self._expected),
-            )
-            Exchange(worker, layout, self._group, self._device, *calls).run(self._part.messages)
+            calls = self._view_of, self._take, self._miss, self._expected
+            Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(self._part.messages)
             for done in set(self._fetched.values()):
                 done.result()
-        if self._missing:
-            raise RestoreError(self._part.worker, tuple(self._failures), tuple(self._bad))
+        if reads.missing:
+            raise RestoreError(self._part.worker, tuple(reads.failures), tuple(reads.bad))
         by_tier = {tier: self._bytes[tier] for tier in ("memory", "disk", "peer", "s3")}
-        return Restored(self._state, by_tier, time.monotonic() - began, tuple(self._failures), tuple(self._bad))
-
-    def _pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
-        """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
-        for fetch in fetches:
-            if fetch.sources[0].kind == "s3":
-                yield fetch
-                continue
-            piece: list[ShardId] = []
-            size = 0
-            for shard in fetch.shards:
-                piece.append(shard)
-                size += self._layout.shard_bytes(shard)
-                if size >= FETCH_BYTES:
-                    yield Fetch(fetch.sources, tuple(piece))
-                    piece, size = [], 0
-            if piece:
-                yield Fetch(fetch.sources, tuple(piece))
+        return Restored(
+            self._state, by_tier, time.monotonic() - began, tuple(reads.failures), tuple(reads.bad), dict(reads.slow)
+        )
 
     # messages
 
@@ -207,7 +189,7 @@ class _Restore:
             self._await(shard)
         elif shard not in self._received:
             return self._live[shard]
-        return None if shard in self._missing else self._targets[shard]
+        return None if shard in self._reads.missing else self._targets[shard]
 
     def _await(self, shard: ShardId) -> None:
         """Until this shard is here, or its fetch has ended without it: a large fetch is passed on while it comes."""
@@ -225,7 +207,7 @@ class _Restore:
 
     def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
         same_node = self._node_by_worker.get(message.source) == self._part.node
-        self._put(shard, data, "memory" if same_node else "peer")
+        self.put(shard, data, "memory" if same_node else "peer")
 
     def _miss(self, message: Message, shards: Sequence[ShardId]) -> None:
         """Read what came damaged or not at all from its next sources: what has the same ones together, while messages go on."""
@@ -233,63 +215,30 @@ class _Restore:
         for shard in shards:
             shards_by_sources.setdefault(self._schedule.sources_of(self._part.worker, shard), []).append(shard)
         for (first, *others), group in shards_by_sources.items():
-            logger.warning("%d shards from %s arrived damaged or not at all", len(group), first)
-            with self._lock:
-                self._failures += [f"{shard} from {first} arrived damaged or not at all" for shard in group]
-                self._bad += [(first, shard) for shard in group]
+            self._reads.note(first, group, [f"{shard} from {first} arrived damaged or not at all" for shard in group])
             self._start(Fetch(tuple(others), tuple(group)))
 
     # reads
 
     def _start(self, fetch: Fetch) -> None:
         """In the calling thread, which is the messages' too: `_fetched` is its alone."""
-        done = self._pool.submit(self._fetch, fetch)
+        done = self._reads.start(fetch)
         self._fetched.update(dict.fromkeys(fetch.shards, done))
 
-    def _fetch(self, fetch: Fetch) -> None:
-        """Get these shards from the first source that gives each of them; those that none gives are missing."""
-        left = list(fetch.shards)
-        for source in fetch.sources:
-            if left and source.kind != "worker":
-                left = self._read_from(source, left)
-        with self._lock:
-            self._missing.update(left)
-            self._failures += [f"{shard} has no source left" for shard in left]
+    def memory_of(self, shard: ShardId) -> memoryview | None:
+        """See `reads.Shelf`: where the target is one piece of host memory."""
+        target = self._targets[shard]
+        if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
+            return None
+        return target.view(-1).view(torch.uint8).numpy().data
 
-    def _read_from(self, source: Source, shards: Sequence[ShardId]) -> list[ShardId]:
-        """Read what `source` gives; returns what it does not."""
-        left = dict.fromkeys(shards)
-        tier = "s3" if source.kind == "s3" else source.kind if source.node == self._part.node else "peer"
-        problems: list[str] = []
-        try:
-            check(self._access.cancelled, str(source))
-            checksums = self._schedule.checksums_of(source)
-            for shard, data in self._access.tier(source, self._part.node).read(source, shards, checksums):
-                if isinstance(data, RecoveryError):
-                    problems.append(str(data))
-                elif data.nbytes != self._layout.shard_bytes(shard):
-                    problems.append(f"{shard} from {source} has {data.nbytes} bytes")
-                else:
-                    self._put(shard, data, tier)
-                    del left[shard]
-                check(self._access.cancelled, str(source))
-        except Cancelled:
-            raise
-        except (RecoveryError, OSError) as error:
-            problems.append(f"{source}: {error}")
-        if left:
-            logger.warning("%d shards not from %s: %s", len(left), source, "; ".join(problems[:3]))
-            with self._lock:
-                self._failures += problems
-                self._bad += [(source, shard) for shard in left]
-        return list(left)
-
-    def _put(self, shard: ShardId, data: Tensor, tier: str) -> None:
+    def put(self, shard: ShardId, data: Tensor, tier: str) -> None:
         """Write raw bytes, or a tensor of the shard's own type, where the shard belongs."""
         target = self._targets[shard]
         if data.dtype == torch.uint8 and target.dtype != torch.uint8:
             data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
-        target.copy_(data.view(target.shape))
+        if data.data_ptr() != target.data_ptr():
+            target.copy_(data.view(target.shape))
         with self._lock:
             self._arrived[shard] = target
             self._here.add(shard)

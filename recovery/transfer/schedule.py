@@ -26,11 +26,13 @@ TIERS = ("memory", "disk", "peer", "s3")
 @dataclass(frozen=True)
 class Fetch:
     """Shards that one worker is to get from the first of `sources` that gives them; the rest are fallbacks, nearest
-    first.
+    first. `expected_s`, from the start of the restore, is when the busiest line that the first source's bytes take is to be done
+    with everything.
     """
 
     sources: tuple[Source, ...]
     shards: tuple[ShardId, ...]
+    expected_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,9 @@ def _as_schedule(
             node=placement.node_of(worker),
             step=placement.step,
             keep=tuple(placement.shards[shard] for shard in placement.kept.get(worker, ())),
-            fetches=_fetches(placement, assignment.fetches.get(worker, {})),
+            fetches=_fetches(placement, worker, assignment.fetches.get(worker, {}), assignment),
             messages=tuple(messages_by_worker.get(worker, ())),
-            message_fallbacks=_fetches(placement, assignment.received.get(worker, {})),
+            message_fallbacks=_fetches(placement, worker, assignment.received.get(worker, {}), assignment),
         )
         for worker in workers
     }
@@ -155,8 +157,11 @@ def _as_schedule(
     )
 
 
-def _fetches(placement: Placement, shards_by_sources: Mapping[tuple[Source, ...], list[int]]) -> tuple[Fetch, ...]:
+def _fetches(
+    placement: Placement, worker: str, shards_by_sources: Mapping[tuple[Source, ...], list[int]], assignment: Assignment
+) -> tuple[Fetch, ...]:
+    node = placement.node_of(worker)
     return tuple(
-        Fetch(sources, tuple(placement.shards[shard] for shard in shards))
+        Fetch(sources, tuple(placement.shards[shard] for shard in shards), assignment.expected_s(sources[0], node))
         for sources, shards in shards_by_sources.items()
     )

@@ -22,6 +22,7 @@ from recovery.state.layout import ShardId
 from recovery.storage.payload import tensor_bytes
 
 Piece = Tensor | RecoveryError
+Into = Mapping[ShardId, memoryview]
 
 # Snapshots are mapped read-only, and nothing here writes to them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
@@ -30,6 +31,8 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 class Tier(Protocol):
     """Reads shards of one source; what it yields is checked against `checksums`, the schedule's, never against what the sender
     says. (What a node keeps itself, and durable storage, are checked against their own records where the schedule has none.)
+
+    Shards named in `into` may be written straight to that memory; what is there is right only once the shard was yielded.
 
     Yields each shard once, in any order: a CPU tensor (uint8 bytes, or the unit's own type), valid until the next
     one is asked for, or the error that says why this shard is not to be had here. Shards may be left out at the
@@ -40,7 +43,7 @@ class Tier(Protocol):
     """
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
     ) -> Iterator[tuple[ShardId, Piece]]: ...
 
 
@@ -54,11 +57,16 @@ class NodeTier:
     store: AgentStore
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
     ) -> Iterator[tuple[ShardId, Piece]]:
         for shard in shards:
             try:
-                yield shard, _as_tensor(self.store.read(source, shard, checksums.get(shard)))
+                memory, expected = into.get(shard), checksums.get(shard)
+                if memory is None:
+                    yield shard, _as_tensor(self.store.read(source, shard, expected))
+                else:
+                    self.store.file_of(source, shard).read_into(shard, memory, expected)
+                    yield shard, _as_tensor(memory)
             except (ShardUnavailable, ShardCorrupt) as error:
                 yield shard, error
 
@@ -72,13 +80,13 @@ class PeerTier:
     cancelled: threading.Event | None = None
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
     ) -> Iterator[tuple[ShardId, Piece]]:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
         with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, cancelled=self.cancelled) as client:
-            for shard, data in client.read(source, shards, checksums):
+            for shard, data in client.read(source, shards, checksums, into):
                 yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
 
 
@@ -89,7 +97,7 @@ class DurableTier:
     read_durable: ReadDurable
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
     ) -> Iterator[tuple[ShardId, Piece]]:
         try:
             for shard, tensor in self.read_durable(source.name, source.step, shards):

@@ -8,7 +8,7 @@ from autohet.driver.control.observation import CheckpointState, NodeView, Notice
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Proposal
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.messages import AgentEndpoint, Broken, Phase, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, Broken, Phase, RestoreRecord, WorkerReport
 from autohet.runtime.models import load_config
 from planner.cluster import Node, NodeType
 from planner.plan import Pipeline, Plan, Stage
@@ -110,6 +110,30 @@ def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
     assert {node for _, node, _ in sources(later, C)} == {"a"}, "remembered without being told again"
     alone = book.write(5, new, observe("a", "b", "c", inventories={"b": held["b"]}), (C,), ("here", 1))
     assert {node for _, node, _ in sources(alone, C)} == {"b"}, "better than nothing"
+
+
+def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have():
+    """At a later step, too, and whoever asks: it is the node that is ill, not its copy."""
+
+    def share_of_b(book):
+        gives = {"a": 0, "b": 0}
+        for fetch in book.schedule.parts[C].fetches:
+            gives[fetch.sources[0].node] += sum(layout.shard_bytes(shard) for shard in fetch.shards)
+        return gives["b"] / sum(gives.values())
+
+    book = make_book()
+    begin(book, TWO, "a", "b")
+    layout = layout_of_plan(TWO.plan, book.model_config)
+    record = RestoreRecord({}, 0.0, 1.0, slow={"b": 3e6})
+    told = WorkerReport(C, 1, 2, Phase.TRAINING, STEP, 2, restore=record)
+    held = {name: [Holding(Source("memory", name, "x/0", STEP + 9, 1), layout.shards)] for name in ("a", "b")}
+    new = plan_of([(4, C)])
+    first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
+    assert share_of_b(first) > 0.3
+    after = book.write(3, new, observe("a", "b", "c", reports=[told], inventories=held), (), ("here", 1))
+    assert share_of_b(after) < 0.02
+    alone = book.write(4, new, observe("a", "b", "c", inventories={"b": held["b"]}), (), ("here", 1))
+    assert share_of_b(alone) == 1.0
 
 
 def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_before():

@@ -11,7 +11,7 @@ import torch
 from recovery.errors import PeerTimeout, PeerUnreachable, ShardCorrupt
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
-from recovery.transfer.tiers import Piece, Tier
+from recovery.transfer.tiers import Into, Piece, Tier
 
 FAULTS = ("fail", "stall", "truncate", "corrupt")
 
@@ -32,10 +32,10 @@ class FaultyTier:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(
-        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int]
+        self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
     ) -> Iterator[tuple[ShardId, Piece]]:
         self.read_sources.append(source)
-        for shard, piece in self.inner.read(source, shards, checksums):
+        for shard, piece in self.inner.read(source, shards, checksums, into):
             with self._lock:
                 self.given += 1
                 due = self.given == self.at

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,14 @@ from torch import Tensor
 from recovery.errors import RestoreError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
+from recovery.local.snapshot_file import SnapshotFile
 from recovery.peers.server import ShardServer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer import exchange
 from recovery.transfer.links import Links
 from recovery.transfer.restore import Access, LiveState, Restored, restore
-from recovery.transfer.schedule import TransferSchedule, schedule
+from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
 from recovery.transfer.tiers import Tier
 from tests.harness.faulty_tier import FAULTS, FaultyTier
 from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, state_of, tensors_of, unit
@@ -70,8 +73,8 @@ class Fleet:
 class Faulty(Access):
     faults: Mapping[str, FaultyTier]
 
-    def tier(self, source: Source, node: str) -> Tier:
-        real = super().tier(source, node)
+    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str) -> Tier:
+        real = super().tier(source, cancelled, node=node)
         kind = "s3" if source.kind == "s3" else source.kind if source.node == node else "peer"
         faulty = self.faults.get(kind)
         if faulty is None:
@@ -380,3 +383,55 @@ def test_what_arrived_of_a_step_is_used_without_the_live_state_of_another(fleet:
     results = run(plan, case, {"n0/0": known}, fleet)
     check(results, case)
     assert set(fleet.read_from_s3) == WHOLE - set(arrived)
+
+
+class GreyStore(AgentStore):
+    """Gives what it holds, but each shard takes it long: a node whose network or disk is ill."""
+
+    def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
+        time.sleep(0.4)
+        return super().file_of(source, shard)
+
+
+@pytest.mark.parametrize("other", ["peer", "s3"])
+def test_a_grey_peer_is_overtaken_by_the_next_source_and_blamed(
+    fleet: Fleet, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never times out. Were it waited for, each of its shards would come from it, right, and nobody be blamed."""
+    monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.3)
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    spare = fleet.keep(TWO, "disk", ["n1/0"]) if other == "peer" else [S3]
+    both = placed(TENSORS, LAYERS, [[(3, ["n2/0"])]])
+    kept = fleet.keep(both, "memory", ["n2/0"])
+    grey = [holding for holding in kept if holding.source.node == "n2"]
+    with ShardServer(
+        GreyStore(fleet.directory / "n2/memory", fleet.directory / "n2/disk", "n2"), TOKEN, host="127.0.0.1"
+    ) as slow:
+        fleet.servers["n2"] = slow
+        plan = schedule(after.layout, after.node_by_worker, [*grey, *spare], STEP, LINKS)
+        for fetch in plan.parts["n0/0"].fetches:
+            assert fetch.sources[0].node == "n2" or other == "peer"
+        plan = only_from(plan, "n0/0", (grey[0].source, spare[0].source))
+        results = run(plan, after, {}, fleet)
+    check(results, after)
+    assert set(results["n0/0"].slow) == {"n2"}
+    assert moved(results)["s3" if other == "s3" else "peer"] > 0
+    assert {source.node for source, _ in results["n0/0"].bad} == {"n2"}
+    assert len(results["n0/0"].bad) > 1
+
+
+def test_a_late_source_that_has_no_other_is_waited_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.1)
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    kept = fleet.keep(placed(TENSORS, LAYERS, [[(3, ["n2/0"])]]), "memory", ["n2/0"])
+    plan = schedule(after.layout, after.node_by_worker, kept, STEP, LINKS)
+    results = run(plan, after, {}, fleet)
+    check(results, after)
+    assert not results["n0/0"].bad
+
+
+def only_from(plan: TransferSchedule, worker: str, sources: tuple[Source, ...]) -> TransferSchedule:
+    """The plan with all that the worker fetches taken from these sources, in this order."""
+    part = plan.parts[worker]
+    shards = tuple(shard for fetch in part.fetches for shard in fetch.shards)
+    return replace(plan, parts={worker: replace(part, fetches=(Fetch(sources, shards, 1e-3),))})

@@ -17,7 +17,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.peers.client import ShardClient
-from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive, receive_request
+from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, WELCOME, mac_of, receive, receive_request
 from recovery.peers.server import ShardServer
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
@@ -170,7 +170,7 @@ def test_a_push_damaged_on_the_way_leaves_nothing(
 
 
 @contextmanager
-def peer(behave: Callable[[socket.socket], None]) -> Iterator[int]:
+def peer(behave: Callable[[socket.socket], None], token: str = TOKEN) -> Iterator[int]:
     """A server that greets and takes the request as it should, then does what the test wants."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -178,8 +178,8 @@ def peer(behave: Callable[[socket.socket], None]) -> Iterator[int]:
         connection, _ = listener.accept()
         with connection:
             connection.sendall(bytes(NONCE_BYTES))
-            receive(connection, HELLO.size)
-            connection.sendall(bytes([OK]))
+            _, nonce, _ = HELLO.unpack(receive(connection, HELLO.size))
+            connection.sendall(WELCOME.pack(OK, mac_of(token, "server", bytes(NONCE_BYTES), nonce)))
             receive_request(connection)
             behave(connection)
 
@@ -242,6 +242,16 @@ def test_a_peer_that_lies_about_length_or_content() -> None:
         assert isinstance(reply, ShardCorrupt)
 
 
+def test_a_server_without_the_token_is_no_agent() -> None:
+    """Whoever listens on an agent's old address and says that all is well must not be given copies, nor be read from."""
+    with (
+        peer(lambda connection: connection.sendall(REPLY.pack(OK, 0)), token="guessed") as port,
+        ShardClient("127.0.0.1", port, TOKEN, 20) as client,
+        pytest.raises(PeerRefused, match="does not have the token"),
+    ):
+        list(client.read(HERE, SHARDS, SUMS))
+
+
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -297,7 +307,8 @@ def test_whoever_does_not_show_the_token_in_time_is_hung_up_on(
 def test_another_version_is_refused(server: ShardServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
         nonce = bytes(receive(connection, NONCE_BYTES))
-        connection.sendall(HELLO.pack(99, mac_of(TOKEN, nonce)))
+        mine = bytes(NONCE_BYTES)
+        connection.sendall(HELLO.pack(99, mine, mac_of(TOKEN, "client", nonce, mine)))
         assert receive(connection, 1)[0] != OK
 
 

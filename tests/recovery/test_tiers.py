@@ -101,7 +101,7 @@ def is_whole(shard: ShardId, piece: Piece) -> bool:
 def test_gives_each_shard_once_and_whole(held: Held) -> None:
     for asked in (SHARDS, SHARDS[2:4], SHARDS[-1:]):
         got = []
-        for shard, piece in held.tier.read(held.source, asked, SUMS):
+        for shard, piece in held.tier.read(held.source, asked, SUMS, {}):
             assert is_whole(shard, piece), "valid when it is given"
             got.append(shard)
         assert sorted(got) == asked
@@ -118,7 +118,9 @@ def test_never_gives_a_flipped_shard(held: Held) -> None:
 def test_what_counts_is_the_schedules_checksum_and_not_the_holders(held: Held) -> None:
     """Bytes that agree with what their own holder recorded, but not with what the reader was told."""
     other = {**SUMS, SHARDS[2]: SUMS[SHARDS[3]]}
-    given = {shard for shard, piece in held.tier.read(held.source, SHARDS, other) if isinstance(piece, torch.Tensor)}
+    given = {
+        shard for shard, piece in held.tier.read(held.source, SHARDS, other, {}) if isinstance(piece, torch.Tensor)
+    }
     assert given == set(SHARDS) - {SHARDS[2]}
 
 
@@ -138,7 +140,7 @@ def test_an_absent_shard_does_not_become_another(held: Held) -> None:
 
 
 def test_reading_may_be_stopped_early_and_begun_again(held: Held) -> None:
-    reading = held.tier.read(held.source, SHARDS, SUMS)
+    reading = held.tier.read(held.source, SHARDS, SUMS, {})
     next(reading)
     reading.close()  # type: ignore[attr-defined]
     given, refused = collect(held.tier, held.source)
@@ -159,7 +161,7 @@ def test_a_faulty_tier_is_faulty_at_its_call_only(held: Held, fault: str) -> Non
 def collect(tier: Tier, source: Source, asked: list[ShardId] | None = None) -> tuple[set[ShardId], list[Exception]]:
     given, refused = set(), []
     try:
-        for shard, piece in tier.read(source, asked or SHARDS, SUMS):
+        for shard, piece in tier.read(source, asked or SHARDS, SUMS, {}):
             if isinstance(piece, RecoveryError):
                 refused.append(piece)
             elif piece.nbytes == CASE.layout.shard_bytes(shard):

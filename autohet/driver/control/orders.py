@@ -50,6 +50,7 @@ class OrderBook:
         self._layouts: dict[int, Layout] = {}
         self._first_steps: dict[int, int] = {}
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
+        self._slow: dict[str, float] = {}
         self._begun = False
 
     def confirm(self) -> None:
@@ -177,7 +178,7 @@ class OrderBook:
         if restorable_step(layout.shards, good) is not None:
             holdings = good  # else a source that failed may do better this time
         step = require_restorable_step(layout.shards, holdings)
-        links = links_of(seen)
+        links = links_of(seen, self._slow)
         transfers = schedule(layout, node_by_worker, holdings, step, links)
         if transfers.makespan_s > URGENT * self._time_left(seen):
             spared = spare_leavers(holdings, step, seen.notices)
@@ -186,12 +187,13 @@ class OrderBook:
 
     def _note_bad(self, seen: Observation) -> None:
         """Copies that failed or lied in a restore are not asked again. Those of steps that are behind the newest durable one
-        are never wanted again, and forgotten.
+        are never wanted again, and forgotten. A node that was overtaken counts as slow as it was, for good.
         """
         told: set[tuple[Source, ShardId]] = set(self._bad)
         for report in seen.reports.values():
             for record in (report.broken, report.restore):
                 told.update(() if record is None else record.bad)
+            self._slow.update({} if report.restore is None else report.restore.slow)
         oldest = seen.checkpoint.step or 0
         self._bad = frozenset((s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3")
 
@@ -200,11 +202,12 @@ class OrderBook:
         return max(0.0, min(deadlines, default=math.inf) - seen.now)
 
 
-def links_of(seen: Observation) -> Links:
-    """Each living node's card at the speed that labels or the catalogue give it: unequal nodes give unequal shares."""
-    return Links(
-        network_by_node={name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
-    )
+def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
+    """Each living node's card at the speed that labels or the catalogue give it, or at which a restore found it (`slow`): unequal
+    nodes give unequal shares, and one that is ill is asked only for what nobody else has.
+    """
+    labels = {name: view.node.node_type.inter_node_bytes_per_s for name, view in seen.nodes.items()}
+    return Links(network_by_node={name: min(speed, slow.get(name, speed)) for name, speed in labels.items()})
 
 
 def without(holdings: Iterable[Holding], bad: Collection[tuple[Source, ShardId]]) -> list[Holding]:

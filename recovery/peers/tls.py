@@ -1,0 +1,39 @@
+"""Mutual TLS between agents, where the network is not trusted: both sides show a certificate that one authority has signed."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+DIRECTORY_VARIABLE = "AUTOHET_PEER_TLS"
+"""Names a directory with `certificate.pem`, `key.pem` and `authority.pem` on every node; unset: no TLS."""
+
+
+@dataclass(frozen=True)
+class PeerTls:
+    """Files in PEM. Whoever holds a certificate of the authority may speak; what host it was made out to is not looked at, since
+    agents are found by address."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    @staticmethod
+    def from_environment() -> PeerTls | None:
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        if not directory:
+            return None
+        names = ("certificate.pem", "key.pem", "authority.pem")
+        return PeerTls(*(Path(directory, name) for name in names))
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """Raises OSError or ssl.SSLError where the files cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        return context

@@ -1,0 +1,268 @@
+"""One worker's reads of a restore: from snapshots, peers' agents and durable storage, in pools of their own, each source replaced by
+the next where it fails, lies or is late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from recovery.cancellation import check
+from recovery.errors import Cancelled, RecoveryError
+from recovery.state.holdings import Source
+from recovery.state.layout import Layout, ShardId
+from recovery.transfer.schedule import Fetch, TransferSchedule
+from recovery.transfer.tiers import Tier
+
+logger = logging.getLogger(__name__)
+
+THREADS_BY_TIER = {"memory": 2, "disk": 2, "peer": 4, "s3": 4}
+FETCH_BYTES = 64 << 20
+LATE_RATIO = 3.0
+"""A read that takes so many times what the schedule expects of it is late, and the next source is asked as well."""
+LATE_AT_LEAST_S = 2.0
+"""Nothing is late before: connections, and a busy machine, take their time."""
+WATCH_S = 0.05
+
+
+class Shelf(Protocol):
+    """Where what is read goes; every method may be called from any thread."""
+
+    def memory_of(self, shard: ShardId) -> memoryview | None:
+        """The memory that the shard's bytes may be written to before they are checked; None where they come by `put` alone."""
+        ...
+
+    def put(self, shard: ShardId, data: Tensor, tier: str) -> None:
+        """A shard's checked bytes, maybe in `memory_of` already."""
+        ...
+
+
+class _Attempt(threading.Event):
+    """Shards asked of one source; set to stop it. `left` is what it has not given yet."""
+
+    def __init__(
+        self, source: Source, shards: Sequence[ShardId], late_at: float, parent: threading.Event | None
+    ) -> None:
+        super().__init__()
+        self.source, self.left, self.late_at = source, dict.fromkeys(shards), late_at
+        self.began, self.num_bytes = time.monotonic(), 0
+        self.ended = threading.Event()
+        self.hedge: Future[list[ShardId]] | None = None
+        self._parent = parent
+
+    def is_set(self) -> bool:
+        return super().is_set() or (self._parent is not None and self._parent.is_set())
+
+
+@dataclass
+class Reads:
+    """Starts fetches, watches them and says what came of them; used within one `with`, by one restore.
+
+    `tier_of(source, cancelled)` reads a source; `failures` and `bad` are what failed on the way and was replaced, `slow` the bytes
+    per second of nodes that the next source overtook, `missing` the shards that no source gave.
+    """
+
+    node: str
+    layout: Layout
+    schedule: TransferSchedule
+    tier_of: Callable[[Source, threading.Event | None], Tier]
+    shelf: Shelf
+    cancelled: threading.Event | None
+    failures: list[str] = field(default_factory=list)
+    bad: list[tuple[Source, ShardId]] = field(default_factory=list)
+    slow: dict[str, float] = field(default_factory=dict)
+    missing: set[ShardId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        self._watched: dict[_Attempt, Fetch] = {}
+        self._over = threading.Event()
+        self._stack = ExitStack()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> Reads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def tier(self, source: Source) -> str:
+        return "s3" if source.kind == "s3" else source.kind if source.node == self.node else "peer"
+
+    def start(self, fetch: Fetch) -> Future[None]:
+        """Called by one thread; what the future raises is Cancelled, or a fault of ours."""
+        readable = tuple(source for source in fetch.sources if source.kind != "worker")
+        first = self.tier(readable[0]) if readable else "memory"
+        return self._pool(first).submit(self._fetch, Fetch(readable, fetch.shards, fetch.expected_s))
+
+    def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
+        """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
+        for fetch in fetches:
+            if fetch.sources[0].kind == "s3":
+                yield fetch
+                continue
+            piece: list[ShardId] = []
+            size = 0
+            for shard in fetch.shards:
+                piece.append(shard)
+                size += self.layout.shard_bytes(shard)
+                if size >= FETCH_BYTES:
+                    yield Fetch(fetch.sources, tuple(piece), fetch.expected_s)
+                    piece, size = [], 0
+            if piece:
+                yield Fetch(fetch.sources, tuple(piece), fetch.expected_s)
+
+    def _pool(self, tier: str) -> ThreadPoolExecutor:
+        with self._lock:
+            if tier not in self._pools:
+                pool = ThreadPoolExecutor(THREADS_BY_TIER.get(tier, 4), thread_name_prefix=f"restore-{tier}")
+                self._pools[tier] = self._stack.enter_context(pool)
+            return self._pools[tier]
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Get these shards from the first source that gives each of them; those that none gives are missing."""
+        left, sources = list(fetch.shards), list(fetch.sources)
+        with self._lock:
+            sources.sort(key=lambda source: source.node in self.slow)  # stable: known to be slow comes last
+        while left and sources:
+            source = sources.pop(0)
+            left, sources = self._read_from(source, left, Fetch(tuple(sources), (), fetch.expected_s))
+        with self._lock:
+            self.missing.update(left)
+            self.failures += [f"{shard} has no source left" for shard in left]
+
+    def _read_from(self, source: Source, shards: list[ShardId], rest: Fetch) -> tuple[list[ShardId], list[Source]]:
+        """Read what `source` gives; returns what it does not, and the sources to ask for that."""
+        attempt = _Attempt(source, shards, self._late_at(source, rest), self.cancelled)
+        if rest.sources:
+            self._watch(attempt, rest)
+        into = {shard: memory for shard in shards if (memory := self.shelf.memory_of(shard)) is not None}
+        problems = self._read(attempt, into)
+        with self._lock:
+            self._watched.pop(attempt, None)
+            attempt.ended.set()
+            hedge = attempt.hedge
+        if not attempt.left:
+            return [], []
+        if hedge is not None:
+            return hedge.result(), list(rest.sources[1:])
+        self.note(source, list(attempt.left), problems)
+        return list(attempt.left), list(rest.sources)
+
+    def _read(self, attempt: _Attempt, into: Mapping[ShardId, memoryview]) -> list[str]:
+        """One source's shards to the shelf; returns what was wrong. Ends early, without an error, if the attempt is set."""
+        source, problems = attempt.source, list[str]()
+        checksums, tier = self.schedule.checksums_of(source), self.tier(source)
+        try:
+            check(self.cancelled, str(source))
+            for shard, data in self.tier_of(source, attempt).read(source, list(attempt.left), checksums, into):
+                if isinstance(data, RecoveryError):
+                    problems.append(str(data))
+                elif data.nbytes != self.layout.shard_bytes(shard):
+                    problems.append(f"{shard} from {source} has {data.nbytes} bytes")
+                else:
+                    self.shelf.put(shard, data, tier)
+                    attempt.num_bytes += data.nbytes
+                    del attempt.left[shard]
+                check(attempt, str(source))
+        except Cancelled:
+            check(self.cancelled, str(source))
+        except (RecoveryError, OSError) as error:
+            problems.append(f"{source}: {error}")
+        return problems
+
+    def note(self, source: Source, shards: Sequence[ShardId], problems: Sequence[str]) -> None:
+        """What `source` did not give, and why."""
+        logger.warning("%d shards not from %s: %s", len(shards), source, "; ".join(problems[:3]))
+        with self._lock:
+            self.failures += problems
+            self.bad += [(source, shard) for shard in shards]
+
+    # sources that are late
+
+    def _late_at(self, source: Source, rest: Fetch) -> float:
+        after = max(LATE_AT_LEAST_S, LATE_RATIO * rest.expected_s)
+        with self._lock:
+            began = time.monotonic() if source.node in self.slow else self._began
+        return began + after
+
+    def _watch(self, attempt: _Attempt, rest: Fetch) -> None:
+        with self._lock:
+            self._watched[attempt] = rest
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._look, name="restore-watch", daemon=True)
+                self._watcher.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(WATCH_S):
+            now = time.monotonic()
+            with self._lock:
+                late = [
+                    (a, rest) for a, rest in self._watched.items() if now > max(a.late_at, a.began + LATE_AT_LEAST_S)
+                ]
+                for attempt, rest in late:
+                    del self._watched[attempt]
+                    attempt.hedge = self._pool("hedge").submit(self._hedge, attempt, rest.sources[0])
+            for attempt, rest in late:
+                logger.warning(
+                    "%s is late with %d shards: %s is asked, too", attempt.source, len(attempt.left), rest.sources[0]
+                )
+
+    def _hedge(self, late: _Attempt, source: Source) -> list[ShardId]:
+        """Ask `source` for what is left of a late attempt, the last shard first. Once it gives one before the late one has, the late
+        one is stopped, and only then written to the same memory. Returns what neither gave.
+        """
+        attempt = _Attempt(source, list(late.left)[::-1], float("inf"), self.cancelled)
+        self._read_beside(attempt, late)
+        late.ended.wait()
+        left = [shard for shard in late.left if shard in attempt.left]
+        if left:
+            with self._lock:
+                self.bad += [(source, shard) for shard in left]
+        return left
+
+    def _read_beside(self, attempt: _Attempt, late: _Attempt) -> None:
+        """As `_read`, into memory of its own until the late attempt has stopped."""
+        source = attempt.source
+        try:
+            tier = self.tier_of(source, attempt)
+            for shard, data in tier.read(source, list(attempt.left), self.schedule.checksums_of(source), {}):
+                if late.ended.is_set() and not late.left:
+                    return
+                if isinstance(data, RecoveryError) or data.nbytes != self.layout.shard_bytes(shard):
+                    continue
+                if not late.is_set():
+                    self._overtaken(late, source)
+                late.ended.wait()
+                if shard in late.left:
+                    self.shelf.put(shard, data, self.tier(source))
+                del attempt.left[shard]
+        except (RecoveryError, OSError) as error:
+            with self._lock:
+                self.failures.append(f"{source}: {error}")
+
+    def _overtaken(self, late: _Attempt, by: Source) -> None:
+        failed = late.ended.is_set()
+        late.set()
+        late.ended.wait()
+        seconds = max(time.monotonic() - late.began, WATCH_S)
+        with self._lock:
+            self.bad += [(late.source, shard) for shard in late.left]
+            if not failed and late.left:
+                self.slow[late.source.node] = max(late.num_bytes / seconds, 1.0)
+            self.failures.append(
+                f"{late.source} gave {late.num_bytes} bytes in {seconds:.1f} s and was overtaken by {by}"
+            )

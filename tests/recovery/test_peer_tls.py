@@ -1,0 +1,72 @@
+"""Mutual TLS between agents: who shows a certificate of the authority may speak, and nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recovery.errors import PeerTimeout, PeerUnreachable
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.client import ShardClient
+from recovery.peers.server import ShardServer
+from recovery.peers.tls import PeerTls
+from tests.harness.state_cases import placed, state_of, tensors_of
+
+CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
+
+
+def make_certificates(directory: Path, name: str) -> PeerTls:
+    """An authority of this name and a certificate that it has signed."""
+    directory.mkdir(exist_ok=True)
+    new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    root = [
+        *new,
+        "-x509",
+        "-subj",
+        f"/CN={name}",
+        "-keyout",
+        f"{directory}/root.pem",
+        "-out",
+        f"{directory}/authority.pem",
+    ]
+    signer = ["-CA", f"{directory}/authority.pem", "-CAkey", f"{directory}/root.pem"]
+    leaf = [
+        *new,
+        "-x509",
+        *signer,
+        "-subj",
+        "/CN=agent",
+        "-keyout",
+        f"{directory}/key.pem",
+        "-out",
+        f"{directory}/certificate.pem",
+    ]
+    for command in (root, leaf):
+        subprocess.run(command, check=True, capture_output=True)
+    return PeerTls(directory / "certificate.pem", directory / "key.pem", directory / "authority.pem")
+
+
+def test_agents_of_one_authority_read_and_push_and_others_do_not(tmp_path: Path) -> None:
+    ours, foreign = make_certificates(tmp_path / "ours", "job"), make_certificates(tmp_path / "foreign", "other")
+    writer = SnapshotWriter(tmp_path / "memory", "n0/0", CASE.layout, 1)
+    writer.start(5, state_of(CASE.layout, "n0/0", 5))
+    writer.wait(20)
+    writer.close(20)
+    store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    (held,) = store.inventory()
+    shards = sorted(held.shards)
+    with ShardServer(store, "token", host="127.0.0.1", tls=ours) as server:
+        with ShardClient("127.0.0.1", server.port, "token", 20, tls=ours) as client:
+            replies = dict(client.read(held.source, shards, held.checksums))
+            assert all(isinstance(data, memoryview) for data in replies.values())
+            client.push(held.source, CASE.layout.tensors, {shards[0]: store.read(held.source, shards[0])})
+        for stranger in (foreign, None):
+            with (
+                ShardClient("127.0.0.1", server.port, "token", 5, tls=stranger) as client,
+                pytest.raises((PeerUnreachable, PeerTimeout)),
+            ):
+                list(client.read(held.source, shards, held.checksums))
+    store.close()
