@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import secrets
 import signal
 import threading
@@ -20,6 +21,8 @@ from transformers import PreTrainedConfig
 
 from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.trackers import make_callbacks
+from autohet.driver.checks import check_gpus, check_min_workers, check_paces, check_shared_storage
+from autohet.driver.cluster_choice import find_document
 from autohet.driver.control.background_search import AsidePlanning
 from autohet.driver.control.controller import Controller, drop_search
 from autohet.driver.control.durable import Durable
@@ -29,11 +32,12 @@ from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.control.states import Training
-from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated, read_document
+from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.scaling import FleetRequest, bundles_of, launched_from, wanted_nodes
+from autohet.driver.ray.scaling import FleetRequest, bundles_of, wanted_nodes
+from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
@@ -86,7 +90,7 @@ class JobRun:
         )
         planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(
-            job, run_id(job), self.durable, cluster, worker_threads=1 if job.emulation is not None else 4, clock=clock
+            job, run_id(job), self.durable, cluster, worker_threads=threads_of_a_worker(job, fleet), clock=clock
         )
         self.orders = OrderBook(job, config, paces_of if job.emulation is not None else None)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
@@ -137,6 +141,12 @@ class JobRun:
         finally:
             self.workforce.close(forget_snapshots=ended is not None and ended.ok, at_once=at_once)
             self.durable.close(at_once=at_once)
+
+
+def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
+    """One where many workers share this machine's cores and speeds are emulated."""
+    alone = fleet is not None and is_this_machine(fleet.document)
+    return 1 if job.emulation is not None else min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
 
 
 def check_data(job: Job, vocab_size: int) -> None:
@@ -200,27 +210,6 @@ def _try_writing(storage: Storage) -> None:
     storage.delete([name])
 
 
-def check_min_workers(job: Job, cluster: Cluster) -> None:
-    """A fleet that can never come is not waited for."""
-    most = sum(kind.num_gpus * kind.max_nodes for kind in cluster.node_types)
-    if job.elastic.min_workers > most:
-        raise ConfigError(
-            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has {most} GPUs at the most; lower"
-            " it, or raise max_workers"
-        )
-
-
-def check_paces(job: Job, cluster: Cluster) -> None:
-    """An emulated GPU type has the speed that the job names: one that is borrowed from another would emulate nothing."""
-    speeds = {} if job.emulation is None else job.emulation.relative_speed_by_gpu_type
-    missing = sorted({kind.gpu_type for kind in cluster.node_types} - set(speeds))
-    if speeds and missing:
-        raise ConfigError(
-            f"emulation.relative_speed_by_gpu_type has no {', '.join(missing)}, of which cluster '{cluster.name}' has nodes;"
-            f" it has {', '.join(sorted(speeds))}"
-        )
-
-
 def run_id(job: Job) -> str:
     """Names a job's directories on its nodes: the same for a resumed run, another for another model, seed or
     storage.
@@ -246,7 +235,9 @@ def train(
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
     """
-    document = read_document(cluster_path) if cluster_path else launched_from()
+    document = find_document(job, cluster_path, address)
+    if document is not None and is_this_machine(document):
+        job = for_this_machine(job, document)
     cluster = cluster_from_document(document) if document is not None else None
     request = FleetRequest([]) if cluster is None else fleet_request(job, cluster, document or {}, address)
     emulated = document is not None and is_emulated(document) and address is None
@@ -255,10 +246,14 @@ def train(
     if "script" in job.elastic.notice_sources:
         first = first_nodes(document) if document is not None and emulated else None
         check_script(job.elastic.script, cluster, first, job.training.steps or 0)
+    check_shared_storage(job, document if address is None else None, set())
     found = check_inputs(job, cluster)
     if is_finished(found, job):
         return Outcome(True, *summary_of_finished(job, found, events_path))
     with ending_on_sigterm(), connection(job, document, address) as fleet:
+        if fleet is None:
+            check_gpus()
+            check_shared_storage(job, document, ray_cluster.machine_addresses())
         request.ask()
         try:
             return train_on(job, cluster, fleet, events_path, show, callbacks)

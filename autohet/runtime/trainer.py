@@ -146,8 +146,8 @@ class StageTrainer:
         self.stage.load_parameters(
             {name.split("/", 1)[1]: tensor for name, tensor in state.items() if name.startswith("param/")}
         )
-        # Several NCCL communicators in flight need one order on all GPUs, which overlap with 1F1B does not give.
-        overlap = device.type == "cpu" if overlap is None else overlap
+        # Groups that run in the order of streams need one order on all workers, which overlap with 1F1B does not give.
+        overlap = not groups.back_end.in_stream_order if overlap is None else overlap
         self._sync = GradientSync(
             plan, config, me, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap
         )

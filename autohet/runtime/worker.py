@@ -239,7 +239,7 @@ class Worker:
         arrived: dict[ShardId, Tensor] = {}
         try:
             filled = source.fill(order, self._known(order.start_step), world, arrived, groups.over)
-            world.all_reduce(torch.ones(1, device=self.device))  # everybody has its state: the generation is committed
+            world.barrier_on_host()  # everybody has its state: the generation is committed
         except BaseException as error:
             self._broken_off(order.start_step, arrived, error)
             raise

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.groups import GenerationGroups, PeerLost
+from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import load_config
@@ -22,8 +22,10 @@ from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
 from recovery.state.layout import Layout
 from tests.harness import toy_model  # noqa: F401  registers the exact model
+from tests.harness.deferred_group import DeferredGroup
 
 CPU = torch.device("cpu")
+BACK_ENDS: dict[str, type[Group]] = {"gloo": GlooGroup, "deferred": DeferredGroup}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Case:
     steps: int
     seed: int = 7
     overlap: bool | None = None
+    back_end: str = "gloo"
+    """Or "deferred": CUDA's semantics (`tests.harness.deferred_group`)."""
 
     def config(self) -> Any:
         return load_config(SimpleNamespace(config=dict(self.model), pretrained=None, revision=None))
@@ -97,7 +101,7 @@ def build(
     """Take a seat in a generation: groups, state, trainer. Returns when all are seated."""
     plan = Plan.from_document(case.plan)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    SEAT.me, SEAT.groups = me, GenerationGroups(store, generation, me, CPU, timeout_s, 20.0)
+    SEAT.me, SEAT.groups = me, GenerationGroups(store, generation, me, CPU, timeout_s, 20.0, BACK_ENDS[case.back_end])
     SEAT.groups.meet(plan.workers)
     config = case.config()
     held = local_state(case, layout_of_plan(plan, config), me) if state is None else state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed import TCPStore
 from autohet.runtime.layout import layout_of_plan, tensor_specs
 from planner.plan import Plan
 from tests.harness.toy_model import TOY_CONFIG
-from tests.harness.training_case import Case, run_case
+from tests.harness.training_case import BACK_ENDS, Case, run_case
 from tests.harness.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.multiprocess
@@ -23,6 +24,7 @@ TRAINING = {
     "clip_norm": 0.5,
 }  # fmt: skip
 STEPS = 8
+GENERATIONS = itertools.count()
 
 
 def plan(*pipelines: tuple[int, list[tuple[int, int]]]) -> dict[str, Any]:
@@ -56,18 +58,20 @@ def pool() -> Iterator[tuple[WorkerPool, int]]:
     made.close()
 
 
+@pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_plan_is_bit_equal_to_one_worker(pool: tuple[WorkerPool, int], tied: bool) -> None:
+def test_every_plan_is_bit_equal_to_one_worker(pool: tuple[WorkerPool, int], tied: bool, back_end: str) -> None:
     processes, port = pool
     model = {**TOY_CONFIG, "tie_word_embeddings": tied}
     alone = Case(model, plan((9, [(4, 1)])), TRAINING, STEPS)
-    ((wanted, whole),) = processes.map(run_case, [(alone, "w/0", port, 100 + tied)])
+    ((wanted, whole),) = processes.map(run_case, [(alone, "w/0", port, next(GENERATIONS))])
     specs = tensor_specs(alone.config())
     assert len({loss for loss, _ in wanted}) == STEPS, "the model does not learn: its losses stand still"
-    for generation, (name, document) in enumerate(PLANS.items()):
-        case = Case(model, document, TRAINING, STEPS)
+    for name, document in PLANS.items():
+        case = Case(model, document, TRAINING, STEPS, back_end=back_end)
         workers = Plan.from_document(document).workers
-        answers = processes.map(run_case, [(case, worker, port, 10 + 10 * tied + generation) for worker in workers])
+        generation = next(GENERATIONS)
+        answers = processes.map(run_case, [(case, worker, port, generation) for worker in workers])
         layout = layout_of_plan(Plan.from_document(document), case.config())
         for worker, (results, state) in zip(workers, answers, strict=True):
             assert results == wanted, f"{name}: losses or norms of {worker}"

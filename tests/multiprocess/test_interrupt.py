@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from tests.harness import training_case as case_of
 from tests.harness.toy_model import TOY_CONFIG
-from tests.harness.training_case import Case
+from tests.harness.training_case import BACK_ENDS, Case
 from tests.harness.worker_pool import TaskFailed, WorkerPool
 
 pytestmark = pytest.mark.multiprocess
@@ -38,10 +38,18 @@ WHOLE = [{"first_layer": 0, "num_layers": 4, "workers": ["c/0"]}]
 PLAN = {**COMMON, "pipelines": [{"num_microbatches": 4, "stages": STAGES}, {"num_microbatches": 2, "stages": WHOLE}]}
 WORKERS = ("a/0", "a/1", "b/0", "c/0")
 SMALL_PLAN = {**COMMON, "pipelines": [{"num_microbatches": 6, "stages": WHOLE}]}
-CASE = Case(TOY_CONFIG, PLAN, TRAINING, 4)
+CASES = {back_end: Case(TOY_CONFIG, PLAN, TRAINING, 4, back_end=back_end) for back_end in BACK_ENDS}
+CASE = CASES["gloo"]
 SMALL = Case(TOY_CONFIG, SMALL_PLAN, TRAINING, 4)
 GENERATIONS = itertools.count(1)
 FAULT_STEP = 1
+
+
+@pytest.fixture(params=BACK_ENDS, autouse=True)
+def back_end(request: pytest.FixtureRequest) -> None:
+    """Every case on gloo and on groups with CUDA's semantics."""
+    global CASE
+    CASE = CASES[request.param]
 
 
 @pytest.fixture(scope="module")

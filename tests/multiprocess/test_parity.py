@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ from autohet.runtime.models import family_of
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model, train_reference
 from planner.plan import Plan
-from tests.harness.training_case import Case, rows_of, run_case
+from tests.harness.training_case import BACK_ENDS, Case, rows_of, run_case
 from tests.harness.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.multiprocess
@@ -67,6 +67,16 @@ def pool() -> Iterator[tuple[WorkerPool, int]]:
     made = WorkerPool(8)
     yield made, store.port
     made.close()
+
+
+def on_both(cases: Iterable[Any], deferred_in_ci: Collection[Any]) -> list[Any]:
+    """(case, back end): each on gloo, and on groups with CUDA's semantics, of which all but these are slow."""
+    return [
+        pytest.param(case, back_end, id=f"{case}-{back_end}", marks=slow)
+        for case in cases
+        for back_end in BACK_ENDS
+        for slow in [[] if back_end == "gloo" or case in deferred_in_ci else [pytest.mark.slow]]
+    ]
 
 
 def pipeline(
@@ -204,25 +214,29 @@ def check_weights(case: Case, plan: Plan, states: list[dict[str, np.ndarray]], w
     assert all(len(versions) == 1 for versions in bits.values()), "holders of one shard differ in bits"
 
 
-@pytest.mark.parametrize(("dp", "pp", "tp"), GRIDS)
-def test_every_factorisation_equals_plain_transformers(pool: Any, dp: int, pp: int, tp: int) -> None:
-    check(pool, Case(LLAMA, grid(dp, pp, tp), TRAINING, STEPS))
+@pytest.mark.parametrize(("shape", "back_end"), on_both(GRIDS, {(2, 2, 2), (3, 2, 1), (1, 4, 2)}))
+def test_every_factorisation_equals_plain_transformers(pool: Any, shape: tuple[int, int, int], back_end: str) -> None:
+    check(pool, Case(LLAMA, grid(*shape), TRAINING, STEPS, back_end=back_end))
 
 
-@pytest.mark.parametrize("name", ASYMMETRIC)
-def test_asymmetric_plans_equal_plain_transformers(pool: Any, name: str) -> None:
-    check(pool, Case(LLAMA, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS))
+@pytest.mark.parametrize(
+    ("name", "back_end"), on_both(ASYMMETRIC, {"unequal depth", "TP and cuts across", "three pipelines"})
+)
+def test_asymmetric_plans_equal_plain_transformers(pool: Any, name: str, back_end: str) -> None:
+    check(pool, Case(LLAMA, plan_document(*ASYMMETRIC[name]), TRAINING, STEPS, back_end=back_end))
 
 
-@pytest.mark.parametrize("name", ACROSS_NODES)
-def test_slices_between_nodes_equal_plain_transformers(pool: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "back_end"), on_both(ACROSS_NODES, {"TP 2, 1, 2", "TP 1, 2 beside TP 2, 1"}))
+def test_slices_between_nodes_equal_plain_transformers(pool: Any, name: str, back_end: str) -> None:
     """Each rank takes a slice of the hidden states over a boundary between nodes, and its stage gathers the whole."""
-    check(pool, Case(LLAMA, plan_document(*ACROSS_NODES[name]), TRAINING, STEPS))
+    check(pool, Case(LLAMA, plan_document(*ACROSS_NODES[name]), TRAINING, STEPS, back_end=back_end))
 
 
-@pytest.mark.parametrize("name", MORE_IN_FLIGHT)
-def test_more_in_flight_equals_plain_transformers(pool: Any, name: str) -> None:
-    check(pool, Case(LLAMA, plan_document(*MORE_IN_FLIGHT[name]), TRAINING, STEPS))
+@pytest.mark.parametrize(
+    ("name", "back_end"), on_both(MORE_IN_FLIGHT, {"two for each stage", "one more, TP 2 across nodes"})
+)
+def test_more_in_flight_equals_plain_transformers(pool: Any, name: str, back_end: str) -> None:
+    check(pool, Case(LLAMA, plan_document(*MORE_IN_FLIGHT[name]), TRAINING, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize("name", ["unequal depth", "TP 2, 1, 4", "TP and cuts across", "three pipelines"])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store
 
-from autohet.runtime.groups import Group
+from autohet.runtime.groups import GlooGroup
 from autohet.runtime.models import TensorParallel, family_of
 from autohet.runtime.models.tensor_parallel import cross_entropy_sum
 from tests.harness.processes import ChildFailed, run_distributed
@@ -31,9 +31,9 @@ CASES = {
 }
 
 
-def _group(rank: int, size: int, store: Store) -> Group:
+def _group(rank: int, size: int, store: Store) -> GlooGroup:
     members = [f"worker-{index}" for index in range(size)]
-    return Group("tensor", members, members[rank], PrefixStore("test", store), torch.device("cpu"), 30.0)
+    return GlooGroup("tensor", members, members[rank], PrefixStore("test", store), torch.device("cpu"), 30.0)
 
 
 def _every_case(rank: int, size: int, store: Store) -> dict[str, tuple[float, float]]:

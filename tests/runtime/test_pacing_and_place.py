@@ -76,7 +76,7 @@ class Wire:
         tensor.fill_(7.0)
         self.received.append((source, tag, tensor.numel()))
 
-    def wait(self, work: None) -> None: ...
+    def wait_on_stream(self, work: None) -> None: ...
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
         assert self.parts is not None, "nothing was to be gathered"

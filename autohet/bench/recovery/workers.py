@@ -137,7 +137,7 @@ def write_disk(directory: Path, layout: Layout, worker: str, step: int) -> None:
 
 def work(worker: str, task: Task, lanes: Lanes, store_port: int) -> Result:
     """Prepare, meet the others, restore, check. Every participant of the task calls it at the same time."""
-    from autohet.runtime.groups import Group
+    from autohet.runtime.groups import GlooGroup
 
     client = TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     store = PrefixStore(task.name, client)
@@ -148,7 +148,7 @@ def work(worker: str, task: Task, lanes: Lanes, store_port: int) -> Result:
             live = LiveState(task.before, known_state(task.before, worker, task.live_step))
         _meet(store, "prepared", len(task.participants))
         began = time.monotonic()
-        group = Group("world", task.participants, worker, store, torch.device("cpu"), TIMEOUT_S)
+        group = GlooGroup("world", task.participants, worker, store, torch.device("cpu"), TIMEOUT_S)
         group_s = time.monotonic() - began
         throttled = ThrottledGroup(group, lanes, node.node, task.node_by_worker)
         _meet(store, "start", len(task.participants))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 
@@ -50,6 +53,28 @@ def quieten() -> None:
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("%s", "\n".join(data["lines"]))
 
 
+def is_named(address: str | None) -> bool:
+    """Whether the user says which cluster is meant."""
+    return bool(address or os.environ.get("RAY_ADDRESS"))
+
+
+def runs_here() -> bool:
+    """Whether this machine belongs to a living Ray cluster."""
+    try:
+        _reach("auto")
+    except (ConnectionError, OSError, ValueError):
+        return False
+    return True
+
+
+def _reach(address: str) -> str:
+    """The address of the GCS, which takes connections; raises what it is that refuses."""
+    found = canonicalize_bootstrap_address_or_die(address)
+    host, _, port = found.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    return str(found)
+
+
 def connect(address: str | None, **options: Any) -> None:
     """`ray.init` on a running cluster: at `address`, or at $RAY_ADDRESS, or the one that this machine belongs to.
 
@@ -59,9 +84,7 @@ def connect(address: str | None, **options: Any) -> None:
     where = address or "this machine"
     remedy = "start one, or give --address or an emulated --cluster"
     try:
-        found = canonicalize_bootstrap_address_or_die(address or "auto")
-        host, _, port = found.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        found = _reach(address or "auto")
     except (ConnectionError, OSError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {where}: {error}; {remedy}") from None
     try:
@@ -85,6 +108,23 @@ def living_nodes() -> list[RayNode]:
             )
             found.append(RayNode(entry["NodeID"], entry["NodeManagerAddress"], group, gpus, labels))
     return sorted(found, key=lambda node: node.node_id)
+
+
+def count_nodes() -> int:
+    return sum(entry["Alive"] for entry in ray.nodes())
+
+
+def machine_addresses() -> set[str]:
+    """Addresses of the machines that have living nodes; several Ray nodes on one machine share one."""
+    return {entry["NodeManagerAddress"] for entry in ray.nodes() if entry["Alive"]}
+
+
+def autoscaler_runs() -> bool:
+    """Whether an autoscaler, of either version, has reported to the head."""
+    if internal_kv._internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode()) is not None:
+        return True
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return int(status.stats.autoscaler_version or 0) > 0
 
 
 def head_address() -> str:

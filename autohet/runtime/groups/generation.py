@@ -1,163 +1,40 @@
-"""Process groups that a generation owns: standalone, never WORLD, every wait bounded, and wakeable from another thread.
-
-gloo has no abort. What wakes its waiters (measured, torch 2.13: 15 ms) is a receive that times out on the same context: gloo then fails
-every pending operation of that context ("Application timeout caused pair closure"). The group is dropped afterwards; new ones work.
-"""
+"""All process groups of one worker in one generation: standalone, never WORLD, every wait bounded and wakeable from another thread."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroupGloo, ReduceOp, Work
-from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from autohet.runtime.groups.errors import Interrupted, PeerLost
+from autohet.runtime.groups.gloo import GlooGroup
+from autohet.runtime.groups.group import Group
+from autohet.runtime.groups.nccl import NcclGroup
 
-POISON_TAG = 1 << 30
 STORE_POLL_S = 0.01
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
-
-
-class Group:
-    """Workers that communicate with each other, in one generation. One thread uses it; any thread may `interrupt` it.
-
-    Collectives are called by every member in the same order and block until done; `send` and `recv` start an operation that `wait` ends.
-    A failure raises PeerLost, or Interrupted after `interrupt`.
-    """
-
-    def __init__(
-        self, name: str, members: Sequence[str], me: str, store: Store, device: torch.device, timeout_s: float
-    ) -> None:
-        self.name, self.members, self.me = name, tuple(members), me
-        self.rank, self.size = self.members.index(me), len(members)
-        self.timeout_s = timeout_s
-        self.device = device
-        self._interrupted = threading.Event()
-        self._group: Any = self._create(PrefixStore(name, store)) if self.size > 1 else None
-
-    def _create(self, store: Store) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
-        if self.device.type == "cuda":
-            from torch.distributed import ProcessGroupNCCL
-
-            # Its watchdog would end the process when a peer is lost; this process goes on with the next generation.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-            os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return ProcessGroupNCCL(store, self.rank, self.size, options)
-        return ProcessGroupGloo(store, self.rank, self.size, timeout)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the group, in place; the same bits on every member."""
-        self.wait(self.start_all_reduce(tensor))
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Elementwise maximum over the group, in place."""
-        self.wait(self.start_all_reduce(tensor, ReduceOp.MAX))
-
-    def start_all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Work | None:
-        """As `all_reduce`, ended by `wait`."""
-        if self._group is None:
-            return None
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        work: Work | None = self._call(lambda: self._group.allreduce([tensor], options))
-        return work
-
-    def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """Every member's `part`, one after the other in order of ranks, into `out`: as large as all parts together; both contiguous."""
-        assert out.numel() == self.size * part.numel(), f"{self.size} parts of {part.numel()} into {out.numel()}"
-        if self._group is None:
-            out.view(-1).copy_(part.view(-1))
-            return
-        self.wait(self._call(lambda: self._group._allgather_base(out.view(-1), part.view(-1), AllgatherOptions())))
-
-    def send(self, tensor: Tensor, to: str, tag: int) -> Work | None:
-        """Start sending a contiguous tensor; it must not change before `wait`."""
-        work: Work | None = self._call(lambda: self._group.send([tensor], self.members.index(to), tag))
-        return work
-
-    def recv(self, tensor: Tensor, source: str, tag: int) -> Work | None:
-        """Start receiving into a contiguous tensor."""
-        work: Work | None = self._call(lambda: self._group.recv([tensor], self.members.index(source), tag))
-        return work
-
-    def wait(self, work: Work | None) -> None:
-        """End an operation: the tensor may be used (on CUDA: by the current stream)."""
-        if work is not None:
-            self._call(
-                lambda: work.wait(timedelta(seconds=self.timeout_s)) if self.device.type == "cpu" else work.wait()
-            )
-
-    def wait_on_host(self, work: Work | None) -> None:
-        """As `wait`, and on CUDA the host waits too, within the deadline: where a step's outcome is decided."""
-        if work is None or self.device.type == "cpu":
-            return self.wait(work)
-        deadline = time.monotonic() + self.timeout_s
-        while not work.is_completed():
-            if self._interrupted.is_set():
-                raise Interrupted(self.name)
-            if time.monotonic() > deadline:
-                raise PeerLost(f"{self.name}: no answer within {self.timeout_s:.0f} s")
-            time.sleep(2e-4)
-        return self.wait(work)
-
-    def _call(self, operation: Callable[[], Any]) -> Any:
-        if self._interrupted.is_set():
-            raise Interrupted(self.name)
-        try:
-            return operation()
-        except RuntimeError as error:
-            if self._interrupted.is_set():
-                raise Interrupted(self.name) from None
-            raise PeerLost(f"{self.name}: {str(error).splitlines()[0][:300]}") from None
-
-    def interrupt(self) -> None:
-        """Wake whoever waits on this group, in bounded time; the group is of no use afterwards. Any thread; idempotent."""
-        if self._interrupted.is_set():
-            return
-        self._interrupted.set()
-        if self._group is None:
-            return
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):
-                self._group.abort()
-        else:
-            self._poison()
-
-    def _poison(self) -> None:
-        """Let a receive time out. Where a peer's connection is closed already (it died first), gloo refuses at once and closes nothing:
-        then the next peer's."""
-        for other in range(self.size):
-            if other != self.rank:
-                try:
-                    self._group.recv([torch.empty(1)], other, POISON_TAG).wait(timedelta(milliseconds=1))
-                except RuntimeError as error:
-                    if "timed out" in str(error).lower():
-                        return
+BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
+"""By the type of the device that the tensors are on."""
 
 
 class GenerationGroups:
     """All groups of one worker in one generation. `world` has every participant; p2p of activations and of gradients go over
-    `forward` and `backward` (apart on NCCL, where a pair's operations run in order; one and the same on gloo, which has tags)."""
+    `forward` and `backward` (one and the same where messages have tags).
+
+    back_end: what makes the groups; by default the device's.
+    """
 
     def __init__(
-        self, store: Store, generation: int, me: str, device: torch.device, timeout_s: float, rendezvous_s: float
-    ) -> None:
+        self, store: Store, generation: int, me: str, device: torch.device, timeout_s: float, rendezvous_s: float,
+        back_end: type[Group] | None = None,
+    ) -> None:  # fmt: skip
         self.me, self.device, self.timeout_s = me, device, timeout_s
+        self.back_end = back_end or BACK_ENDS[device.type]
         self._store = PrefixStore(f"generation-{generation}", store)
         self._rendezvous_s = rendezvous_s
         self._groups: dict[tuple[str, tuple[str, ...]], Group] = {}
@@ -189,7 +66,7 @@ class GenerationGroups:
 
     def group(self, members: Iterable[str], purpose: str = "sync") -> Group:
         """The group of these members, made on first use: all of them call in the same order of groups."""
-        key = (purpose if self.device.type == "cuda" else "any", tuple(members))
+        key = (purpose if self.back_end.in_stream_order else "any", tuple(members))
         with self._lock:
             found = self._groups.get(key)
         if found is not None:
@@ -202,7 +79,7 @@ class GenerationGroups:
             made = self._build(name, key[1])
         except RuntimeError as error:
             self.check()
-            raise PeerLost(f"building {name}: {str(error).splitlines()[0][:300]}") from None
+            raise PeerLost(f"building {name}: {error}") from None
         with self._lock:
             self._groups[key] = made
         if self.over.is_set():
@@ -216,7 +93,9 @@ class GenerationGroups:
 
         def run() -> None:
             try:
-                made.set_result(Group(name, members, self.me, self._store, self.device, self.timeout_s))
+                group = self.back_end(name, members, self.me, self._store, self.device, self.timeout_s, self.check)
+                group.connect()
+                made.set_result(group)
             except Exception as error:  # noqa: BLE001 - raised again by whoever waits
                 made.set_exception(error)
 
@@ -239,9 +118,14 @@ class GenerationGroups:
             thread.join(INTERRUPT_S)
 
     def check(self) -> None:
-        """Raises Interrupted once `interrupt` was called."""
+        """Raises Interrupted once `interrupt` was called, and PeerLost where a group knows that an operation has failed."""
         if self.over.is_set():
             raise Interrupted("the generation is over")
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            if (failure := group.error()) is not None:
+                raise PeerLost(f"{group.name}: {failure}")
 
     @property
     def interrupted(self) -> bool:

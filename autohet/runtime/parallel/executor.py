@@ -192,7 +192,7 @@ class Executor:
 
     def _wait(self, group: Group, work: Work | None) -> None:
         started = time.perf_counter()
-        group.wait(work)
+        group.wait_on_stream(work)
         self.wait_s += time.perf_counter() - started
 
 

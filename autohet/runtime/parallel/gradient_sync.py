@@ -233,7 +233,7 @@ class GradientSync:
         for index, (bucket, work) in enumerate(zip(self.buckets, self._works, strict=True)):
             group = self._groups[index]
             if group is not None:
-                group.wait(work)
+                group.wait_on_stream(work)
             if bucket.holders[0] == self._me:
                 for part in torch.split(self._flats[index], 1 << 20):
                     total += part.double().square_().sum()

@@ -90,7 +90,7 @@ class FakeGroups:
                 outer.given[tuple(members)].append(tensor)
                 return tensor
 
-            def wait(self, work: Any) -> None:
+            def wait_on_stream(self, work: Any) -> None:
                 pass
 
         return One()

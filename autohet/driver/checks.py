@@ -1,0 +1,84 @@
+"""What is wrong between a job and the Ray cluster that it is given to, found before anything is started there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.emulate.fleet import is_emulated
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.runtime.job import Job
+from planner.cluster import Cluster
+from planner.errors import ConfigError
+
+AUTOSCALER_TIMEOUT_S = 15.0
+"""An autoscaler reports to the head every 5 s; one that has just been started is waited for."""
+LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"})
+
+
+def check_gpus(timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
+    """The cluster that this process is connected to has GPUs, or an autoscaler that may bring some.
+
+    Raises:
+        ConfigError: it would be waited for in vain.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not ray_cluster.living_nodes() and not ray_cluster.autoscaler_runs():
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"none of the {ray_cluster.count_nodes()} living nodes of the Ray cluster has a GPU, and no autoscaler runs there that"
+                " could bring one; start Ray with GPUs on a node (ray start --address=... --num-gpus=N), or run the job where no"
+                " cluster runs: it then starts one on that machine, on its CPU where it has no GPU"
+            )
+        time.sleep(0.5)
+
+
+def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses: set[str]) -> None:
+    """Checkpoints of several machines go to a place that all of them see. `addresses`: of the machines that are there now.
+
+    Raises:
+        ConfigError: they would be scattered over the machines' own disks, and no checkpoint could be read.
+    """
+    machines = max(len(addresses), 0 if document is None or is_emulated(document) else 2)
+    storage = job.checkpoint_storage.removeprefix("file://")
+    if machines < 2 or "://" in storage or is_shared(Path(storage)):
+        return
+    given = "is not given" if job.checkpoint.storage is None else f"is '{job.checkpoint.storage}'"
+    raise ConfigError(
+        f"checkpoint.storage {given}, so each of several machines would write its part to its own disk; name an s3:// URI, or a"
+        " directory on a file system that all of them share"
+    )
+
+
+def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether the file system that holds `path` is one that other machines may see too (NFS, EFS, Lustre, FUSE, ...)."""
+    place = path.absolute()
+    best, kind = -1, ""
+    for line in mounts.read_text().splitlines():
+        point = Path(line.split()[1].encode().decode("unicode_escape"))
+        if (place == point or point in place.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), line.split()[2]
+    return kind not in LOCAL_FILE_SYSTEMS
+
+
+def check_min_workers(job: Job, cluster: Cluster) -> None:
+    """A fleet that can never come is not waited for."""
+    most = sum(kind.num_gpus * kind.max_nodes for kind in cluster.node_types)
+    if job.elastic.min_workers > most:
+        raise ConfigError(
+            f"elastic.min_workers is {job.elastic.min_workers}, but cluster '{cluster.name}' has {most} GPUs at the most; lower"
+            " it, or raise max_workers"
+        )
+
+
+def check_paces(job: Job, cluster: Cluster) -> None:
+    """An emulated GPU type has the speed that the job names: one that is borrowed from another would emulate nothing."""
+    speeds = {} if job.emulation is None else job.emulation.relative_speed_by_gpu_type
+    missing = sorted({kind.gpu_type for kind in cluster.node_types} - set(speeds))
+    if speeds and missing:
+        raise ConfigError(
+            f"emulation.relative_speed_by_gpu_type has no {', '.join(missing)}, of which cluster '{cluster.name}' has nodes;"
+            f" it has {', '.join(sorted(speeds))}"
+        )

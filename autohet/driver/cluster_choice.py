@@ -1,0 +1,28 @@
+"""Which cluster a job is given to."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from autohet.driver.emulate.fleet import read_document
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.scaling import launched_from
+from autohet.driver.ray.this_machine import announcement, local_document
+from autohet.runtime.job import Job
+
+logger = logging.getLogger("autohet")
+
+
+def find_document(job: Job, cluster_path: str | None, address: str | None) -> dict[str, Any] | None:
+    """The document of the cluster that is meant: the given one, the one that this head was launched from, or, where no cluster is
+    named and none runs, that of this machine alone. None: a running cluster of which no document is known.
+    """
+    if cluster_path:
+        return read_document(cluster_path)
+    document = launched_from()
+    if document is not None or ray_cluster.is_named(address) or ray_cluster.runs_here():
+        return document
+    document = local_document(job.training.device)
+    logger.info("%s", announcement(document))
+    return document

@@ -1,0 +1,89 @@
+"""A Ray cluster of this machine alone, for `autohet train` where none runs: its GPUs, or workers on its CPU.
+
+What is started is described by a cluster document, as for every other fleet, so that the planner, the checks and the rehearsals see
+nothing special in it. Its links are of no account, since no second machine is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autohet.runtime.job import Job
+from autohet.runtime.profiling.device_profile import device_gpu_type
+from planner.catalogue import instance_types
+
+NODE_TYPE = "this-machine"
+CORES_A_WORKER = 4
+"""A CPU worker computes with this many threads; fewer, larger workers send less to one another."""
+MAX_CPU_WORKERS = 8
+PCIE_GBPS = 128.0
+"""A GPU's link to its peers where the catalogue knows no instance with that GPU: PCIe 3.0 x16."""
+MEMORY_SHARE = 0.5
+"""Of this machine's memory for its CPU workers; their snapshots and the system have the rest."""
+
+
+def local_document(wish: str) -> dict[str, Any]:
+    """The cluster document of this machine. `wish` is the job's `training.device`: cpu, cuda or auto (GPUs where there are some)."""
+    cores = os.cpu_count() or 1
+    if wish != "cpu" and torch.cuda.is_available():
+        gpu_type, count = device_gpu_type("cuda"), torch.cuda.device_count()
+        memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
+        return describe(gpu_type, count, memory, cores)
+    workers = max(1, min(MAX_CPU_WORKERS, cores // CORES_A_WORKER))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return describe("CPU", workers, int(memory * MEMORY_SHARE) // workers, cores)
+
+
+def describe(gpu_type: str, count: int, memory_bytes: int, cores: int) -> dict[str, Any]:
+    """A cluster-launcher document of one node with `count` workers of `memory_bytes` each."""
+    links = [kind.intra_node_bytes_per_s * 8 / 1e9 for kind in instance_types().values() if kind.gpu_type == gpu_type]
+    labels = {
+        "autohet.io/gpu-type": gpu_type,
+        "autohet.io/gpu-memory-gib": f"{memory_bytes / 2**30:.3f}",
+        "autohet.io/intra-node-gbps": str(min(links, default=PCIE_GBPS)),
+        "autohet.io/inter-node-gbps": "10",
+        "autohet.io/usd-per-hour": "0",
+    }
+    head = {"resources": {"CPU": 0}, "node_config": {}, "min_workers": 0, "max_workers": 0}
+    node = {
+        "resources": {"CPU": cores, "GPU": count},
+        "labels": labels,
+        "node_config": {},
+        "min_workers": 1,
+        "max_workers": 1,
+    }
+    return {
+        "cluster_name": NODE_TYPE,
+        "max_workers": 1,
+        "provider": {"type": "fake_multinode"},
+        "available_node_types": {"head": head, NODE_TYPE: node},
+        "head_node_type": "head",
+    }
+
+
+def is_this_machine(document: Mapping[str, Any]) -> bool:
+    return bool(document.get("cluster_name") == NODE_TYPE)
+
+
+def for_this_machine(job: Job, document: Mapping[str, Any]) -> Job:
+    """The job as it runs on the cluster of this machine. Workers on its CPU are GPUs to Ray, which refuses to count more of them than
+    $CUDA_VISIBLE_DEVICES names, be it none: the variable goes, and the job says cpu, so that nothing asks CUDA.
+    """
+    if document["available_node_types"][NODE_TYPE]["labels"]["autohet.io/gpu-type"] != "CPU":
+        return job
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return replace(job, training=replace(job.training, device="cpu"))
+
+
+def announcement(document: Mapping[str, Any]) -> str:
+    """What is started here, in one sentence."""
+    node = document["available_node_types"][NODE_TYPE]
+    count, gpu_type = node["resources"]["GPU"], node["labels"]["autohet.io/gpu-type"]
+    workers = f"{count} worker{'s' if count > 1 else ''}"
+    of = "on its CPU" if gpu_type == "CPU" else f"for its {gpu_type} GPU{'s' if count > 1 else ''}"
+    return f"No Ray cluster runs here, so one is started on this machine: {workers} {of}"

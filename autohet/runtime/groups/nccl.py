@@ -1,0 +1,102 @@
+"""Groups of GPUs.
+
+`ProcessGroupNCCL`'s constructor talks to nobody; its first operation makes the communicator, on the host, where nothing wakes it: so
+`connect` makes it at once, and `GenerationGroups` calls that in a thread after all members have come to the store. Operations run in the
+order of a stream of the communicator's own. `Work.wait` orders the current stream and returns; a lost peer is an error that somebody has
+to ask for, or silence, and after an abort every operation counts as completed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import Store
+
+from autohet.runtime.groups.errors import PeerLost
+from autohet.runtime.groups.group import HOST_POLL_S, Group
+
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a watchdog ends the process when a peer is lost
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends it when an abort takes long
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else a stale key of the store ends a newcomer
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # else dropping a group may take a minute
+    "TORCH_NCCL_PROPAGATE_ERROR": "1",  # a remote error is reported to whoever asks
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "15",  # seconds; what an abort may wait for a communicator in the making
+    "NCCL_CUMEM_ENABLE": "1",  # memory of a killed process of the node stays valid for those who map it
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""What this runtime needs of PyTorch's NCCL back end; what the job's environment says wins."""
+
+
+def set_nccl_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set ENVIRONMENT where nothing else is said. To be called before the first group is made: the back end reads some values once."""
+    for name, value in ENVIRONMENT.items():
+        environment.setdefault(name, value)
+
+
+class NcclGroup(Group):
+    """A group whose operations run on the GPU: `wait_on_stream` never holds up the host, `wait_on_host` polls.
+
+    Its communicator is blocking (an abort then needs a killer outside while a communicator is in the making: a member that is lost
+    between the store's barrier and the connection).
+    """
+
+    in_stream_order = True
+    max_sync_groups = 4
+    abort_may_hang = True
+
+    def _create(self, store: Store) -> Any:
+        from torch.distributed import ProcessGroupNCCL
+
+        set_nccl_environment()
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._limit()
+        options.group_name = self.name  # type: ignore[assignment]
+        options.global_ranks_in_group = list(range(self.size))
+        return ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def connect(self) -> None:
+        """Make the communicator, and run one operation: the first connects on the host, and an abort before it may leave kernels behind."""
+        if self._group is None:
+            return
+        self._group.eager_connect_single_device(self.device)
+        self.barrier_on_host()
+
+    def wait_on_stream(self, work: Work | None) -> None:
+        if work is not None:
+            self._call(work.wait)
+
+    def error(self) -> str | None:
+        if self._group is None:
+            return None
+        found = self._group.get_error()
+        return None if found == type(found).SUCCESS else f"NCCL reports {found}"
+
+    def wait_on_host(self, work: Work | None) -> None:
+        super().wait_on_host(work)
+        failure = None if work is None else work.exception()
+        if failure is not None:
+            raise PeerLost(f"{self.name}: {failure}")
+
+    def _abort(self) -> None:
+        self._group.abort()
+
+
+def context_is_healthy(device: torch.device, limit_s: float) -> bool:
+    """Whether the device still computes, asked by an event so that no call blocks for good: after an abort it may not."""
+    probe = torch.ones(8, device=device)
+    done: Any = torch.cuda.Event()
+    total = probe.sum()
+    done.record()
+    deadline = time.monotonic() + limit_s
+    while not done.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(HOST_POLL_S)
+    return total.item() == 8.0

@@ -1,0 +1,90 @@
+"""What a job and its cluster are refused for, in one sentence, before anything waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autohet.driver import checks, cluster_choice
+from autohet.driver.cluster_choice import find_document
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.this_machine import announcement, describe, local_document
+from planner.cluster import cluster_from_document
+from planner.errors import ConfigError
+from tests.harness.local_fleet import cluster_document, make_job
+
+AWS = "cluster_configs/aws-mixed-spot.yaml"
+MOUNTS = """\
+overlay / overlay rw 0 0
+/dev/nvme1n1 /data ext4 rw 0 0
+fs-1.efs.us-east-1.amazonaws.com:/ /data/shared\\040files nfs4 rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "shared"),
+    [("/home/x", False), ("/data/runs", False), ("/data/shared files", True), ("/data/shared files/a", True)],
+)
+def test_a_shared_file_system_is_told_by_its_mount(tmp_path: Path, path: str, shared: bool) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS)
+    assert checks.is_shared(Path(path), mounts) is shared
+
+
+def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
+    job = make_job(tmp_path, checkpoint={"storage": None})
+    checks.check_shared_storage(job, None, {"10.0.0.1"})
+    checks.check_shared_storage(job, cluster_document(big=2), set())
+    with pytest.raises(ConfigError, match=r"checkpoint\.storage is not given.*s3://"):
+        checks.check_shared_storage(job, None, {"10.0.0.1", "10.0.0.2"})
+    with pytest.raises(ConfigError, match=r"checkpoint\.storage is not given"):
+        checks.check_shared_storage(job, {"provider": {"type": "aws"}}, set())
+    there = make_job(tmp_path, checkpoint={"storage": f"file://{Path.cwd()}/here"})
+    with pytest.raises(ConfigError, match=r"checkpoint\.storage is 'file:///.*/here'"):
+        checks.check_shared_storage(there, None, {"10.0.0.1", "10.0.0.2"})
+    to_s3 = make_job(tmp_path, checkpoint={"storage": "s3://bucket/prefix"})
+    checks.check_shared_storage(to_s3, None, {"10.0.0.1", "10.0.0.2"})
+
+
+def test_a_cluster_without_gpus_is_refused_unless_an_autoscaler_may_bring_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [])
+    monkeypatch.setattr(ray_cluster, "count_nodes", lambda: 3)
+    monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: False)
+    with pytest.raises(ConfigError, match=r"none of the 3 living nodes .* has a GPU, and no autoscaler"):
+        checks.check_gpus(0.0)
+    monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: True)
+    checks.check_gpus(0.0)
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster, "runs_here", lambda: False)
+    monkeypatch.setattr(cluster_choice, "launched_from", lambda: None)
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_where_no_cluster_runs_this_machine_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path)
+    document = find_document(job, None, None)
+    assert document is not None
+    (kind,) = cluster_from_document(document).node_types
+    assert kind.gpu_type == "CPU"
+    assert kind.gpu_memory_bytes > 1 << 30
+    assert find_document(job, AWS, None)["provider"]["type"] == "aws"
+    assert find_document(job, None, "10.0.0.1:6379") is None, "a named cluster is never replaced by this machine"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert find_document(job, None, None) is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(ray_cluster, "runs_here", lambda: True)
+    assert find_document(job, None, None) is None
+
+
+def test_the_gpus_of_this_machine_have_the_catalogues_links() -> None:
+    document = describe("A10G", 4, 22 << 30, 48)
+    (kind,) = cluster_from_document(document).node_types
+    assert (kind.gpu_type, kind.num_gpus, kind.max_nodes) == ("A10G", 4, 1)
+    assert kind.intra_node_bytes_per_s == 256e9 / 8
+    assert announcement(document).endswith("4 workers for its A10G GPUs")
+    assert "on its CPU" in announcement(local_document("cpu"))
