@@ -105,8 +105,9 @@ class _Stream(TorchDispatchMode):
                 return  # the host goes on: it has only launched something
             work.done.wait(STREAM_POLL_S)
         _forget(work)
-        if work.done.is_set() and work.result is not None:
-            work.written[0].data.copy_(work.result.view(work.written[0].shape))
+        result, work.result = work.result, None
+        if work.done.is_set() and result is not None:
+            work.written[0].data.copy_(result.view(work.written[0].shape))
 
     @property
     def is_stalled(self) -> bool:
@@ -186,8 +187,11 @@ class _DeferredBackEnd:
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> DeferredWork:
         number = self._order("to", to)
+
         def run(work: DeferredWork) -> None:
-            self._wait(self._gloo.send([tensors[0].detach().clone()], to, number))  # what is there now, not what was there
+            self._wait(
+                self._gloo.send([tensors[0].detach().clone()], to, number)
+            )  # what is there now, not what was there
 
         return self._issue(run, read=(tensors[0],))
 
