@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class StageTrainer:
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
         self._hook, self._before_update, self._preservation_status = phase_hook, before_update, preservation_status
-        self._device, self._groups = device, groups
+        self._device, self._groups, self._clock = device, groups, groups.back_end.clock
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         dtype = COMPUTE_DTYPE[training.precision]
@@ -154,7 +155,7 @@ class StageTrainer:
         shape = (place.pipeline.microbatch_sequences, training.sequence_length, int(config.hidden_size))
         pacer = None if pace is None else Pacer(pace, lambda: groups.interrupted)
         self._executor = Executor(
-            place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check
+            place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check, self._clock
         )
 
     @property
@@ -185,8 +186,7 @@ class StageTrainer:
         assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
         try:
             self._groups.check()
-            squares, loss, num_targets, parts = self._gradients_of(batch)
-            begun = time.perf_counter()
+            squares, loss, num_targets, marks = self._gradients_of(batch)
             vote = self._cast_vote(squares, loss, num_targets)
         except PeerLost:
             self._groups.interrupt()  # whoever waits for this worker, though not for the lost one, is woken too
@@ -195,7 +195,7 @@ class StageTrainer:
         step = self.step
         self.apply_prepared(vote)
         ended = time.perf_counter()
-        parts |= {"vote": voted - begun, "optimizer": ended - voted}
+        parts = self._parts(started, voted, marks) | {"optimizer": ended - voted}
         return StepResult(
             step,
             vote.loss,
@@ -211,24 +211,30 @@ class StageTrainer:
             parts,
         )
 
-    def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-        """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets, seconds by part."""
-        started = time.perf_counter()
+    def _gradients_of(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+        """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets; marks of the stream at the begin of
+        the passes, at their end and at the end of the sums.
+        """
+        begin = self._clock.mark()
         self._sync.begin()
         step = self.step
         loss, num_targets = self._executor.run(
             lambda m: batch(step, self.place.sequences(m)), self._enter, self._sync.last_backward
         )
-        passes_done = time.perf_counter()
+        passes_done = self._clock.mark()
         self._enter("gradient_sync")
         squares = self._sync.finish()
-        wait_s = self._executor.wait_s
-        parts = {
-            "compute": passes_done - started - wait_s,
-            "wait": wait_s,
-            "gradient_sync": time.perf_counter() - passes_done,
-        }
-        return squares, loss, num_targets, parts
+        return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
+
+    def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
+        """Seconds by part, on the device. The vote, whose end the host has waited for, has what is left: what it took, and what waited."""
+        begin, passes_done, summed = marks
+        compute = self._executor.compute_s
+        passes, sums = self._clock.seconds(begin, passes_done), self._clock.seconds(passes_done, summed)
+        vote = max(0.0, voted - started - passes - sums)
+        return {"compute": compute, "wait": max(0.0, passes - compute), "gradient_sync": sums, "vote": vote}
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -70,7 +70,8 @@ class Worker:
     def __init__(self, place: WorkerPlace, job: Job, phase_hook: PhaseHook | None = None) -> None:
         self.place, self.job = place, job
         self.timeouts = job.elastic.timeouts()
-        self.device = choose_device(job.training.device, job.training.precision)
+        given = None if job.emulation is not None or place.gpu_type == "CPU" else place.gpu_type
+        self.device = choose_device(job.training.device, job.training.precision, given)
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
@@ -318,12 +319,17 @@ class Worker:
             logger.warning("step %d is not preserved: %s", trainer.step, error)
 
 
-def choose_device(wish: str, precision: str) -> torch.device:
-    """The device of this process: its one GPU where it has one.
+def choose_device(wish: str, precision: str, given: str | None = None) -> torch.device:
+    """The device of this process: its one GPU where it has one. `given`: the type of GPU that the plan counts on here.
 
     Raises:
-        ConfigError: the job asks for what this machine has not.
+        ConfigError: the job asks for what this machine has not, or the GPU is of no use: it is never replaced by the CPU.
     """
+    if wish == "auto" and given is not None and not torch.cuda.is_available():
+        raise ConfigError(
+            f"this worker was given a GPU ({given}), but PyTorch finds no CUDA device; mend the node's driver or its CUDA build of"
+            " PyTorch, or set training.device to cpu"
+        )
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -331,7 +337,7 @@ def choose_device(wish: str, precision: str) -> torch.device:
             "training.device is cuda, but PyTorch finds no CUDA device; set training.device to auto or cpu, or mend the"
             " node's driver or its CUDA build of PyTorch"
         )
-    if precision == "bf16" and not torch.cuda.is_bf16_supported():
+    if precision == "bf16" and torch.cuda.get_device_capability(0) < (8, 0):  # older ones only emulate it
         raise ConfigError(
             f"training.precision is bf16, which {torch.cuda.get_device_name(0)} cannot compute; set training.precision to fp32"
         )

@@ -88,3 +88,39 @@ def test_cuda_without_a_device_is_the_users_to_mend(tmp_path):
     with pytest.raises(ConfigError, match=r"training\.device"):
         Worker(place, make_job(tmp_path, training={"device": "cuda"}))
     assert choose_device("auto", "bf16").type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_a_worker_that_was_given_a_gpu_never_trains_on_the_cpu(tmp_path):
+    from tests.harness.local_fleet import make_job
+
+    place = WorkerPlace("a/0", "a", "A10G", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    job = make_job(tmp_path, training={"device": "auto"})
+    with pytest.raises(ConfigError, match=r"given a GPU \(A10G\)"):
+        Worker(place, replace(job, emulation=None))
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((8, 9), True)])
+def test_bf16_is_asked_of_the_hardware(monkeypatch, capability, fits):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)  # as PyTorch says of a T4, which emulates it
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "some GPU")
+    if fits:
+        assert choose_device("auto", "bf16", "A10G").type == "cuda"
+    else:
+        with pytest.raises(ConfigError, match="cannot compute"):
+            choose_device("auto", "bf16", "T4")
+
+
+def test_workers_get_what_the_job_says_of_cuda_and_its_libraries(monkeypatch):
+    from autohet.driver.ray.workforce import forwarded_environment
+
+    told = {"NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "GLOO_SOCKET_IFNAME": "eth1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip
+    own = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "here"}
+    for name, value in {**told, **own}.items():
+        monkeypatch.setenv(name, value)
+    found = forwarded_environment()
+    assert found.items() >= told.items()
+    assert not found.keys() & own.keys()

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, Store
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autohet.runtime.groups.clock import HostClock
 from autohet.runtime.groups.gloo import close_connections
 from autohet.runtime.groups.group import Group
 
@@ -244,11 +245,18 @@ class _DeferredBackEnd:
             work.done.set()
 
 
+class _DeferredClock(HostClock):
+    def mark(self) -> float:
+        this_stream().catch_up()
+        return super().mark()
+
+
 class DeferredGroup(Group):
     """As NcclGroup, on the CPU."""
 
     in_stream_order = True
     max_sync_groups = 4
+    clock = _DeferredClock()
 
     def _create(self, store: Store) -> Any:
         return _DeferredBackEnd(self.name, store, self.rank, self.size, self.timeout_s)

@@ -38,8 +38,8 @@ CALM_TICK_S = 0.05  # between two rounds of reports while all train; each costs 
 BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfiguration does not wait for its driver
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
-FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE")
-NODE_OWN = ("AWS_EC2_METADATA_",)  # each machine's own
+FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_")
+NODE_OWN = ("AWS_EC2_METADATA_", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NCCL_HOSTID")  # each machine's or process's own
 
 
 @dataclass
@@ -368,8 +368,8 @@ class RayWorkforce:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Where this process finds its storage, models and caches: workers on other machines need the same, unless their
-    own environment says otherwise.
+    """Where this process finds its storage, models and caches, and what it was told of CUDA, NCCL, gloo and PyTorch: workers on other
+    machines need the same, unless their own environment says otherwise.
     """
     return {
         name: value

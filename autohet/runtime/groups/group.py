@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
 
+from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.groups.errors import Interrupted, PeerLost
 
 HOST_POLL_S = 2e-4
@@ -42,6 +43,7 @@ class Group(ABC):
     max_sync_groups: ClassVar[int | None] = None
     """How many groups of one worker gradient sync may have (None: one for each set of holders)."""
     abort_may_hang: ClassVar[bool] = False
+    clock: ClassVar[StreamClock] = HostClock()
 
     def __init__(
         self, name: str, members: Sequence[str], me: str, store: Store, device: torch.device, timeout_s: float,

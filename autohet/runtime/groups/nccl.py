@@ -17,6 +17,7 @@ import torch
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 
+from autohet.runtime.groups.clock import EventClock
 from autohet.runtime.groups.errors import PeerLost
 from autohet.runtime.groups.group import HOST_POLL_S, Group
 
@@ -50,6 +51,7 @@ class NcclGroup(Group):
     in_stream_order = True
     max_sync_groups = 4
     abort_may_hang = True
+    clock = EventClock()
 
     def _create(self, store: Store) -> Any:
         from torch.distributed import ProcessGroupNCCL

@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import Work
 
 from autohet.runtime.groups import Group
+from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.pacing import Pacer
 from autohet.runtime.parallel.place import Place
 from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, Action, Kind, one_forward_one_backward
@@ -43,7 +44,7 @@ class Executor:
     def __init__(
         self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, tensor_group: Group | None,
         hidden_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
-        pacer: Pacer | None = None, check: Callable[[], None] = lambda: None,
+        pacer: Pacer | None = None, check: Callable[[], None] = lambda: None, clock: StreamClock | None = None,
     ) -> None:  # fmt: skip
         self.place, self.stage, self.pacer = place, stage, pacer
         self._forward_group, self._backward_group, self._tensor_group = forward_group, backward_group, tensor_group
@@ -52,7 +53,13 @@ class Executor:
             check  # raises Interrupted once the generation is over: between actions, for stages that wait for nobody
         )
         self._actions = one_forward_one_backward(place.pipeline, place.stage_index)
-        self.wait_s = 0.0
+        self._clock = clock or HostClock()
+        self._computed: list[tuple[Any, Any]] = []
+
+    @property
+    def compute_s(self) -> float:
+        """What the last step's forward and backward passes took on the device; the host has waited for the end of the step."""
+        return sum(self._clock.seconds(begin, end) for begin, end in self._computed)
 
     def run(
         self,
@@ -74,7 +81,7 @@ class Executor:
         self._inputs: dict[int, Tensor] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._num_targets = torch.zeros((), dtype=torch.int64, device=self._device)
-        self.wait_s = 0.0
+        self._computed = []
         steps: dict[Kind, Callable[[int], None]] = {
             Kind.RECV_ACTIVATION: self._recv_activation, Kind.FORWARD: self._forward, Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECV_GRADIENT: self._recv_gradient, Kind.BACKWARD: self._backward, Kind.SEND_GRADIENT: self._send_gradient,
@@ -114,7 +121,7 @@ class Executor:
         tensor, work = self._post(group, transfer, tag) if arrived is None else arrived
         if m + 1 < self.place.pipeline.num_microbatches:
             self._arrived[(kind, m + 1)] = self._post(group, transfer, tag + 2)
-        self._wait(group, work)
+        group.wait_on_stream(work)
         return tensor.view(self._shape) if transfer.slices == 1 else self._gathered(tensor)
 
     def _post(self, group: Group, transfer: Transfer, tag: int) -> tuple[Tensor, Work | None]:
@@ -130,14 +137,12 @@ class Executor:
         """The whole, [b, S, H], of the slices that the ranks of this stage have taken."""
         assert self._tensor_group is not None
         whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        started = time.perf_counter()
         self._tensor_group.all_gather(whole, part)
-        self.wait_s += time.perf_counter() - started
         return whole
 
     def _forward(self, m: int) -> None:
         self._phase("forward")
-        started = time.perf_counter()
+        started, begin = time.perf_counter(), self._clock.mark()
         tokens, targets = self._batch(m)
         given = tokens if self.place.is_first else self._inputs.pop(m)
         out = self.stage(given)
@@ -151,10 +156,11 @@ class Executor:
             self._outputs[m] = out.detach()
         if self.pacer is not None:
             self.pacer.after_forward(started)
+        self._computed.append((begin, self._clock.mark()))
 
     def _backward(self, m: int) -> None:
         self._phase("backward")
-        started = time.perf_counter()
+        started, begin = time.perf_counter(), self._clock.mark()
         if m == self.place.pipeline.num_microbatches - 1:
             self._before_last_backward()
         given, out = self._kept.pop(m)
@@ -164,6 +170,7 @@ class Executor:
             self._gradients[m] = given.grad
         if self.pacer is not None:
             self.pacer.after_backward(started)
+        self._computed.append((begin, self._clock.mark()))
 
     def _send_activation(self, m: int) -> None:
         tensor = self._outputs.pop(m).contiguous()
@@ -188,12 +195,7 @@ class Executor:
     def _end_sends(self, kind: Kind, most: int) -> None:
         while len(self._sending[kind]) > most:
             group, work, _ = self._sending[kind].popleft()
-            self._wait(group, work)
-
-    def _wait(self, group: Group, work: Work | None) -> None:
-        started = time.perf_counter()
-        group.wait_on_stream(work)
-        self.wait_s += time.perf_counter() - started
+            group.wait_on_stream(work)
 
 
 __all__ = ["Action", "Batch", "Executor", "Stage"]
