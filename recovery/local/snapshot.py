@@ -267,7 +267,7 @@ class _Buffer:
         self.sequence = 0
         self._units = units
         self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
-        self._registered = False
+        self._registered = self._tried_to_register = False
         self._targets = {name: self._targets_of(file.map.tensors[name], of_tensor) for name, of_tensor in units.items()}
 
     def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -309,9 +309,15 @@ class _Buffer:
 
     def _register(self) -> None:
         """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works too, only slower."""
-        if not self._registered:
-            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
-            self._registered = True
+        if self._tried_to_register:
+            return
+        self._tried_to_register = True
+        refused = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))  # type: ignore[no-untyped-call]
+        self._registered = refused == 0
+        if refused:
+            logger.warning(
+                "%s is not pinned (CUDA error %d): copies of the GPU's state are slow", self.file.path, refused
+            )
 
     def close(self) -> None:
         if self._registered:

@@ -26,6 +26,7 @@ from recovery.storage.errors import ObjectMissing, ObjectTruncated, StorageError
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
 from recovery.storage.s3_errors import S3_FAILURES, translate
+from recovery.storage.s3_transfer import DeadlinePassed, S3Transfer
 
 MAX_PARTS = 10_000
 MIN_PART_BYTES = 5 << 20
@@ -43,6 +44,7 @@ class S3Storage:
         self._options = options
         self._bandwidth = BandwidthLimit(options.max_bytes_per_s)
         self._client = _make_client(options)
+        self._transfer = S3Transfer(self._client, min(30.0, options.request_timeout_s))
         self._cancelled: threading.Event | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
@@ -132,6 +134,7 @@ class S3Storage:
         return bound
 
     def close(self) -> None:
+        self._transfer.close()
         self._client.close()
 
     def _object(self, name: str) -> dict[str, Any]:
@@ -141,15 +144,16 @@ class S3Storage:
         """Multipart: at most `concurrency` parts in memory and in flight; nothing shows until all are there."""
         part_bytes = max(self._options.part_bytes, MIN_PART_BYTES, -(-payload.size // MAX_PARTS))
         target = self._object(name)
-        upload_id = self._call(name, lambda: self._client.create_multipart_upload(**target))["UploadId"]
+        algorithm = "CRC32C" if self._transfer.usable else "CRC32"
+        opened = self._call(name, lambda: self._client.create_multipart_upload(**target, ChecksumAlgorithm=algorithm))
+        upload_id = opened["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
             offset = (number - 1) * part_bytes
-            body = bytes(payload.read(offset, min(part_bytes, payload.size - offset)))
+            body = memoryview(payload.read(offset, min(part_bytes, payload.size - offset)))
             self._bandwidth.take(len(body), self._cancelled)
-            part = {**target, "UploadId": upload_id, "PartNumber": number, "Body": body}
-            answer = self._call(name, lambda: self._client.upload_part(**part))
-            return {"PartNumber": number, "ETag": answer["ETag"], **_checksum_of(answer)}
+            part = {**target, "UploadId": upload_id, "PartNumber": number}
+            return {"PartNumber": number, **self._call(name, lambda: self._put_part(part, body))}
 
         try:
             parts = _in_parallel(send, range(1, -(-payload.size // part_bytes) + 1), self._options.concurrency)
@@ -160,6 +164,12 @@ class S3Storage:
                 self._abort(target["Key"], upload_id)
             raise
 
+    def _put_part(self, part: dict[str, Any], body: memoryview) -> dict[str, str]:
+        if self._transfer.usable:
+            return self._transfer.put_part(part, body)
+        answer = self._client.upload_part(**part, Body=bytes(body))
+        return {"ETag": answer["ETag"], **_checksum_of(answer)}
+
     def _abort(self, key: str, upload_id: str) -> None:
         request = {"Bucket": self._bucket, "Key": key, "UploadId": upload_id}
         with contextlib.suppress(ObjectMissing):
@@ -167,6 +177,13 @@ class S3Storage:
 
     def _fetch_into(self, name: str, start: int, buffer: memoryview) -> None:
         stop_at = time.monotonic() + self._options.request_timeout_s
+        if self._transfer.usable:
+            try:
+                got = self._transfer.get_into(self._object(name), start, buffer, stop_at, self._cancelled)
+            except DeadlinePassed as error:
+                raise StorageTimeout(f"{self.uri}/{name}", str(error)) from error
+            self._require(name, start, got, buffer)
+            return
         span = f"bytes={start}-{start + len(buffer) - 1}"
         body = self._client.get_object(**self._object(name), Range=span)["Body"]
         got = 0
@@ -180,6 +197,9 @@ class S3Storage:
         finally:
             if got < len(buffer):
                 body.close()  # else the connection goes back to the pool
+        self._require(name, start, got, buffer)
+
+    def _require(self, name: str, start: int, got: int, buffer: memoryview) -> None:
         if got < len(buffer):
             raise ObjectTruncated(f"{self.uri}/{name}", f"{got} bytes came of the {len(buffer)} from {start}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+
 import botocore.exceptions as boto
 import urllib3.exceptions
 
@@ -17,7 +19,7 @@ from recovery.storage.errors import (
     StorageUnreachable,
 )
 
-S3_FAILURES = (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPError, OSError)
+S3_FAILURES = (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 """Everything that a call through boto3 raises for reasons outside of this program."""
 
 _THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}

@@ -1,4 +1,4 @@
-"""boto3 (this repository's storage) against pyarrow's S3 filesystem: same server, parts and concurrency, one run.
+"""This repository's storage beside boto3 alone, AWS's CRT client and pyarrow's S3 filesystem: same server, parts and concurrency.
 
     python scripts/benchmarks/storage_throughput.py [--mib 512] [--out FILE.json]
 
@@ -12,6 +12,7 @@ absolute figures.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
@@ -94,7 +95,7 @@ def _serve(pipe: Connection, path: str, latency_s: float) -> None:
         pipe.recv()  # nothing comes: it ends with whoever started it
 
 
-def _boto3_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
+def _our_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
     os.environ["AWS_ENDPOINT_URL"] = endpoint
     from recovery.storage.open import open_storage
     from recovery.storage.protocol import StorageOptions
@@ -112,6 +113,69 @@ def _boto3_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Ca
             list(pool.map(part, range(0, num_bytes, PART_BYTES)))
 
     return {"read": read, "write": lambda: storage.put("object", data)}
+
+
+def _plain_boto3_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
+    """boto3 with its own data path: bodies through urllib3, CRC-32 of the standard library."""
+    import boto3
+    from botocore.config import Config
+
+    style: Any = {"addressing_style": "path", "payload_signing_enabled": False}
+    client = boto3.client("s3", endpoint_url=endpoint, config=Config(max_pool_connections=2 * concurrency, s3=style))
+    data = bytearray(num_bytes)
+    memory, place = memoryview(data), {"Bucket": "bucket", "Key": "object"}
+
+    def get(at: int) -> None:
+        end = min(at + PART_BYTES, num_bytes)
+        body = client.get_object(**place, Range=f"bytes={at}-{end - 1}")["Body"]
+        while at < end and (piece := body.read(min(1 << 20, end - at))):
+            memory[at : at + len(piece)] = piece
+            at += len(piece)
+
+    def put(at: int) -> None:
+        body = bytes(memory[at : at + PART_BYTES])
+        client.upload_part(**place, UploadId="u", PartNumber=1 + at // PART_BYTES, Body=body)
+
+    def in_parts(action: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(concurrency) as pool:
+            list(pool.map(action, range(0, num_bytes, PART_BYTES)))
+
+    return {"read": lambda: in_parts(get), "write": lambda: in_parts(put)}
+
+
+def _crt_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
+    """AWS's CRT client, one request an object, as its own transfers are; a part's bytes come to Python in `on_body`."""
+    from awscrt import auth, http, s3
+
+    host = endpoint.removeprefix("http://")
+    credentials = auth.AwsCredentialsProvider.new_static("testing", "testing")
+    signing = s3.create_default_s3_signing_config(region="us-east-1", credential_provider=credentials)
+    client = s3.S3Client(
+        region="us-east-1", signing_config=signing, tls_mode=s3.S3RequestTlsMode.DISABLED, part_size=PART_BYTES,
+        throughput_target_gbps=10, max_active_connections_override=concurrency,
+    )  # fmt: skip
+    data = bytearray(num_bytes)
+    memory = memoryview(data)
+
+    def request(method: str, body: Any = None) -> Any:
+        headers = [("host", host)] + ([] if body is None else [("content-length", str(num_bytes))])
+        return http.HttpRequest(method, "/bucket/object", http.HttpHeaders(headers), body)
+
+    def take(chunk: bytes, offset: int, **_: Any) -> None:
+        memory[offset : offset + len(chunk)] = chunk
+
+    def read() -> None:
+        kind = s3.S3RequestType.GET_OBJECT
+        client.make_request(type=kind, request=request("GET"), on_body=take).finished_future.result(120)
+
+    def write() -> None:
+        kind, sums = s3.S3RequestType.PUT_OBJECT, s3.S3ChecksumConfig(
+            algorithm=s3.S3ChecksumAlgorithm.CRC32C, location=s3.S3ChecksumLocation.TRAILER
+        )
+        sent = client.make_request(type=kind, request=request("PUT", io.BytesIO(data)), checksum_config=sums)
+        sent.finished_future.result(120)
+
+    return {"read": read, "write": write}
 
 
 def _pyarrow_runs(endpoint: str, num_bytes: int, concurrency: int) -> dict[str, Callable[[], None]]:
@@ -160,14 +224,16 @@ def _compare(path: str, num_bytes: int, latency_s: float, concurrency: int) -> l
     try:
         endpoint = f"http://127.0.0.1:{parent.recv()}"
         runs = {
-            "boto3": _boto3_runs(endpoint, num_bytes, concurrency),
+            "ours": _our_runs(endpoint, num_bytes, concurrency),
+            "boto3": _plain_boto3_runs(endpoint, num_bytes, concurrency),
+            "crt": _crt_runs(endpoint, num_bytes, concurrency),
             "pyarrow": _pyarrow_runs(endpoint, num_bytes, concurrency),
         }
         rows = []
         for direction in ("read", "write"):
             row: dict[str, Any] = {"direction": direction, "latency_s": latency_s, "concurrency": concurrency}
             row.update({client: _measure(runs[client][direction], num_bytes) for client in runs})
-            row["boto3_over_pyarrow"] = round(row["boto3"]["bytes_per_s"] / row["pyarrow"]["bytes_per_s"], 3)
+            row["bytes_per_cpu_s_over_boto3"] = round(row["boto3"]["cpu_s_per_gb"] / row["ours"]["cpu_s_per_gb"], 2)
             rows.append(row)
             print(json.dumps(row), flush=True)
         return rows
@@ -211,7 +277,7 @@ def main() -> None:
     with data_in_memory(num_bytes) as path:
         cases = [(latency_s, concurrency) for latency_s in (0.0, 0.1) for concurrency in (1, 8)]
         rows = [row for case in cases for row in _compare(path, num_bytes, *case)]
-    document = {"what": "S3 client throughput, boto3 against pyarrow", "num_bytes": num_bytes, "part_bytes": PART_BYTES}
+    document = {"what": "S3 clients beside each other", "num_bytes": num_bytes, "part_bytes": PART_BYTES}
     document |= {"where": where, "results": rows}
     if args.out:
         Path(args.out).write_text(json.dumps(document, indent=1) + "\n")

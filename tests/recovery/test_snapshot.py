@@ -17,6 +17,7 @@ import torch
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
 from recovery.local.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.state.borrowed import BorrowedState
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
 from tests.harness.host_memory import memory_directory
@@ -363,3 +364,30 @@ def test_populating_maps_every_page_and_stops_when_told(tmp_path: Path) -> None:
             writer.close()
     finally:
         shutil.rmtree(directory)
+
+
+def test_memory_that_cannot_be_pinned_is_used_and_said_to_be_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refusal (locked memory is limited) is told once; what was not pinned is not unpinned."""
+    calls: list[str] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:
+            calls.append("register")
+            return 2
+
+        def cudaHostUnregister(self, *_: int) -> int:
+            calls.append("unregister")
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(BorrowedState, "on_device", True)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    for step in (1, 2, 3):
+        writer.start(step, state_of(CASE.layout, WORKER, step))
+        writer.wait(20)
+    writer.close(20)
+    assert writer.newest == 3
+    assert calls == ["register"] * 2, "once a file"
+    assert caplog.text.count("is not pinned (CUDA error 2)") == 2
