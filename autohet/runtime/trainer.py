@@ -128,10 +128,10 @@ class StageTrainer:
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         dtype = COMPUTE_DTYPE[training.precision]
-        self._world = groups.group(plan.workers, "world")
         tensor = self._tensor_group(groups)
         self._tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
         forward, backward = groups.group(plan.workers, "forward"), groups.group(plan.workers, "backward")
+        self._world = backward  # for the vote: it starts after the last message of a step; one communicator fewer
         build = getattr(
             family_of(config), "build_stage", build_stage
         )  # a family may bring stages of its own (the tests' exact model)

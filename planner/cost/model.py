@@ -245,6 +245,8 @@ class CostModel:
                 w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
             },
             estimated=self._estimated(plan),
+            plan=plan,
+            tied_embeddings=self.spec.tied_embeddings,
         )
 
     def simulate(self, plan: Plan) -> Simulation:

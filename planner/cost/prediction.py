@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from planner.communicators import COMMUNICATOR_BYTES, communicators_by_worker
+from planner.plan import Plan
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -17,6 +20,8 @@ class Prediction:
     memory_bytes_by_worker: dict[str, int]
     memory_limit_bytes_by_worker: dict[str, int]
     estimated: tuple[str, ...] = ()
+    plan: Plan | None = None
+    tied_embeddings: bool = False
 
     @property
     def fits(self) -> bool:
@@ -30,6 +35,11 @@ class Prediction:
         worker = max(share, key=lambda w: share[w])
         return worker, share[worker]
 
+    @property
+    def communicators_by_worker(self) -> dict[str, int]:
+        """How many communicators each worker has (`planner.communicators`); counted when asked for, since a search never does."""
+        return {} if self.plan is None else communicators_by_worker(self.plan, tied=self.tied_embeddings)
+
     def to_document(self) -> dict[str, Any]:
         """The contract's `predicted`, with `fits` and, where something was not measured, `estimated`."""
         return {
@@ -41,6 +51,10 @@ class Prediction:
             "breakdown_s": dict(self.breakdown_s),
             "memory_bytes_by_worker": dict(self.memory_bytes_by_worker),
             "memory_limit_bytes_by_worker": dict(self.memory_limit_bytes_by_worker),
+            "communicators_by_worker": dict(self.communicators_by_worker),
+            "communicator_bytes_by_worker": {
+                w: n * COMMUNICATOR_BYTES for w, n in self.communicators_by_worker.items()
+            },
             "fits": self.fits,
             "estimated": list(self.estimated),
         }

@@ -27,7 +27,9 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import held_units
+from autohet.runtime.models import family_of
 from autohet.runtime.models.family import EMBEDDING, HEAD, ParameterSpec
+from planner.communicators import sync_groups
 from planner.plan import Plan
 
 BUCKET_BYTES = 32 << 20
@@ -100,9 +102,15 @@ def _shape(spec: ParameterSpec, units: tuple[int, ...]) -> tuple[int, ...]:
     return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
 
 
-def group_order(plan: Plan, config: PreTrainedConfig) -> list[tuple[str, ...]]:
-    """Every set of two or more holders that some shard has, in the order in which all workers build the groups."""
-    return sorted({bucket.holders for bucket in plan_buckets(plan, config) if len(bucket.holders) > 1})
+def groups_by_holders(
+    plan: Plan, config: PreTrainedConfig, most: int | None = None
+) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The group of each set of two or more holders that some shard has: these workers, or a superset where a worker would be in more
+    than `most` groups. All workers build the groups in sorted order.
+    """
+    tied = family_of(config).tied_head(config)
+    group_of = sync_groups(plan, tied=tied, most=most)
+    return {b.holders: group_of[b.holders] for b in plan_buckets(plan, config) if len(b.holders) > 1}
 
 
 @dataclass(frozen=True)
@@ -157,17 +165,27 @@ class GradientSync:
         *, overlap: bool = True,
     ) -> None:  # fmt: skip
         self._me, self._parameters, self._overlap = me, dict(parameters), overlap
-        built = {holders: groups.group(holders) for holders in group_order(plan, config) if me in holders}
-        self.buckets = tuple(bucket for bucket in plan_buckets(plan, config) if me in bucket.holders)
-        self._groups: list[Group | None] = [built.get(bucket.holders) for bucket in self.buckets]
+        members = groups_by_holders(plan, config, groups.back_end.max_sync_groups)
+        built = {each: groups.group(each) for each in sorted(set(members.values())) if me in each}
+        self.buckets = tuple(
+            bucket for bucket in plan_buckets(plan, config) if me in members.get(bucket.holders, bucket.holders)
+        )
+        self._groups: list[Group | None] = [
+            built[members[bucket.holders]] if bucket.holders in members else None for bucket in self.buckets
+        ]
         held = {name: (spec, units) for worker, name, spec, units in held_units(plan, config) if worker == me}
         assert set(held) == set(self._parameters), sorted(set(held) ^ set(self._parameters))
         device = next(iter(self._parameters.values())).device if self._parameters else groups.device
-        self._flats = [torch.zeros(bucket.num_elements, dtype=torch.float32, device=device) for bucket in self.buckets]
+        self._device = device
+        self._flats = [
+            torch.zeros(bucket.num_elements if me in bucket.holders else 0, dtype=torch.float32, device=device)
+            for bucket in self.buckets
+        ]
         self._pieces = [
             [
                 _LocalPiece(piece, *held[piece.parameter], flat, _weight(held[piece.parameter][0], tp_degree))
                 for piece in bucket.pieces
+                if me in bucket.holders
             ]
             for bucket, flat in zip(self.buckets, self._flats, strict=True)
         ]
@@ -186,7 +204,7 @@ class GradientSync:
     def _reset(self) -> None:
         self._is_last, self._next = False, 0
         self._works: list[Work | None] = []
-        self._missing = [len(bucket.pieces) for bucket in self.buckets]
+        self._missing = [len(pieces) for pieces in self._pieces]
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
@@ -218,7 +236,12 @@ class GradientSync:
         for piece in self._pieces[index]:
             if piece.weight != 1.0:
                 piece.view.mul_(piece.weight)
-        group = self._groups[index]
+        group, bucket = self._groups[index], self.buckets[index]
+        if group is not None and self._me not in bucket.holders:
+            # A group of several sets of holders: zeros for a bucket of others, forgotten as soon as the stream has sent them.
+            zeros = torch.zeros(bucket.num_elements, dtype=torch.float32, device=self._device)
+            group.all_reduce(zeros)
+            group = None
         self._works.append(None if group is None else group.start_all_reduce(self._flats[index]))
 
     def finish(self) -> Tensor:

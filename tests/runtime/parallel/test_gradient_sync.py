@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models import family_of, stage_parameter_names
-from autohet.runtime.parallel.gradient_sync import Bucket, GradientSync, group_order, plan_buckets
+from autohet.runtime.parallel.gradient_sync import Bucket, GradientSync, groups_by_holders, plan_buckets
+from planner.communicators import MAX_SYNC_GROUPS, holder_sets
 from planner.plan import Plan
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
@@ -69,7 +71,7 @@ def test_a_tied_embedding_is_summed_over_both_ends() -> None:
     first_and_last = plan([(2, ["a"]), (2, ["b"])], [(1, ["c"]), (2, ["d"]), (1, ["e"])])
     holders = {piece.parameter: b.holders for b in plan_buckets(first_and_last, CONFIG) for piece in b.pieces}
     assert holders["model.embed_tokens.weight"] == ("a", "b", "c", "e")
-    assert set(group_order(first_and_last, CONFIG)) == set(holders.values())
+    assert set(groups_by_holders(first_and_last, CONFIG)) == set(holders.values())
 
 
 class FakeGroups:
@@ -77,7 +79,8 @@ class FakeGroups:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.back_end = SimpleNamespace(max_sync_groups=most)
         self.made: list[tuple[str, ...]] = []
         self.given: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
 
@@ -86,6 +89,10 @@ class FakeGroups:
         outer = self
 
         class One:
+            def all_reduce(self, tensor: torch.Tensor) -> None:
+                assert not tensor.any(), "who holds nothing of a bucket adds nothing to it"
+                outer.given[tuple(members)].append(tensor)
+
             def start_all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
                 outer.given[tuple(members)].append(tensor)
                 return tensor
@@ -96,8 +103,8 @@ class FakeGroups:
         return One()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "most"), [(True, None), (False, None), (False, 2), (False, 1)])
+def test_sums_and_norm_equal_a_direct_computation(overlap: bool, most: int | None) -> None:
     torch.manual_seed(0)
     layout = layout_of_plan(ACROSS, CONFIG)
     specs = {name: spec for name, spec in layout.tensors.items() if name.startswith("param/")}
@@ -107,7 +114,7 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
     for worker in ACROSS.workers:
         units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
         parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
-        fakes[worker] = FakeGroups()
+        fakes[worker] = FakeGroups(most)
         sync = syncs[worker] = GradientSync(
             ACROSS, CONFIG, worker, fakes[worker], parameters, degree[worker], overlap=overlap
         )  # type: ignore[arg-type]
@@ -125,6 +132,7 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool) -> None:
         if overlap:
             assert fakes[worker].given, "no sum started during the last backward"
         sync.finish()
+    assert all(most is None or len(set(fake.made)) <= most for fake in fakes.values())
     add_up(fakes)
     squares = torch.zeros((), dtype=torch.float64)
     for worker, sync in syncs.items():
@@ -197,6 +205,17 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
             held = {flat.untyped_storage().data_ptr() for flat in sync._flats}
             left = [p.grad for p in parameters.values() if p.grad is not None]
             assert {gradient.untyped_storage().data_ptr() for gradient in left} <= held
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(6, 4), st.booleans())
+def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool) -> None:
+    """And merges them as the runtime does: one list of groups, in one order at every worker."""
+    config = tiny_config("llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, tie_word_embeddings=tied)
+    found = groups_by_holders(drawn, config, MAX_SYNC_GROUPS)
+    assert set(found) <= set(holder_sets(drawn, tied=tied))
+    counts = Counter(worker for group in set(found.values()) for worker in group)
+    assert max(counts.values(), default=0) <= MAX_SYNC_GROUPS
 
 
 def test_it_goes_when_it_is_dropped() -> None:

@@ -1,0 +1,110 @@
+"""How many communicators a plan needs on each GPU, and which workers share one for gradient sync.
+
+Every communicator takes memory on its device (`COMMUNICATOR_BYTES`) and time to make. A worker of a plan that is cut differently in each
+pipeline meets other partners for almost every layer: 8 to 30 sets of holders at 64 GPUs. Beyond a limit, sets are therefore merged into
+common supersets, over which those that hold nothing of a bucket contribute zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from planner.plan import Plan, Stage
+
+MAX_SYNC_GROUPS = 4
+"""Communicators of one worker for gradient sync. With the world of the generation, one for each direction between stages and that of
+its tensor-parallel group a worker has at most MAX_COMMUNICATORS."""
+MAX_COMMUNICATORS = MAX_SYNC_GROUPS + 4
+COMMUNICATOR_BYTES = 512 * 2**20
+"""Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear in its channels."""
+
+Members = tuple[str, ...]
+
+
+def holder_sets(plan: Plan, *, tied: bool) -> Counter[Members]:
+    """Sorted names of two or more workers that hold the same slices, and of how many slices (of blocks, embedding and head) that is.
+
+    A tensor is cut into as many slices as the largest TP degree of the plan; what no rank cuts lies on all ranks. `tied`: the embedding
+    is the head's tensor too.
+    """
+    slices = max((stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
+    ends = [pipeline.stages[0] for pipeline in plan.pipelines], [pipeline.stages[-1] for pipeline in plan.pipelines]
+    num_layers = max(stage.end_layer for stage in ends[1])
+    entries: list[list[Stage]] = [ends[0] + ends[1]] if tied else []
+    entries += [
+        *ends,
+        *([_stage_of(pipeline.stages, layer) for pipeline in plan.pipelines] for layer in range(num_layers)),
+    ]
+    found: Counter[Members] = Counter()
+    for stages in entries:
+        found[_sorted(worker for stage in stages for worker in stage.workers)] += 1
+        for index in range(slices):
+            found[_sorted(stage.workers[index * stage.tp_degree // slices] for stage in stages)] += 1
+    return Counter({members: count for members, count in found.items() if len(members) > 1})
+
+
+def merged_groups(weights: Mapping[Members, float], most: int | None = MAX_SYNC_GROUPS) -> dict[Members, Members]:
+    """The group over which each set of holders is summed: itself, or a superset where some worker would be in more than `most` groups.
+
+    weights: by set, in proportion to its bytes. While a worker has too many, those two of its groups become one that add the fewest
+    bytes of zeros. The same answer for the same sets, in whatever order they come.
+    """
+    workers = sorted({worker for members in weights for worker in members})
+    number = {worker: index for index, worker in enumerate(workers)}
+    mask_by_set = {members: sum(1 << number[worker] for worker in members) for members in sorted(weights)}
+    size = {mask: float(weights[members]) for members, mask in mask_by_set.items()}
+    counts = [sum(mask >> index & 1 for mask in size) for index in range(len(workers))]
+    while most is not None and counts and max(counts) > most:
+        worst = counts.index(max(counts))
+        first, second = _cheapest_pair(sorted(mask for mask in size if mask >> worst & 1), size)
+        union = first | second
+        size[union] = size.pop(first) + size.pop(second) + size.get(union, 0.0)
+        mask_by_set = {held: union if mask in (first, second) else mask for held, mask in mask_by_set.items()}
+        counts = [sum(mask >> index & 1 for mask in size) for index in range(len(workers))]
+    return {
+        held: tuple(worker for index, worker in enumerate(workers) if mask >> index & 1)
+        for held, mask in mask_by_set.items()
+    }
+
+
+def sync_groups(plan: Plan, *, tied: bool, most: int | None = MAX_SYNC_GROUPS) -> dict[Members, Members]:
+    """`merged_groups` of a plan's sets of holders."""
+    return merged_groups(holder_sets(plan, tied=tied), most)
+
+
+def communicators_by_worker(plan: Plan, *, tied: bool) -> dict[str, int]:
+    """How many communicators each worker of the plan has while it trains, at most MAX_COMMUNICATORS; each takes COMMUNICATOR_BYTES of its
+    device. A worker alone has none.
+    """
+    if len(plan.workers) == 1:
+        return dict.fromkeys(plan.workers, 0)
+    counts = dict.fromkeys(plan.workers, 3)  # the generation's world, and a group for each direction between stages
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for worker in stage.workers:
+                counts[worker] += stage.tp_degree > 1
+    for group in set(sync_groups(plan, tied=tied).values()):
+        for worker in group:
+            counts[worker] += 1
+    return counts
+
+
+def _cheapest_pair(groups: Sequence[int], size: Mapping[int, float]) -> tuple[int, int]:
+    """Of groups as bit sets: the two that one group for both would bring the fewest bytes of zeros, over all members."""
+
+    def added(pair: tuple[int, int]) -> float:
+        first, second = pair
+        union = (first | second).bit_count()
+        return (union - first.bit_count()) * size[first] + (union - second.bit_count()) * size[second]
+
+    return min(itertools.combinations(groups, 2), key=added)
+
+
+def _sorted(workers: Iterable[str]) -> Members:
+    return tuple(sorted(set(workers)))
+
+
+def _stage_of(stages: Sequence[Stage], layer: int) -> Stage:
+    return next(stage for stage in stages if stage.first_layer <= layer < stage.end_layer)

@@ -1,0 +1,88 @@
+"""Few communicators for any plan, the same groups at every worker, and every set of holders inside its group."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.communicators import (
+    COMMUNICATOR_BYTES,
+    MAX_COMMUNICATORS,
+    MAX_SYNC_GROUPS,
+    communicators_by_worker,
+    holder_sets,
+    merged_groups,
+    sync_groups,
+)
+from planner.plan import Plan
+
+
+@st.composite
+def plans_of_64(draw: Any) -> Plan:
+    """Up to 64 GPUs in pipelines of unlike depth, cut and TP degree, of up to 80 layers."""
+    layers, left, number = draw(st.integers(8, 80)), 64, 0
+    pipelines = []
+    while left > 0 and len(pipelines) < 12:
+        shape = []
+        depth = draw(st.integers(1, min(8, left, layers)))
+        cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=depth - 1, max_size=depth - 1)))
+        for start, end in itertools.pairwise([0, *cuts, layers]):
+            degree = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= left - (depth - len(shape) - 1)] or [1]))
+            shape.append({"first_layer": start, "num_layers": end - start,
+                          "workers": [f"n{(number + r) // 8}/{(number + r) % 8}" for r in range(degree)]})  # fmt: skip
+            number, left = number + degree, left - degree
+        pipelines.append({"num_microbatches": 1, "stages": shape})
+    return Plan.from_document(
+        {"version": 1, "model": "m", "global_batch_sequences": len(pipelines), "microbatch_sequences": 1, "sequence_length": 4,
+         "pipelines": pipelines}
+    )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(plans_of_64(), st.booleans())
+def test_any_plan_of_64_gpus_has_few_communicators_a_worker(plan: Plan, tied: bool) -> None:
+    counts = communicators_by_worker(plan, tied=tied)
+    assert set(counts) == set(plan.workers)
+    assert max(counts.values()) <= MAX_COMMUNICATORS
+    groups = sync_groups(plan, tied=tied)
+    assert set(groups) == set(holder_sets(plan, tied=tied))
+    assert all(set(holders) <= set(group) for holders, group in groups.items())
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans_of_64(), st.integers(0, 9))
+def test_every_worker_finds_the_same_groups_whatever_order_it_meets_the_sets_in(plan: Plan, seed: int) -> None:
+    """All start operations in the sorted order of the groups: one order of one list."""
+    sets = list(holder_sets(plan, tied=True).items())
+    random.Random(seed).shuffle(sets)
+    assert merged_groups(dict(sets)) == sync_groups(plan, tied=True)
+
+
+def test_what_fits_stays_as_it_is_and_what_does_not_adds_the_fewest_zeros() -> None:
+    few = {("a", "b"): 5.0, ("a", "c"): 1.0, ("a", "b", "c"): 1.0}
+    assert merged_groups(few, 3) == {members: members for members in few}
+    assert merged_groups(few, None) == {members: members for members in few}
+    merged = merged_groups(few, 2)
+    assert merged == {("a", "b"): ("a", "b"), ("a", "c"): ("a", "b", "c"), ("a", "b", "c"): ("a", "b", "c")}
+
+
+def test_an_asymmetric_plan_had_more_than_it_may_have() -> None:
+    """Twelve pipelines of 80 layers, each cut at other layers: without merging the test above would prove nothing."""
+    documents = []
+    for index in range(16):
+        cuts = [0, 5 + 4 * index, 7 + 4 * index, 9 + 4 * index, 80]
+        stages = [{"first_layer": a, "num_layers": b - a, "workers": [f"n{index}/{rank}"]}
+                  for rank, (a, b) in enumerate(itertools.pairwise(cuts))]  # fmt: skip
+        documents.append({"num_microbatches": 1, "stages": stages})
+    common = {"version": 1, "model": "m", "global_batch_sequences": 16, "microbatch_sequences": 1, "sequence_length": 4}
+    plan = Plan.from_document({**common, "pipelines": documents})
+    sets = holder_sets(plan, tied=False)
+    before = Counter(worker for members in sets for worker in members)
+    assert max(before.values()) > 4 * MAX_SYNC_GROUPS
+    assert max(communicators_by_worker(plan, tied=False).values()) <= MAX_COMMUNICATORS
+    assert COMMUNICATOR_BYTES * MAX_COMMUNICATORS < 5 * 2**30
