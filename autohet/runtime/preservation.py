@@ -16,7 +16,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
-from recovery.local.snapshot import SnapshotWriter, remove_older
+from recovery.local.snapshot import SnapshotLease, SnapshotWriter, remove_older
 from recovery.peers.replication import (
     Endpoint,
     ReplicationTargets,
@@ -195,8 +195,15 @@ class Preservation:
         if self._every and (step % self._every == 0 or durable):
             self._snapshot(self._order, step, state)
         if durable:
-            self._spill(step, state)
-            self._upload(self._order, step, state)
+            self._spill(step, self._read_once(step, state))
+            self._upload(self._order, step, self._read_once(step, state))
+
+    def _read_once(self, step: int, state: Mapping[str, Tensor]) -> Mapping[str, Tensor] | SnapshotLease:
+        """What the disk and durable storage are filled from: the snapshot, so that the state itself is read once a step; the state
+        where no snapshot is kept.
+        """
+        writer = self._snapshots
+        return state if writer is None or not writer.takes(step) else writer.lease(step)
 
     def _snapshot(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
         """Begin the snapshot; where it opens a round (for all workers, also those that keep none), hold it, and tell the agent."""
@@ -211,24 +218,27 @@ class Preservation:
         except SnapshotError as error:
             self._do_without(writer, error)
 
-    def _spill(self, step: int, state: Mapping[str, Tensor]) -> None:
+    def _spill(self, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
         """Keep the durable step on the node's own disk: after a loss, only what no node has comes from storage. A
         full disk is no failure.
         """
-        if self._disk is None:
-            return
         try:
-            self._disk.start(step, state, self._timeout_s)
+            if self._disk is None:
+                _release(state)
+            else:
+                self._disk.start(step, state, self._timeout_s)
         except RecoveryError as error:
+            _release(state)
             logger.warning("step %d is not on this node's disk: %s", step, error)
 
-    def _upload(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
+    def _upload(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor] | SnapshotLease) -> None:
         """Waits only where this is the last step of all: in its turn, nobody writes."""
         try:
             self._uploader.wait_free(self._timeout_s)
         except StorageTimeout as error:
             with self._harvesting:
                 self._receipts.append((order.generation, step, str(error)))
+            _release(state)
             return
         with self._harvesting:
             self._harvest()
@@ -263,3 +273,8 @@ class Preservation:
         self._close_snapshots()
         withdraw(self._place.memory_directory, self._place.worker)
         self._uploader.close()
+
+
+def _release(state: Mapping[str, Tensor] | SnapshotLease) -> None:
+    if isinstance(state, SnapshotLease):
+        state.release()

@@ -6,12 +6,14 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from recovery.checkpoint.errors import UploadFailed
 from recovery.checkpoint.write import MAX_FILE_BYTES, WorkerReceipt, write_views
 from recovery.errors import RecoveryError
+from recovery.local.snapshot import SnapshotLease
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import shard_views
@@ -38,7 +40,7 @@ class UploaderBusy(RecoveryError):
 class _Task:
     step: int
     worker: str
-    borrowed: BorrowedState
+    borrowed: BorrowedState | SnapshotLease
     layout: Layout
     ids: Collection[ShardId]
 
@@ -50,7 +52,7 @@ class Uploader:
     while the thread copies, `wait_copied()`, the next update. An update that does not wait shows: the tensors' version
     counters differ, and the upload fails.
 
-    Memory: a copy of the shards this worker writes (not of all it holds), plus concurrency x part_bytes of the storage.
+    Memory: a copy of the shards this worker writes (not of all it holds; none with a lease), plus concurrency x part_bytes of the storage.
     Bandwidth: the storage's `max_bytes_per_s`. `wait` gives the receipt or raises what went wrong; `close` joins the
     thread.
     """
@@ -76,10 +78,11 @@ class Uploader:
         return self._busy_with is not None
 
     def submit(
-        self, step: int, worker: str, state: Mapping[str, torch.Tensor], layout: Layout, ids: Collection[ShardId]
-    ) -> None:
+        self, step: int, worker: str, state: Mapping[str, torch.Tensor] | SnapshotLease, layout: Layout, ids: Collection[ShardId]
+    ) -> None:  # fmt: skip
         """Start to write `ids` of `state` (see `write_shards`) and return. The tensors must not change until `wait_copied`
-        returns.
+        returns. With a lease of the step's snapshot it is read instead, nothing is copied, and the tensors may change at once; the
+        lease is released in the end.
 
         Raises:
             UploaderBusy: the one before is not done: nothing was started.
@@ -88,8 +91,9 @@ class Uploader:
             assert not self._closed, "submit after close"
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
-            self._busy_with, self._outcome, self._copied = step, None, False
-        self._tasks.put(_Task(step, worker, BorrowedState(state), layout, ids))
+            self._busy_with, self._outcome, self._copied = step, None, isinstance(state, SnapshotLease)
+        borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
+        self._tasks.put(_Task(step, worker, borrowed, layout, ids))
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
         """Block until the tensors given to `submit` may change; at once if there are none.
@@ -167,21 +171,29 @@ class Uploader:
     def _write(self, task: _Task) -> WorkerReceipt:
         report = self._progress
         progress = (lambda done, total: report(task.step, done, total)) if report else None
-        views, specs = self._copies(task), task.layout.tensors
-        return write_views(self._storage, task.step, task.worker, views, specs, self._max_file_bytes, progress)
+        write = partial(write_views, self._storage, task.step, task.worker)
+        specs, borrowed = task.layout.tensors, task.borrowed
+        if isinstance(borrowed, BorrowedState):
+            return write(self._copies(task, borrowed), specs, self._max_file_bytes, progress)
+        try:
+            kept = borrowed.shards()
+            views = {shard: kept[shard] for shard in task.ids}
+            return write(views, specs, self._max_file_bytes, progress, borrowed.checksums())
+        finally:
+            borrowed.release()
 
     @torch.no_grad()
-    def _copies(self, task: _Task) -> dict[ShardId, torch.Tensor]:
+    def _copies(self, task: _Task, borrowed: BorrowedState) -> dict[ShardId, torch.Tensor]:
         """The shards in host memory; the tensors that they are of are let go."""
         try:
-            with task.borrowed.reading() as state:
+            with borrowed.reading() as state:
                 held = shard_views(task.layout.tensors, task.layout.shards_by_worker[task.worker], state)
                 views = {shard: _host_copy(held[shard]) for shard in task.ids}
-            if task.borrowed.changed:
+            if borrowed.changed:
                 raise UploadFailed(f"the state of step {task.step} was changed while it was being copied")
             return views
         finally:
-            task.borrowed.release()
+            borrowed.release()
             with self._changed:
                 self._copied = True
                 self._changed.notify_all()

@@ -16,6 +16,7 @@ import torch
 from recovery.checkpoint.dcp import DATA_SUFFIX
 from recovery.checkpoint.item import ALIGNMENT, Envelope, envelope
 from recovery.checkpoint.manifest import DataFile, StoredShard
+from recovery.errors import ShardCorrupt
 from recovery.state.checksum import RunningChecksum
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
@@ -107,13 +108,21 @@ def write_views(
     specs: Mapping[str, TensorSpec],
     max_file_bytes: int = MAX_FILE_BYTES,
     progress: Callable[[int, int], None] | None = None,
+    checksums: Mapping[ShardId, int] | None = None,
 ) -> WorkerReceipt:
-    """As `write_shards`, from one tensor for each shard."""
+    """As `write_shards`, from one tensor for each shard. With `checksums`, those of their birth, bytes that have changed since are
+    not written.
+
+    Raises:
+        ShardCorrupt: some have. And what `write_shards` raises.
+    """
     started = time.monotonic()
     meter = _Meter(sum(specs[shard.tensor].unit_bytes(shard.unit) for shard in views), progress)
     files, sent, present = [], 0, 0
     for group in _file_groups(sorted(views), specs, max_file_bytes):
-        file, payload = _data_file(worker, [(shard, specs[shard.tensor], views[shard]) for shard in group])
+        file, payload = _data_file(
+            worker, [(shard, specs[shard.tensor], views[shard]) for shard in group], checksums or {}
+        )
         name = step_prefix(step) + file.name
         if storage.size(name) == file.num_bytes:
             # What lies here may be old: something young beside it keeps clean-ups away until the commit.
@@ -145,7 +154,9 @@ def _file_groups(
         yield group
 
 
-def _data_file(worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]]) -> tuple[DataFile, Payload]:
+def _data_file(
+    worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Tensor]], checksums: Mapping[ShardId, int]
+) -> tuple[DataFile, Payload]:
     """The table and the bytes of one data file; reads every tensor once, for its checksum."""
     parts: list[Payload] = []
     table: list[StoredShard] = []
@@ -155,6 +166,8 @@ def _data_file(worker: str, items: Sequence[tuple[ShardId, TensorSpec, torch.Ten
         data = TensorPayload(tensor)
         shape = spec.unit_shape(shard.unit)
         sums = payload_sums(data)
+        if checksums.get(shard, sums[1]) != sums[1]:
+            raise ShardCorrupt(shard, worker, "it has changed in host memory since its snapshot was taken")
         wrap = envelope(spec.dtype, shape, data.size, sums[0])
         stored = _place(shard, wrap, data.size, sums, position)
         table.append(stored)

@@ -12,21 +12,22 @@ from __future__ import annotations
 import logging
 import threading
 import urllib.parse
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from recovery.errors import RecoveryError, SnapshotError
+from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
 from recovery.state.borrowed import BorrowedState
-from recovery.state.layout import Layout, TensorSpec, units_by_tensor
-from recovery.state.slices import TORCH_DTYPES, check_local, unit_views
+from recovery.state.layout import Layout, ShardId, units_by_tensor
 
 logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
-MAX_BUFFERS = 4  # two steps may be held beside those two
+MAX_BUFFERS = 5  # two steps may be held and one leased beside those two
 
 
 class SnapshotWriter:
@@ -61,20 +62,21 @@ class SnapshotWriter:
         shards = sorted(layout.shards_by_worker[worker])
         self._map, self._units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(shards)
         self._closed = False
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[SnapshotBuffer] = []
         if not in_background:
             self._make_buffers()
         self._held: frozenset[int] = frozenset()
         self._keep_older, self._commits = keep_older, 0
         self._changed = threading.Condition()
-        self._job: tuple[int, BorrowedState] | None = None
+        self._job: tuple[int, BorrowedState | SnapshotLease] | None = None
+        self._leases: Counter[int] = Counter()
         self._copied = True
         self._error: RecoveryError | None = None
         self._thread = threading.Thread(target=self._run, name=f"snapshot {worker}", daemon=True)
         self._thread.start()
 
     def _make_buffers(self) -> None:
-        made: list[_Buffer] = []
+        made: list[SnapshotBuffer] = []
         try:
             for slot in range(NUM_BUFFERS):
                 made.append(self._new_buffer(slot))
@@ -85,9 +87,9 @@ class SnapshotWriter:
             raise
         self._buffers = made
 
-    def _new_buffer(self, slot: int) -> _Buffer:
+    def _new_buffer(self, slot: int) -> SnapshotBuffer:
         path = self.directory / file_name(self.worker, self.generation, slot)
-        return _Buffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._units)
+        return SnapshotBuffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._units)
 
     @property
     def ready(self) -> bool:
@@ -119,23 +121,38 @@ class SnapshotWriter:
         """What was written under older layouts is not needed any more: it goes with the next commit."""
         self._keep_older = False
 
-    def start(self, step: int, state: Mapping[str, torch.Tensor], timeout_s: float = 60.0) -> None:
+    def takes(self, step: int) -> bool:
+        """Whether the snapshot of `step` is there or under way."""
+        with self._changed:
+            job = self._job
+            return (job is not None and job[0] == step) or any(buffer.step == step for buffer in self._buffers)
+
+    def lease(self, step: int) -> SnapshotLease:
+        """The snapshot of the step given to the last `start`: it stays, whatever comes after, until the lease is released."""
+        with self._changed:
+            self._leases[step] += 1
+        return SnapshotLease(self, step)
+
+    def start(self, step: int, state: Mapping[str, torch.Tensor] | SnapshotLease, timeout_s: float = 60.0) -> None:
         """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied` returns. Before the writer is
         `ready`, nothing is done.
 
         `state` maps each state name to the worker's local tensor, on the CPU or on CUDA (read behind the current
-        stream's work).
+        stream's work). Or it is a lease of the same worker's snapshot in another place, which is copied as it is, with its
+        checksums; it is released then.
 
         Raises:
             SnapshotError: the snapshot before failed, or is not done after `timeout_s`.
         """
         self.wait(timeout_s)
         if not self.ready:
+            if isinstance(state, SnapshotLease):
+                state.release()
             return
         with self._changed:
             assert not self._closed, "start() after close()"
-            self._copied = False
-            self._job = (step, BorrowedState(state))
+            self._copied = isinstance(state, SnapshotLease)
+            self._job = (step, state if isinstance(state, SnapshotLease) else BorrowedState(state))
             self._changed.notify_all()
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
@@ -152,8 +169,10 @@ class SnapshotWriter:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        for buffer in self._buffers:
-            buffer.close()
+        with self._changed:
+            for buffer in self._buffers:
+                if not self._leases[buffer.step or 0]:
+                    buffer.close()
 
     def _wait_until(self, done: object, doing: str, timeout_s: float) -> None:
         assert callable(done)
@@ -184,7 +203,7 @@ class SnapshotWriter:
                     return
                 step, borrowed = self._job
             error: RecoveryError | None = None
-            buffer: _Buffer | None = None
+            buffer: SnapshotBuffer | None = None
             try:
                 buffer = self._free_buffer(step)
                 if buffer is not None:
@@ -199,12 +218,12 @@ class SnapshotWriter:
                 self._error = error or self._error
                 self._changed.notify_all()
 
-    def _free_buffer(self, step: int) -> _Buffer | None:
+    def _free_buffer(self, step: int) -> SnapshotBuffer | None:
         """The file for the next step: never the newest, nor one whose step is held. Where all are, one more is made, and
         where there is no room for that the step is skipped (None): what is held is worth more.
         """
         with self._changed:
-            held = self._held
+            held = self._held | {step for step, leases in self._leases.items() if leases}
         newest = max(self._buffers, key=lambda buffer: buffer.sequence)
         free = [buffer for buffer in self._buffers if buffer.step is None or buffer.step not in held]
         free = [buffer for buffer in free if buffer is not newest or newest.step is None]
@@ -218,19 +237,29 @@ class SnapshotWriter:
                 logger.warning("no snapshot of step %d while older ones are held: %s", step, error)
         return None
 
-    def _take(self, buffer: _Buffer, step: int, borrowed: BorrowedState) -> None:
-        buffer.file.begin()
-        with self._changed:
-            buffer.step = None
+    def _fill(self, buffer: SnapshotBuffer, borrowed: BorrowedState | SnapshotLease) -> Sequence[int] | None:
+        """Returns the checksums of the bytes, where they are known already."""
+        if isinstance(borrowed, SnapshotLease):
+            return borrowed.copy_to(buffer)
         buffer.copy_from(borrowed)
         if borrowed.changed:
             raise SnapshotError(str(buffer.file.path), "the state was changed while it was being copied")
+        return None
+
+    def _take(self, buffer: SnapshotBuffer, step: int, borrowed: BorrowedState | SnapshotLease) -> None:
+        buffer.file.begin()
+        with self._changed:
+            buffer.step = None
+        checksums = self._fill(buffer, borrowed)
         with self._changed:
             self._copied = True
             self._changed.notify_all()
         if self._force_to_device:
             buffer.file.sync()
-        buffer.file.commit(step, self.generation)
+        if checksums is None:
+            buffer.file.commit(step, self.generation)
+        else:
+            buffer.file.commit_with(step, self.generation, checksums)
         if self._force_to_device:
             buffer.file.sync()
         self._commits += 1
@@ -239,6 +268,53 @@ class SnapshotWriter:
         if self._commits >= NUM_BUFFERS and not self._keep_older:
             self._keep_older = True
             remove_older(self.directory, self.worker, self.generation)
+
+    # for leases
+
+    def buffer_of(self, step: int, timeout_s: float) -> SnapshotBuffer:
+        """The file of a leased step, once it is committed. Raises SnapshotError where it was not taken."""
+        with self._changed:
+            taken = self._changed.wait_for(lambda: self._job is None or self._job[0] != step, timeout_s)
+            found = next((buffer for buffer in self._buffers if buffer.step == step), None)
+        if not taken or found is None:
+            raise SnapshotError(str(self.directory), f"the snapshot of step {step} was not taken")
+        return found
+
+    def end_lease(self, step: int) -> None:
+        with self._changed:
+            self._leases[step] -= 1
+            if self._closed and not self._thread.is_alive() and not self._leases[step]:
+                for buffer in self._buffers:
+                    if buffer.step == step:
+                        buffer.close()
+
+
+class SnapshotLease:
+    """A committed snapshot that stays while others read it: the one copy of the worker's state from which its disk and durable
+    storage are filled, so that the state itself is read once a step. Any thread may use it; each call waits for the commit.
+    """
+
+    def __init__(self, writer: SnapshotWriter, step: int) -> None:
+        self._writer, self._step, self._released = writer, step, False
+
+    def shards(self, timeout_s: float = 60.0) -> dict[ShardId, torch.Tensor]:
+        """Each shard's tensor over the snapshot's memory, valid until the release. Raises SnapshotError: it was not taken."""
+        return self._writer.buffer_of(self._step, timeout_s).shards()
+
+    def checksums(self, timeout_s: float = 60.0) -> dict[ShardId, int]:
+        buffer = self._writer.buffer_of(self._step, timeout_s)
+        return dict(zip(buffer.file.map.extents, buffer.file.checksums(), strict=True))
+
+    def copy_to(self, target: SnapshotBuffer, timeout_s: float = 60.0) -> Sequence[int]:
+        """Into a file that lies as this one; returns the checksums of its birth."""
+        source = self._writer.buffer_of(self._step, timeout_s)
+        target.copy_file(source)
+        return source.file.checksums()
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._writer.end_lease(self._step)
 
 
 def remove_older(directory: Path | str, worker: str, generation: int, but_steps: Collection[int] = ()) -> None:
@@ -256,75 +332,6 @@ def _step_of(path: Path) -> int | None:
             return file.commit.step
     except SnapshotError:
         return None
-
-
-class _Buffer:
-    """One of the writer's files, seen as tensors."""
-
-    def __init__(self, file: SnapshotFileWriter, units: Mapping[str, tuple[int, ...]]) -> None:
-        self.file = file
-        self.step: int | None = None  # what is committed in it
-        self.sequence = 0
-        self._units = units
-        self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
-        self._registered = self._tried_to_register = False
-        self._targets = {name: self._targets_of(file.map.tensors[name], of_tensor) for name, of_tensor in units.items()}
-
-    def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Tensors over the file that take the units: one for all of them where they lie as in the local tensor,
-        else one each.
-        """
-        extents = [(unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)]
-        first, last = extents[0][1], extents[-1][1]
-        together = last.offset + last.num_bytes - first.offset == sum(extent.num_bytes for _, extent in extents)
-        if spec.split_dim in (None, 0) and together:
-            return [(tuple(units), self._tensor(spec, tuple(units), first.offset))]
-        return [((unit,), self._tensor(spec, (unit,), extent.offset)) for unit, extent in extents]
-
-    def _tensor(self, spec: TensorSpec, units: tuple[int, ...], offset: int) -> torch.Tensor:
-        num_bytes = sum(spec.unit_bytes(unit) for unit in units)
-        shape = spec.local_shape(units)
-        return self._bytes[offset : offset + num_bytes].view(TORCH_DTYPES[spec.dtype]).view(shape)
-
-    @torch.no_grad()
-    def copy_from(self, borrowed: BorrowedState) -> None:
-        """Fill the file from the worker's local tensors; returns when they may change."""
-        if borrowed.on_device:
-            self._register()
-        with borrowed.reading() as state:
-            self._copy_all(state, non_blocking=borrowed.on_device)
-
-    def _copy_all(self, state: Mapping[str, torch.Tensor], non_blocking: bool) -> None:
-        for name, targets in self._targets.items():
-            spec, units = self.file.map.tensors[name], self._units[name]
-            if name not in state:
-                raise ValueError(f"the worker's layout has {name}, its state has not")
-            check_local(spec, units, state[name])
-            if targets[0][0] == units:
-                targets[0][1].copy_(state[name], non_blocking=non_blocking)
-                continue
-            views = unit_views(spec, units, state[name])
-            for (unit,), target in targets:
-                target.copy_(views[unit], non_blocking=non_blocking)
-
-    def _register(self) -> None:
-        """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works too, only slower."""
-        if self._tried_to_register:
-            return
-        self._tried_to_register = True
-        refused = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))  # type: ignore[no-untyped-call]
-        self._registered = refused == 0
-        if refused:
-            logger.warning(
-                "%s is not pinned (CUDA error %d): copies of the GPU's state are slow", self.file.path, refused
-            )
-
-    def close(self) -> None:
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
-        self._targets.clear()
-        del self._bytes
-        self.file.close()
 
 
 def _escaped(worker: str) -> str:

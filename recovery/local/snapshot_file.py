@@ -330,6 +330,12 @@ class SnapshotFileWriter:
         record = encode_commit(Commit(self._sequence, step, generation), raw)
         self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] = record
 
+    def checksums(self) -> list[int]:
+        """Those of the last commit, in the table's order."""
+        start = self.map.checksums_offset
+        table: list[int] = np.frombuffer(self._map, dtype="<u8", count=len(self.map.extents), offset=start).tolist()
+        return table
+
     def sync(self) -> None:
         """Force the content to the device (for files on disk)."""
         self._map.flush()

@@ -18,8 +18,10 @@ from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, Snaps
 from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
 from recovery.local.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
 from recovery.state.borrowed import BorrowedState
+from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
+from recovery.storage.payload import tensor_bytes
 from tests.harness.host_memory import memory_directory
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
@@ -391,3 +393,63 @@ def test_memory_that_cannot_be_pinned_is_used_and_said_to_be_slow(
     assert writer.newest == 3
     assert calls == ["register"] * 2, "once a file"
     assert caplog.text.count("is not pinned (CUDA error 2)") == 2
+
+
+def test_a_leased_step_stays_while_later_ones_are_taken_and_goes_with_its_release(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    writer.start(1, state_of(CASE.layout, WORKER, 1))
+    lease = writer.lease(1)
+    for step in range(2, 6):
+        writer.start(step, state_of(CASE.layout, WORKER, step))
+    writer.wait(20)
+    for shard, tensor in lease.shards().items():
+        assert torch.equal(tensor, unit(CASE.layout.tensors[shard.tensor], shard, 1))
+        assert lease.checksums()[shard] == checksum(tensor_bytes(tensor))
+    lease.release()
+    lease.release()
+    for step in range(6, 10):
+        writer.start(step, state_of(CASE.layout, WORKER, step))
+    writer.wait(20)
+    assert not writer.has(1)
+    writer.close(20)
+
+
+def test_a_lease_outlives_its_writer(tmp_path: Path) -> None:
+    """A generation ends while its checkpoint is still being written."""
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    writer.start(1, state_of(CASE.layout, WORKER, 1))
+    lease = writer.lease(1)
+    writer.close(20)
+    assert all(
+        torch.equal(tensor, unit(CASE.layout.tensors[shard.tensor], shard, 1))
+        for shard, tensor in lease.shards().items()
+    )
+    lease.release()
+
+
+def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:
+    """With the checksums of its birth: what rots in host memory meanwhile does not become good by being copied."""
+    writer = SnapshotWriter(tmp_path / "memory", WORKER, CASE.layout, 1)
+    disk = SnapshotWriter(tmp_path / "disk", WORKER, CASE.layout, 1, force_to_device=True)
+    writer.start(3, state_of(CASE.layout, WORKER, 3))
+    writer.wait(20)
+    rotten = sorted(CASE.layout.shards_by_worker[WORKER])[0]
+    path = next(path for path in (tmp_path / "memory").iterdir() if holds(path, 3))
+    flip(path, SnapshotFile(path).map.extents[rotten].offset)
+    disk.start(3, writer.lease(3))
+    disk.wait(20)
+    with SnapshotFile(next(path for path in (tmp_path / "disk").iterdir() if holds(path, 3))) as copy:
+        with pytest.raises(ShardCorrupt):
+            copy.read(rotten)
+        for shard in set(copy.shards) - {rotten}:
+            copy.read(shard)
+    for each in (writer, disk):
+        each.close(20)
+
+
+def holds(path: Path, step: int) -> bool:
+    try:
+        with SnapshotFile(path) as file:
+            return file.commit.step == step
+    except SnapshotError:
+        return False

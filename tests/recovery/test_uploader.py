@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from recovery.checkpoint.commit import assign_writers
 from recovery.checkpoint.errors import UploadFailed
 from recovery.checkpoint.read import read_shards
 from recovery.checkpoint.upload import Uploader, UploaderBusy
+from recovery.errors import ShardCorrupt
+from recovery.local.snapshot import SnapshotWriter
+from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.errors import StorageFull, StorageTimeout
 from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import commit, full_state, local_state, state_specs, two_worker_layout
@@ -120,3 +124,29 @@ def test_state_that_changes_while_it_is_copied_is_not_uploaded(directory: Storag
         uploader.submit(4, "a/0", state, layout, ids)
         assert uploader.wait(30).step == 4
     assert not [item.name for item in directory.list() if item.name.startswith("step-00000003")]
+
+
+def test_a_leased_snapshot_is_uploaded_and_what_has_rotted_in_it_is_not(directory: Storage, tmp_path: Path) -> None:
+    layout = layout_of_one()
+    state = {name: torch.arange(64.0) for name in layout.tensors}
+    writer = SnapshotWriter(tmp_path / "memory", "n0/0", layout, 1)
+    with Uploader(directory) as uploader:
+        for step in (1, 2):
+            writer.start(step, state)
+            lease = writer.lease(step)
+            writer.wait(20)
+            if step == 2:
+                next(iter(lease.shards().values())).view(-1)[3] = -1.0
+            uploader.submit(step, "n0/0", lease, layout, layout.shards)
+            uploader.wait_copied(0)
+            if step == 1:
+                assert uploader.wait(20).shards == layout.shards
+            else:
+                with pytest.raises(ShardCorrupt, match="changed in host memory"):
+                    uploader.wait(20)
+    writer.close(20)
+
+
+def layout_of_one() -> Layout:
+    spec = TensorSpec("param/w", (64,), "float32")
+    return Layout({spec.name: spec}, {"n0/0": frozenset(spec.shards)})

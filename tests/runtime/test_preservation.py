@@ -13,12 +13,16 @@ from autohet.runtime.preservation import Preservation
 from planner.plan import Pipeline, Plan, Stage
 from recovery.checkpoint import upload as checkpoint_upload
 from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.peers.replication import Replicator
 from recovery.peers.replication_rounds import PreservationStatus
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.peers.server import ShardServer
+from recovery.state.borrowed import BorrowedState
+from recovery.state.checksum import checksum
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
+from recovery.storage.payload import tensor_bytes
 
 ME, SPEC = "a/0", TensorSpec("param/w", (64,), "float32")
 LAYOUT = Layout({SPEC.name: SPEC}, {ME: frozenset(SPEC.shards)})
@@ -115,8 +119,10 @@ def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, a
 def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, peer, monkeypatch):
     """The copy is not the training thread's work, nor is the upload waited for."""
     copying, copied, stored = threading.Event(), threading.Event(), threading.Event()
-    copy, write = checkpoint_upload._host_copy, checkpoint_upload.write_views
-    monkeypatch.setattr(checkpoint_upload, "_host_copy", lambda view: copying.set() or (copied.wait(20) and copy(view)))
+    copy, write = SnapshotBuffer.copy_from, checkpoint_upload.write_views
+    monkeypatch.setattr(
+        SnapshotBuffer, "copy_from", lambda *given: copying.set() or (copied.wait(20) and copy(*given))
+    )
     monkeypatch.setattr(checkpoint_upload, "write_views", lambda *given: stored.wait(20) and write(*given))
     begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
@@ -249,3 +255,30 @@ def test_the_last_step_is_stored_although_the_one_before_failed(preservation, pe
     assert (first, second) == (1, 2)
     assert "the storage is away" in why
     assert receipt.shards == frozenset(SPEC.shards)
+
+
+def test_a_durable_step_reads_the_state_once(preservation, peer, monkeypatch):
+    """Host memory is filled from the state; the disk and durable storage from host memory, with the checksums of that moment. On a
+    GPU each reading is a copy over its bus."""
+    readings = []
+    reading = BorrowedState.reading
+    monkeypatch.setattr(BorrowedState, "reading", lambda state: readings.append(1) or reading(state))
+    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    for step in (1, 2):
+        keep(preservation, step)
+    state = {SPEC.name: torch.full((64,), 3.0)}
+    preservation.keep(3, state, durable=True)
+    preservation.before_update()
+    state[SPEC.name].fill_(4.0)  # the next update: whoever still read the state now would store it
+    until(lambda: not preservation.status().writing)
+    assert len(readings) == 3, "one a step"
+    ((_, _, receipt),) = preservation.take_receipts()
+    (stored,) = {shard.checksum for file in receipt.files for shard in file.shards}
+    assert stored == checksum(tensor_bytes(torch.full((64,), 3.0)))
+    disk = [holding for holding in stores(preservation).inventory() if holding.source.kind == "disk"]
+    assert [holding.checksums for holding in disk if holding.step == 3] == [{SPEC.shards[0]: stored}]
+
+
+def stores(preservation):
+    place = preservation._place
+    return AgentStore(place.memory_directory, place.disk_directory, place.node)

@@ -1,0 +1,95 @@
+"""One of a snapshot writer's files, seen as tensors: filled from the worker's state, or from another such file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from recovery.local.snapshot_file import SnapshotFileWriter
+from recovery.state.borrowed import BorrowedState
+from recovery.state.layout import ShardId, TensorSpec
+from recovery.state.slices import TORCH_DTYPES, check_local, unit_views
+
+logger = logging.getLogger(__name__)
+
+
+class SnapshotBuffer:
+    """Owns the file's mapping until `close`. `step` is what is committed in it, `sequence` its place among its writer's commits."""
+
+    def __init__(self, file: SnapshotFileWriter, units: Mapping[str, tuple[int, ...]]) -> None:
+        self.file = file
+        self.step: int | None = None  # what is committed in it
+        self.sequence = 0
+        self._units = units
+        self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
+        self._registered = self._tried_to_register = False
+        self._targets = {name: self._targets_of(file.map.tensors[name], of_tensor) for name, of_tensor in units.items()}
+
+    def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """Tensors over the file that take the units: one for all of them where they lie as in the local tensor,
+        else one each.
+        """
+        extents = [(unit, self.file.map.extents[shard]) for unit in units for shard in (spec.shards[unit],)]
+        first, last = extents[0][1], extents[-1][1]
+        together = last.offset + last.num_bytes - first.offset == sum(extent.num_bytes for _, extent in extents)
+        if spec.split_dim in (None, 0) and together:
+            return [(tuple(units), self._tensor(spec, tuple(units), first.offset))]
+        return [((unit,), self._tensor(spec, (unit,), extent.offset)) for unit, extent in extents]
+
+    def _tensor(self, spec: TensorSpec, units: tuple[int, ...], offset: int) -> torch.Tensor:
+        num_bytes = sum(spec.unit_bytes(unit) for unit in units)
+        shape = spec.local_shape(units)
+        return self._bytes[offset : offset + num_bytes].view(TORCH_DTYPES[spec.dtype]).view(shape)
+
+    @torch.no_grad()
+    def copy_from(self, borrowed: BorrowedState) -> None:
+        """Fill the file from the worker's local tensors; returns when they may change."""
+        if borrowed.on_device:
+            self._register()
+        with borrowed.reading() as state:
+            self._copy_all(state, non_blocking=borrowed.on_device)
+
+    def _copy_all(self, state: Mapping[str, torch.Tensor], non_blocking: bool) -> None:
+        for name, targets in self._targets.items():
+            spec, units = self.file.map.tensors[name], self._units[name]
+            if name not in state:
+                raise ValueError(f"the worker's layout has {name}, its state has not")
+            check_local(spec, units, state[name])
+            if targets[0][0] == units:
+                targets[0][1].copy_(state[name], non_blocking=non_blocking)
+                continue
+            views = unit_views(spec, units, state[name])
+            for (unit,), target in targets:
+                target.copy_(views[unit], non_blocking=non_blocking)
+
+    def copy_file(self, other: SnapshotBuffer) -> None:
+        """The payload of another file of the same map."""
+        assert self.file.map.extents == other.file.map.extents
+        start = self.file.map.payload_offset
+        self._bytes[start:].copy_(other._bytes[start:])
+
+    def shards(self) -> dict[ShardId, torch.Tensor]:
+        """Each shard's tensor over the file's memory."""
+        extents, specs = self.file.map.extents, self.file.map.tensors
+        return {shard: self._tensor(specs[shard.tensor], (shard.unit,), extents[shard].offset) for shard in extents}
+
+    def _register(self) -> None:
+        """Pin the mapped file, once, so that the GPU copies straight into it; unpinned it works too, only slower."""
+        if self._tried_to_register:
+            return
+        self._tried_to_register = True
+        refused = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))  # type: ignore[no-untyped-call]
+        self._registered = refused == 0
+        if refused:
+            logger.warning(
+                "%s is not pinned (CUDA error %d): copies of the GPU's state are slow", self.file.path, refused
+            )
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+        self._targets.clear()
+        del self._bytes
+        self.file.close()
