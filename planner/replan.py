@@ -76,6 +76,7 @@ def replan(
     migration: MigrationCost | None = None,
     thorough: bool | None = None,
     search_s: float = 10.0,
+    known: Sequence[Plan] = (),
 ) -> ReplanDecision:
     """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
 
@@ -83,8 +84,8 @@ def replan(
     workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left and nodes that others
     lend to them; the batch shared anew); on fleets of up to 64 GPUs, and on larger ones where the best of these is clearly slower
     than whole pipelines' share of the work lets expect, the repair with new pipelines of the GPUs that are left over (`extend`);
-    with `thorough`, by default in the same cases, a whole search seeded with these. On larger fleets that takes about `search_s`
-    seconds of the request's clock at most.
+    with `thorough`, by default in the same cases, a whole search seeded with these; and plans that are `known` of the fleet from
+    elsewhere. On larger fleets that takes about `search_s` seconds of the request's clock at most.
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
@@ -92,7 +93,7 @@ def replan(
     alive = set(request.fleet.workers)
     held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
     begin = request.clock()
-    candidates = _candidates(previous, request, alive)
+    candidates = list(dict.fromkeys([*_candidates(previous, request, alive), *known]))
     scored = _scores(candidates, previous, request, held, horizon_s, migration)
     small = len(alive) <= 64
     if small or _slow(scored, previous, request, alive):

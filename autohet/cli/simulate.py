@@ -1,4 +1,4 @@
-"""`autohet simulate`: a spot trace through the real controller and planner, on a fake clock; beside it a trainer that restarts from S3."""
+"""`autohet simulate`: a spot trace through the real controller and planner, on a fake clock; beside it baselines as people run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def add_parser(subparsers: Any) -> None:
         "simulate",
         help="a spot trace through the real controller, on a fake clock",
         description="SIMULATED: a spot trace through the real controller, planner and transfer schedules, on a fake clock;"
-        " steps take what the cost model predicts. Beside it the same trace with restarts from the newest checkpoint in S3.",
+        " steps take what the cost model predicts. Beside it the same trace for trainers that restart: with a checkpoint on notice and"
+        " at the best interval, on all GPUs or on one type, on demand; and one (s3_only) that ignores notices.",
     )
     add = parser.add_argument
     add("--job", required=True, metavar="JOB", help="the job document (YAML)")
@@ -34,32 +35,68 @@ def add_parser(subparsers: Any) -> None:
         help="warning before a node leaves; 0: none (default 120)",
     )
     add("--policies", default="local_first,s3_only", metavar="A,B", help="default: local_first,s3_only")
+    add(
+        "--baselines",
+        default="all",
+        metavar="A,B",
+        help="honest baselines to compare with: all (default), none, or names",
+    )
+    add(
+        "--prices",
+        metavar="CSV",
+        help="spot prices over time: time_s, node_type, usd_per_hour (default: the cluster file's)",
+    )
+    add("--picture", metavar="FILE", help="write a picture of the run over time (.png or .svg; needs matplotlib)")
     add("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 1 where a policy's job ended before the trace did."""
-    from autohet.driver.simulate.simulation import POLICIES, Scenario, horizon, simulate
+    from autohet.driver.simulate.comparison import compare
+    from autohet.driver.simulate.prices import read_prices
+    from autohet.driver.simulate.simulation import BASELINES, POLICIES, Scenario, Simulation, horizon
     from autohet.driver.simulate.spot_trace import read_trace
 
-    policies = arguments.policies.split(",")
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        raise ConfigError(f"--policies names '{unknown[0]}'; there are {', '.join(POLICIES)}")
+    policies = _names(arguments.policies, "--policies", POLICIES)
+    wanted = {"all": ",".join(BASELINES), "none": ""}.get(arguments.baselines, arguments.baselines)
+    baselines = _names(wanted, "--baselines", BASELINES) if wanted else []
     if not 0 <= arguments.notice_s < float("inf"):
         raise ConfigError(f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0")
     if arguments.hours is not None and not 0 < arguments.hours < float("inf"):
         raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
     cluster = cluster_from_yaml(arguments.cluster)
     trace = read_trace(arguments.trace, cluster, arguments.notice_s)
-    scenario = Scenario(Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours))
-    results = [simulate(scenario, policy, _progress(policy)) for policy in policies]
-    document = {"simulated": True, "trace": arguments.trace, "seconds": scenario.end_s, "results": results}
+    prices = [] if arguments.prices is None else read_prices(arguments.prices, cluster)
+    scenario = Scenario(Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours), prices=prices)
+    simulation = Simulation(scenario)
+    results = [simulation.run(policy, _progress(policy)) for policy in policies]
+    others = [simulation.run(name) for name in baselines]
+    document = {
+        "simulated": True,
+        "trace": arguments.trace,
+        "seconds": scenario.end_s,
+        "results": results,
+        "baselines": others,
+    }
+    document |= {"comparison": compare(results[0], others), "costs": scenario.costs.to_document()}
+    document["simulator"] = {"searches": simulation.memory.num_searches, "fleets": len(simulation.memory.plans)}
+    if arguments.picture:
+        from autohet.cli.simulate_picture import draw
+
+        draw(document, scenario, arguments.picture)
     if arguments.json:
         print(json.dumps(document))
     else:
         show(document)
     return int(any(result["ended"] is not None for result in results))
+
+
+def _names(given: str, option: str, known: tuple[str, ...]) -> list[str]:
+    names = given.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"{option} names '{unknown[0]}'; there are {', '.join(known)}")
+    return names
 
 
 def _progress(policy: str) -> Any:
@@ -80,7 +117,7 @@ def show(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    results = document["results"]
+    results = document["results"] + [found for found in document["baselines"] if found["tokens"]]
     hours = document["seconds"] / 3600
     table = Table(box=SIMPLE_HEAD)
     table.add_column("")
@@ -93,10 +130,9 @@ def show(document: dict[str, Any]) -> None:
         f"SIMULATED: {hours:.1f} hours of {document['trace']}", soft_wrap=True, highlight=False, style="italic"
     )
     console.print(table)
-    if len(results) == 2 and results[1]["tokens"]:
-        ratio = results[0]["tokens"] / results[1]["tokens"]
+    if document["comparison"] is not None:
         console.print(
-            f"{results[0]['policy']} trained {ratio:.2f}x the tokens of {results[1]['policy']} on the same trace."
+            _sentence(document["results"][0]["policy"], document["comparison"]), soft_wrap=True, highlight=False
         )
     for result in results:
         if result["ended"]:
@@ -104,6 +140,17 @@ def show(document: dict[str, Any]) -> None:
         elif not result["steps"]:
             why = (result["decisions"] or ["there were never the nodes that the job needs (elastic.min_workers)"])[-1]
             console.print(f"{result['policy']} made no step: {why}", style="red", soft_wrap=True)
+
+
+def _sentence(policy: str, comparison: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name.replace('_', ' ')} {ratio:.2f}x" for name, ratio in comparison["parts"].items())
+    why = f" Why not more: {comparison['why']}." if comparison["why"] else ""
+    best, cheapest = comparison["best_baseline"], comparison["cheapest_baseline"]
+    dollars = 1 / comparison["usd_per_million_tokens_ratio"]
+    return (
+        f"SIMULATED: {policy} trained {comparison['tokens_ratio']:.2f}x the tokens of the best baseline, {best} ({parts}),"
+        f" at {dollars:.2f}x the dollars a token of {cheapest}.{why}"
+    )
 
 
 def _causes(result: dict[str, Any]) -> str:

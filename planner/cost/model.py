@@ -4,6 +4,7 @@ A search reads `layer_costs` (arrays over the layers of one way to use a node ty
 `predict` runs the whole model with the event simulation. All of it is a function of the arguments alone.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from planner.cost.prediction import Prediction
 from planner.cost.schedule import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
 from planner.cost.stage_costs import StageCosts
 from planner.cost.sync import StepTimeline, simulate_sync, sync_jobs
+from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD, one_each, working_ahead
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, check_plan
@@ -104,17 +106,38 @@ class CostModel:
             recompute,
             self._tp_communication_s,
         )
+        self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
+        self._memories: dict[tuple[int, int], MemoryTerms] = {}
+        self._place(fleet)
+
+    def _place(self, fleet: Fleet) -> None:
+        """What depends on which nodes there are."""
         self._stages = StageCosts(
-            fleet, spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.limit_bytes,
+            fleet, self.spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.limit_bytes,
             self.activation_message_bytes,
         )  # fmt: skip
         self._boundaries = BoundaryCosts(
             fleet, self.links, self.activation_message_bytes, self.work_s, self.parameters.sliced_boundaries
         )
-        self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
-        self._memories: dict[tuple[int, int], MemoryTerms] = {}
         self._timelines: dict[tuple[object, int], Timeline] = {}
         self._predictions: dict[Plan, Prediction] = {}
+
+    def on(self, fleet: Fleet) -> "CostModel":
+        """The same model on another fleet of these node types, or some of them: layers' seconds and bytes are shared, not computed anew.
+
+        Raises:
+            ConfigError: the fleet has a node type that this one does not have.
+        """
+        unknown = {node.node_type for node in fleet.nodes} - set(self.node_types)
+        if unknown:
+            raise ConfigError(
+                f"node type '{min(kind.name for kind in unknown)}' is not among those that the cost model knows"
+            )
+        other = copy.copy(self)
+        other.__dict__.pop("node_types", None)
+        other.fleet = fleet
+        other._place(fleet)
+        return other
 
     # ---- queries of a search ----
 

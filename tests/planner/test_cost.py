@@ -269,3 +269,17 @@ def test_no_worker_updates_before_every_gradient_is_summed():
     late, early = sorted(sync.events, key=lambda event: event.start_s)
     assert late.job.members[0].endswith("/1")  # the last stage's sum runs while the first stages still drain
     assert late.start_s < early.start_s
+
+
+def test_the_same_model_on_another_fleet_predicts_as_a_new_one_and_an_unknown_type_is_an_error():
+    """What depends on which nodes there are is made anew; a node type that is not known is never borrowed."""
+    whole = cases.fleet(("A100", 2, 1), ("T4", 2, 1))
+    part = Fleet(0, (whole.nodes[-1], whole.nodes[0]))
+    request = cases.request(whole, 8)
+    shared, anew = request.cost.on(part), cases.request(part, 8).cost
+    stages = tuple(Stage(4 * i, 4, (f"{node.name}/0",)) for i, node in enumerate(part.nodes))
+    plan = Plan("tiny", 8, 1, 128, (Pipeline(stages, 8, 1),))
+    assert shared.predict(plan) == anew.predict(plan)
+    assert shared.predict(plan).step_time_s > 0
+    with pytest.raises(ConfigError, match="node type 'other'"):
+        shared.on(Fleet(0, (Node("other-0", node_type("other")),)))

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
-from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Planning
+from autohet.driver.simulate.baselines import Choose, Habits, RestartingTrainer, departures, paid_usd
+from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
+from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
 from autohet.driver.simulate.spot_trace import TraceEvent
-from autohet.driver.simulate.workforce import Costs, SimulatedWorkforce
+from autohet.driver.simulate.stretch import Stretch
+from autohet.driver.simulate.workforce import SimulatedWorkforce
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
-from autohet.runtime.planning import planning_inputs
-from planner.cluster import Cluster, Fleet, node_of
+from autohet.runtime.planning import PlanningInputs, planning_inputs
+from planner.catalogue import instance_types
+from planner.cluster import Cluster, NodeType
 from planner.errors import ConfigError
 from planner.plan import Plan
-from recovery.state.holdings import Holding
 
 ENDLESS = 10**9
 POLICIES = ("local_first", "s3_only")
+BASELINES = ("checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed", "on_demand")
 DAY_S = 86400.0
-
-
-class StorageOnlyOrders(OrderBook):
-    """The baseline: nobody's memory or disk counts, all state comes from the newest checkpoint (each shard read once and handed on, which
-    real trainers of this kind do not do); before the first checkpoint, all starts anew."""
-
-    def live_holdings(self, seen: Observation, workers: Any) -> list[Holding]:
-        return []
-
-    def write(self, *arguments: Any) -> Any:
-        seen: Observation = arguments[2]
-        self._begun = self._begun and seen.checkpoint.manifest is not None
-        return super().write(*arguments)
-
-    def _kept(self, seen: Observation) -> list[Holding]:
-        return [holding for holding in super()._kept(replace(seen, inventories=None))]
+MOST_FIXED = 8
+"""Sizes of a fixed subset that are tried for each type; the best is reported."""
+WHAT = {
+    "s3_only": "all GPUs under AutoHet's plans, a checkpoint every checkpoint.every_steps and none on a notice, restarts from storage",
+    "checkpoint_restart": "all GPUs under AutoHet's plans, a checkpoint on notice and at the best interval, restarts from storage",
+    "homogeneous_elastic": "one GPU type, symmetric plans, resized with the fleet; checkpoints and restarts as checkpoint_restart",
+    "homogeneous_fixed": "a fixed number of nodes of one type, the best type and number in hindsight; waits while there are fewer",
+    "on_demand": "as many on-demand nodes of one type as the trace's spot bill buys, the best type in hindsight; never interrupted",
+}
 
 
 @dataclass(frozen=True)
@@ -51,35 +49,188 @@ class Scenario:
     cluster: Cluster
     trace: Sequence[TraceEvent]
     end_s: float
+    costs: Costs = field(default_factory=Costs)
+    prices: Sequence[tuple[float, str, float]] = ()
+
+    @property
+    def kinds(self) -> dict[str, NodeType]:
+        return {kind.name: kind for kind in self.cluster.node_types}
+
+
+@dataclass
+class Simulation:
+    """The policies of one scenario; what one of them has searched, the others know."""
+
+    scenario: Scenario
+    memory: PlanMemory = field(default_factory=PlanMemory)
+
+    def __post_init__(self) -> None:
+        self.job = _endless(self.scenario.job)
+        self.inputs: PlanningInputs = planning_inputs(self.job)
+        self.prices = Prices(self.scenario.kinds, self.scenario.prices)
+
+    def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
+        """The document of one policy or baseline (`autohet simulate --json`); `progress` is told the share of the trace that is done.
+
+        Raises:
+            ConfigError: the job cannot be planned at all on the cluster.
+        """
+        return self._local_first(progress) if policy == "local_first" else self._baseline(policy)
+
+    # AutoHet ---------------------------------------------------------------------------------------------------------
+
+    def _local_first(self, progress: Callable[[float], None] | None) -> dict[str, Any]:
+        scenario, job = self.scenario, self.job
+        holder: list[SimulatedWorkforce] = []
+        planning = RememberedPlanning(
+            self.inputs, self.memory, scenario.costs, now=lambda: holder[0].now,
+            busy=lambda seconds: holder[0].busy(seconds), wake=lambda moment: holder[0].wake_at(moment),
+        )  # fmt: skip
+        workforce = SimulatedWorkforce(
+            scenario.kinds, scenario.trace, _pace(planning), scenario.costs, self.prices,
+            every_steps=job.checkpoint.every_steps, settle_s=job.elastic.arrivals_debounce_s + 0.05,
+            replication_share=job.checkpoint.replicate_bandwidth_share,
+        )  # fmt: skip
+        holder.append(workforce)
+        planning.answer(
+            scenario.cluster.fleet(), None
+        )  # a job that the whole cluster cannot train is the user's to mend
+        book = OrderBook(job, load_config(job.model))
+        controller = Controller(job, workforce, planning, book, EventLog(None))
+        told = 0.0
+        while workforce.now < scenario.end_s and controller.ended is None:
+            controller.tick()
+            if progress is not None and workforce.now - told > scenario.end_s / 200:
+                told = workforce.now
+                progress(min(1.0, told / scenario.end_s))
+        workforce.settle(workforce.now)
+        return self._autohet_document(controller, workforce)
+
+    def _autohet_document(self, controller: Controller, workforce: SimulatedWorkforce) -> dict[str, Any]:
+        changes = [change.to_document() for change in controller.ledger.changes if change.cause != "start"]
+        return self._document(
+            "local_first", workforce.now, workforce.stretches, changes, workforce.usd,
+            ended=None if controller.ended is None else controller.ended.reason,
+            steps_lost=sum(change["steps_lost"] for change in changes),
+            decisions=[event["reason"] for event in controller.events.records if event["kind"] == "decision"],
+        )  # fmt: skip
+
+    # baselines -------------------------------------------------------------------------------------------------------
+
+    def _baseline(self, name: str) -> dict[str, Any]:
+        planning = RememberedPlanning(self.inputs, self.memory, self.scenario.costs)
+        spot = [kind for kind in self.scenario.cluster.node_types if kind.num_gpus]
+        names = [kind.name for kind in spot]
+        if name in ("s3_only", "checkpoint_restart"):
+            every = self.job.checkpoint.every_steps if name == "s3_only" else None
+            choose = MixedSetups(planning, self.scenario.costs).setup
+            return self._trained(name, choose, names, on_notice=name != "s3_only", every_steps=every)
+        if name == "homogeneous_elastic":
+            found = [
+                self._trained(
+                    name, SymmetricSetups(planning, self.scenario.costs, kind).setup, [kind.name], type=kind.name
+                )
+                for kind in spot
+            ]
+        elif name == "homogeneous_fixed":
+            found = [
+                self._fixed(planning, kind, number)
+                for kind in spot
+                for number in _sizes(self.scenario.trace, kind.name)
+            ]
+        else:
+            found = [result for kind in spot if (result := self._on_demand(planning, kind)) is not None]
+        if not found:
+            return {
+                "policy": name,
+                "simulated": True,
+                "ended": "no on-demand price of these GPU types is known",
+                "steps": 0,
+                "tokens": 0,
+            }
+        return max(found, key=lambda result: float(result["tokens"]))
+
+    def _fixed(self, planning: RememberedPlanning, kind: NodeType, number: int) -> dict[str, Any]:
+        choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
+        return self._trained("homogeneous_fixed", choose, [kind.name], cap=float(number), type=kind.name, nodes=number)
+
+    def _on_demand(self, planning: RememberedPlanning, kind: NodeType) -> dict[str, Any] | None:
+        """As many nodes as the trace's spot bill buys, one at the least; None without a price or a plan."""
+        usd_per_hour = on_demand_usd_per_hour(kind)
+        if usd_per_hour is None:
+            return None
+        every_type = {name: float("inf") for name in self.scenario.kinds}
+        budget = paid_usd(self.scenario.trace, every_type, self.prices, self.scenario.end_s)
+        number = max(1, int(budget / usd_per_hour / (self.scenario.end_s / 3600)))
+        while grid(planning, kind, number) is None and number < 1024:
+            number += 1
+        trace = [TraceEvent(0.0, "arrival", f"{kind.name}-{index}", kind.name) for index in range(number)]
+        choose = SymmetricSetups(planning, self.scenario.costs, kind, number).setup
+        found = self._trained(
+            "on_demand", choose, [kind.name], trace=trace, type=kind.name, nodes=number, usd_per_hour=usd_per_hour
+        )
+        found["usd"] = number * usd_per_hour * self.scenario.end_s / 3600
+        found["usd_per_million_tokens"] = found["usd"] / found["tokens"] * 1e6 if found["tokens"] else None
+        return found
+
+    def _trained(
+        self, name: str, choose: Choose, types: Sequence[str], *, on_notice: bool = True, every_steps: int | None = None,
+        cap: float = float("inf"), trace: Sequence[TraceEvent] | None = None, **facts: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        scenario = self.scenario
+        trace = scenario.trace if trace is None else trace
+        mine = [event for event in trace if event.node_type in types]
+        habits = Habits(on_notice, every_steps, self.job.parallelism.horizon_s)
+        between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))
+        trainer = RestartingTrainer(choose, habits, scenario.costs, scenario.kinds, between_s)
+        trainer.run(mine, scenario.end_s)
+        usd = paid_usd(mine, dict.fromkeys(types, cap), self.prices, scenario.end_s)
+        found = self._document(
+            name, scenario.end_s, trainer.stretches, trainer.changes, usd, steps_lost=trainer.steps_lost, decisions=[]
+        )
+        return found | {"what": WHAT[name], "waited_s": round(trainer.waited_s, 1), **facts}
+
+    # documents -------------------------------------------------------------------------------------------------------
+
+    def _document(
+        self, policy: str, seconds: float, stretches: Sequence[Stretch], changes: list[dict[str, Any]], usd: float, *,
+        steps_lost: int, decisions: list[str], ended: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        training = self.job.training
+        steps = sum(stretch.num_steps for stretch in stretches)
+        useful_s = sum(stretch.seconds for stretch in stretches)
+        tokens = steps * training.global_batch_sequences * training.sequence_length
+        tiers: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
+        parts: Counter[str] = Counter()
+        for change in changes:
+            tiers.update(change["bytes_by_tier"])
+            parts.update(change["seconds"])
+        return {
+            "policy": policy,
+            "simulated": True,
+            "ended": ended,
+            "seconds": seconds,
+            "steps": steps,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds if seconds else 0.0,
+            "useful_share": useful_s / seconds if seconds else 0.0,
+            "tokens_per_useful_s": tokens / useful_s if useful_s else 0.0,
+            "steps_lost": steps_lost,
+            "changes_by_cause": dict(Counter(change["cause"] for change in changes)),
+            "seconds_by_part": {name: round(value, 3) for name, value in parts.items()},
+            "bytes_by_tier": dict(tiers),
+            "usd": usd,
+            "usd_per_million_tokens": usd / tokens * 1e6 if tokens else None,
+            "stated": asdict(self.scenario.costs),
+            "reconfigurations": changes,
+            "stretches": [asdict(stretch) for stretch in stretches if stretch.num_steps],
+            "decisions": decisions,
+        }
 
 
 def simulate(scenario: Scenario, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
-    """The document of one policy (`autohet simulate --json`); `progress` is told the share of the trace that is done.
-
-    Raises:
-        ConfigError: the job cannot be planned at all on the cluster.
-    """
-    job = _endless(scenario.job)
-    inputs = planning_inputs(job)
-    holder: list[SimulatedWorkforce] = []
-    planning = Planning(inputs, clock=lambda: holder[0].now)
-    workforce = SimulatedWorkforce(
-        {kind.name: kind for kind in scenario.cluster.node_types}, scenario.trace, _step_times(planning),
-        Costs(restarts=policy == "s3_only"), every_steps=job.checkpoint.every_steps,
-        settle_s=job.elastic.arrivals_debounce_s + 2.0,
-        tokens_by_step=job.training.global_batch_sequences * job.training.sequence_length,
-    )  # fmt: skip
-    holder.append(workforce)
-    planning.propose(scenario.cluster.fleet(), None)  # a job that the whole cluster cannot train is the user's to mend
-    book = (StorageOnlyOrders if policy == "s3_only" else OrderBook)(job, load_config(job.model))
-    controller = Controller(job, workforce, planning, book, EventLog(None))
-    told = 0.0
-    while workforce.now < scenario.end_s and controller.ended is None:
-        controller.tick()
-        if progress is not None and workforce.now - told > scenario.end_s / 200:
-            told = workforce.now
-            progress(min(1.0, told / scenario.end_s))
-    return _document(policy, controller, workforce, scenario)
+    """The document of one policy alone."""
+    return Simulation(scenario).run(policy, progress)
 
 
 def _endless(job: Job) -> Job:
@@ -88,44 +239,35 @@ def _endless(job: Job) -> Job:
     return replace(job, training=replace(job.training, steps=ENDLESS), elastic=elastic)
 
 
-def _step_times(planning: Planning) -> Callable[[Plan, Mapping[str, NodeView]], float]:
-    def step_s(plan: Plan, nodes: Mapping[str, NodeView]) -> float:
-        used = sorted({node_of(worker) for worker in plan.workers})
-        fleet = Fleet(0, tuple(nodes[name].node for name in used))
-        return planning.make_cost(fleet).predict(plan).step_time_s
+def _pace(planning: RememberedPlanning) -> Callable[[Plan], tuple[float, float]]:
+    def pace(plan: Plan) -> tuple[float, float]:
+        prediction = planning.predictions[plan]
+        return prediction.step_time_s, prediction.breakdown_s.get("grad_sync", 0.0)
 
-    return step_s
+    return pace
 
 
-def _document(policy: str, controller: Controller, workforce: SimulatedWorkforce, scenario: Scenario) -> dict[str, Any]:
-    ledger = controller.ledger
-    changes = [change.to_document() for change in ledger.changes if change.cause != "start"]
-    useful_s = sum(record.seconds for record in ledger.records.values())
-    tokens = sum(record.tokens for record in ledger.records.values())
-    tiers: Counter[str] = Counter(memory=0, disk=0, peer=0, s3=0)
-    parts: Counter[str] = Counter()
-    for change in changes:
-        tiers.update(change["bytes_by_tier"])
-        parts.update(change["seconds"])
-    return {
-        "policy": policy,
-        "simulated": True,
-        "ended": None if controller.ended is None else controller.ended.reason,
-        "seconds": workforce.now,
-        "steps": ledger.committed_steps,
-        "tokens": tokens,
-        "tokens_per_s": tokens / workforce.now if workforce.now else 0.0,
-        "useful_share": useful_s / workforce.now if workforce.now else 0.0,
-        "steps_lost": sum(change["steps_lost"] for change in changes),
-        "changes_by_cause": dict(Counter(change["cause"] for change in changes)),
-        "seconds_by_part": {name: round(value, 3) for name, value in parts.items()},
-        "bytes_by_tier": dict(tiers),
-        "usd": workforce.usd,
-        "usd_per_million_tokens": workforce.usd / tokens * 1e6 if tokens else None,
-        "stated": asdict(workforce.costs),
-        "reconfigurations": changes,
-        "decisions": [event["reason"] for event in controller.events.records if event["kind"] == "decision"],
-    }
+def _sizes(trace: Sequence[TraceEvent], node_type: str) -> list[int]:
+    """Numbers of nodes for a fixed subset: spread over those that the trace had at one time."""
+    alive, seen = 0, set()
+    for event in trace:
+        if event.node_type == node_type and event.kind != "notice":
+            alive += 1 if event.kind == "arrival" else -1
+            seen.add(alive)
+    sizes = sorted(seen - {0})
+    if len(sizes) <= MOST_FIXED:
+        return sizes
+    return sorted({sizes[round(index * (len(sizes) - 1) / (MOST_FIXED - 1))] for index in range(MOST_FIXED)})
+
+
+def on_demand_usd_per_hour(kind: NodeType) -> float | None:
+    """The catalogue's cheapest price of the GPU type, for as many GPUs as the node has; None where it has none."""
+    prices = [
+        found.usd_per_hour / found.num_gpus
+        for found in instance_types().values()
+        if found.gpu_type == kind.gpu_type and found.usd_per_hour
+    ]
+    return min(prices) * kind.num_gpus if prices else None
 
 
 def horizon(trace: Sequence[TraceEvent], hours: float | None) -> float:

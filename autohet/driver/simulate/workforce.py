@@ -1,43 +1,37 @@
 """SIMULATED workforce: a spot trace instead of machines, a clock that jumps to what happens next. The controller above it is the real one.
 
 What is real: controller, planner, order book, layouts, holdings, transfer schedules. What is simulated: time. A step takes what the
-cost model predicts, a restore what its schedule says, everything else the stated `Costs`.
+cost model predicts and what uploads and copies take from it, a restore what its schedule says, everything else the stated `Costs`.
+Steps between two events are made at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.spot_trace import TraceEvent
+from autohet.driver.simulate.stretch import Stretch
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType, node_of
 from planner.plan import Plan
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
-BUSY_TICK_S = 0.25
 MOVING = (Phase.BUILDING, Phase.TRAINING)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Stated seconds of what neither the cost model nor a transfer schedule knows."""
-
-    detect_s: float = 3.0
-    """From a node's death until Ray says so (measured 2.9 s with this project's health checks)."""
-    replan_s: float = 0.5
-    rebuild_s: float = 1.5
-    """Stop, groups, orders (0.8 to 1.6 s measured on gloo)."""
-    process_start_s: float = 20.0
-    """From a node's arrival until its workers answer; part of every recovery where survivors are restarted."""
-    s3_bytes_per_s: float = 1e9
-    """A node's way to durable storage."""
-    restarts: bool = False
-    """Whether a recovery restarts every process."""
+CALM_TICK_S = 60.0
+MOST_UPLOADS = 2
+"""Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs to know."""
+NOTICES_GATHER_S = 0.25
+"""Just longer than the controller waits for further notices."""
+Pace = Callable[[Plan], tuple[float, float]]
+"""Plan -> predicted (step, exposed gradient sync of it), seconds."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +54,14 @@ class _Run:
     step_s: float
     upload_s: float
     push_s: float
+    stretch: Stretch
     phase: Phase = Phase.BUILDING
     step: int = 0
     step_ends_at: float = math.inf
     stop: bool = False
     upload: bool = False
+    members: frozenset[str] = frozenset()
+    first_member: str = ""
     records: list[StepRecord] = field(default_factory=list)
     uploads: list[tuple[float, int]] = field(default_factory=list)
 
@@ -76,20 +73,26 @@ class SimulatedWorkforce:
         self,
         kinds: Mapping[str, NodeType],
         trace: Sequence[TraceEvent],
-        step_s: Callable[[Plan, Mapping[str, NodeView]], float],
+        pace: Pace,
         costs: Costs,
+        prices: Prices,
         *,
         every_steps: int,
         settle_s: float,
-        tokens_by_step: int,
+        replication_share: float = 0.25,
+        tokens_by_step: int = 0,
     ) -> None:
         self.now = 0.0
         self.costs = costs
         self.usd = 0.0
         self.stop_reason: str | None = None
-        self._kinds, self._trace, self._step_s = kinds, list(trace), step_s
-        self._every, self._settle_s, self._tokens = every_steps, settle_s, tokens_by_step
-        self._machines: dict[str, NodeType] = {}
+        self.stretches: list[Stretch] = []
+        self._kinds, self._trace, self._pace, self._prices = kinds, deque(trace), pace, prices
+        self._every, self._tokens, self._replication_share = every_steps, tokens_by_step, replication_share
+        self._looks_s = (1e-3, NOTICES_GATHER_S, settle_s, settle_s + 2.0)
+        self._wake_at: list[float] = []
+        self._booting: dict[str, float] = {}
+        self._machines: dict[str, tuple[NodeType, float]] = {}
         self._nodes: dict[str, NodeView] = {}
         self._notices: dict[str, Notice] = {}
         self._starts: dict[str, float] = {}
@@ -117,52 +120,77 @@ class SimulatedWorkforce:
             dict(self._losses), self._inventories, self._checkpoint, self.stop_reason,
         )  # fmt: skip
 
-    def _next_moment(self) -> float:
-        """The next thing that happens by itself. While anything is being settled, time goes in small ticks, as the controller's own
-        deadlines are not known here."""
+    def wake_at(self, moment: float) -> None:
+        """The controller wants to look then."""
+        self._wake_at.append(moment)
+
+    def busy(self, seconds: float) -> None:
+        """The driver looks at nothing for so long, while all else goes on."""
+        end = self.now + seconds
+        while self.now < end:
+            self._pass_to(min([end, *(moment for moment in self._due() if moment > self.now)]))
+
+    def _due(self) -> list[float]:
+        """When things happen by themselves."""
         run = self._run
-        moments = [event.time_s for event in self._trace[:1]]
+        moments = [self._trace[0].time_s] if self._trace else []
+        moments += self._booting.values()
         moments += [at for at in self._starts.values() if at > self.now]
         moments += [died + self.costs.detect_s for died in self._dead.values()]
+        if run is not None and run.phase is Phase.BUILDING:
+            moments.append(run.ready_at)
+        return moments
+
+    def _next_moment(self) -> float:
+        """When the controller looks next: at what happens, and as long after it as the controller itself waits for more of the kind."""
+        run = self._run
+        moments = self._due() + [at for at in self._wake_at if at > self.now]
+        self._wake_at = [at for at in self._wake_at if at > self.now]
         if run is not None:
-            moments += [run.ready_at] if run.phase is Phase.BUILDING else []
             # the step after which all stand, and the first of a change, which ends it
             awaited = run.stop or run.step == run.order.start_step
             moments += [run.step_ends_at] if run.phase is Phase.TRAINING and awaited else []
             moments += [at for at, _ in run.uploads if at > self.now]
-        calm = self.now - self._stirred_at > self._settle_s and (run is None or run.phase is Phase.TRAINING)
-        limit = self.now + (60.0 if calm else BUSY_TICK_S)
-        if calm and run is not None and run.phase is Phase.TRAINING and not run.stop:
-            limit = math.inf if moments else self.now + 3600.0
-        return max(self.now + 1e-3, min([*moments, limit]))
+        looks = [at for look in self._looks_s if (at := self._stirred_at + look) > self.now]
+        training = run is not None and run.phase is Phase.TRAINING and not run.stop
+        looks += [] if training and (moments or looks) else [self.now + CALM_TICK_S]
+        return max(self.now + 1e-3, min([*moments, *looks]))
 
     def _pass_to(self, moment: float) -> None:
-        """Steps that end until then are made, prices are paid, and what is due happens."""
-        self.usd += sum(kind.usd_per_hour or 0.0 for kind in self._machines.values()) * (moment - self.now) / 3600
+        """Steps that end until then are made, and what is due happens."""
         self._make_steps(moment)
         self.now = moment
         run = self._run
         if run is not None and run.phase is Phase.BUILDING and run.ready_at <= moment:
             self._ready(run)
         while self._trace and self._trace[0].time_s <= moment:
-            self._happen(self._trace.pop(0))
+            self._happen(self._trace.popleft())
+        for name in [name for name, at in self._booting.items() if at <= moment]:
+            self._join(name, self._booting.pop(name))
         for name in [name for name, died in self._dead.items() if died + self.costs.detect_s <= moment]:
             self._forget(name, self._dead.pop(name))
 
     def _make_steps(self, moment: float) -> None:
+        """Those that end until `moment`, at once: of their records the first of a generation and the newest are kept."""
         run = self._run
-        if run is None or run.phase is not Phase.TRAINING:
+        if run is None or run.phase is not Phase.TRAINING or run.step_ends_at > moment:
             return
-        while run.phase is Phase.TRAINING and run.step_ends_at <= moment:
-            at, generation = run.step_ends_at, run.order.generation
-            run.records.append(StepRecord(run.step, 0.0, 0.0, self._tokens, run.step_s, generation, at))
-            run.step += 1
-            if run.step % self._every == 0 or (run.stop and run.upload):
-                run.uploads.append((at + run.upload_s, run.step))
-            if run.stop:
-                run.phase = Phase.STOPPED
-                self._stirred_at = at
-            run.step_ends_at = at + run.step_s
+        number = 1 if run.stop else 1 + int((moment - run.step_ends_at) / run.step_s)
+        first, ended_at = run.step, run.step_ends_at
+        run.step += number
+        run.step_ends_at += number * run.step_s
+        for step in sorted({first, run.step - 1}):
+            at = ended_at + (step - first) * run.step_s
+            run.records.append(StepRecord(step, 0.0, 0.0, self._tokens, run.step_s, run.order.generation, at))
+        last = run.step // self._every
+        due = range(max(first // self._every, last - MOST_UPLOADS) + 1, last + 1)
+        run.uploads += [
+            (ended_at + (n * self._every - 1 - first) * run.step_s + run.upload_s, n * self._every) for n in due
+        ]
+        run.stretch.num_steps = run.step - run.order.start_step
+        if run.stop:
+            run.phase, self._stirred_at = Phase.STOPPED, ended_at
+            run.uploads += [(ended_at + run.upload_s, run.step)] if run.upload and run.step % self._every else []
         for worker in run.order.plan.workers:
             self._live[worker] = (run.order.generation, run.step)
 
@@ -171,17 +199,32 @@ class SimulatedWorkforce:
     def _happen(self, event: TraceEvent) -> None:
         self._stirred_at = self.now
         if event.kind == "arrival":
-            kind = self._kinds[event.node_type]
-            self._machines[event.node] = kind
-            self._nodes[event.node] = NodeView(
-                Node(event.node, kind), self.now, AgentEndpoint(event.node, "simulated", 1, "")
-            )
-        elif event.kind == "notice" and event.node in self._nodes:
-            self._notices[event.node] = Notice(event.node, "trace", self.now, event.gone_s)
+            self._machines[event.node] = self._kinds[event.node_type], event.time_s
+            self._booting[event.node] = event.time_s + self.costs.boot_s + self.costs.install_s
+        elif event.kind == "notice":
+            self._booting.pop(event.node, None)  # it goes before it was of use
+            if event.node in self._nodes:
+                self._notices[event.node] = Notice(event.node, "trace", self.now, event.gone_s)
         elif event.kind == "death":
-            self._machines.pop(event.node, None)
+            self._booting.pop(event.node, None)
+            self._pay(event.node, event.time_s)
             if event.node in self._nodes:
                 self._die(event.node)
+
+    def _join(self, name: str, at: float) -> None:
+        self._stirred_at = self.now
+        node = Node(name, self._machines[name][0])
+        self._nodes[name] = NodeView(node, at, AgentEndpoint(name, "simulated", 1, ""))
+
+    def _pay(self, name: str, until: float) -> None:
+        kind, since = self._machines.pop(name, (None, 0.0))
+        if kind is not None:
+            self.usd += self._prices.usd(kind.name, since, until)
+
+    def settle(self, end_s: float) -> None:
+        """The simulation ends: what still runs is paid."""
+        for name in list(self._machines):
+            self._pay(name, end_s)
 
     def _die(self, name: str) -> None:
         """The machine is gone: those that train with it stand at once, Ray notices later."""
@@ -210,12 +253,12 @@ class SimulatedWorkforce:
         run = self._run
         if run is None or worker not in run.orders:
             return WorkerReport(worker, 1, 0, Phase.IDLE, step, generation)
-        member = worker in run.order.plan.workers
+        member = worker in run.members
         phase = run.phase if member or run.phase in (Phase.BUILDING, Phase.HALTED) else Phase.RELEASED
         done = [s for at, s in run.uploads if at <= self.now] if member else []
         return WorkerReport(
             worker, 1, run.order.generation, phase, step, generation,
-            steps=tuple(run.records) if worker == run.order.plan.workers[0] else (),
+            steps=tuple(run.records) if worker == run.first_member else (),
             receipts=tuple((run.order.generation, s, ("simulated",)) for s in done[-1:]),
             restore=self._restored[1] if self._restored is not None and self._restored[0] == worker else None,
         )  # fmt: skip
@@ -227,7 +270,7 @@ class SimulatedWorkforce:
             if worker not in self._live and node_of(worker) in self._nodes:
                 self._losses.pop(worker, None)
                 self._live[worker] = (None, 0)
-                self._starts[worker] = self.now + self.costs.process_start_s
+                self._starts[worker] = self.now + self.costs.process_start_s + self.costs.data_s
 
     def dismiss(self, workers: Sequence[str]) -> None:
         for worker in workers:
@@ -237,15 +280,35 @@ class SimulatedWorkforce:
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._keep_copies()
         order = next(iter(orders.values()))
-        costs, transfers = self.costs, order.transfers
+        transfers = order.transfers
         restore_s = 0.0 if transfers is None else transfers.makespan_s
-        ready_at = self.now + costs.replan_s + costs.rebuild_s + restore_s
-        if costs.restarts and transfers is not None:
-            ready_at += costs.process_start_s
-        step_s = self._step_s(order.plan, self._nodes)
-        self._run = _Run(
-            orders, order, ready_at, step_s, self._upload_s(orders), _push_s(orders), step=order.start_step
+        ready_at = self.now + self.costs.rebuild_s + self.costs.nccl_s(len(orders)) + restore_s
+        step_s, sync_s = self._pace(order.plan)
+        upload_s, push_s = self._upload_s(orders), _push_s(orders)
+        network = min(
+            self._nodes[node_of(w)].node.node_type.inter_node_bytes_per_s
+            for w in order.plan.workers
+            if node_of(w) in self._nodes
         )
+        step_s = self.costs.disturbed_step_s(
+            step_s,
+            sync_s,
+            network,
+            upload_s=upload_s,
+            every_steps=self._every,
+            push_s=push_s,
+            push_share=self._replication_share,
+        )
+        self._cut_stretches(order.start_step)
+        stretch = Stretch(
+            order.generation, order.start_step, ready_at + self.costs.first_step_s, step_s, len(order.plan.workers)
+        )
+        self.stretches.append(stretch)
+        members = order.plan.workers
+        self._run = _Run(
+            orders, order, ready_at, step_s, upload_s, push_s, stretch,
+            step=order.start_step, members=frozenset(members), first_member=members[0],
+        )  # fmt: skip
         tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
         self._restored = (order.plan.workers[0], RestoreRecord(tiers, 0.0, restore_s))
         self._inventories, self._stirred_at = None, self.now
@@ -253,10 +316,15 @@ class SimulatedWorkforce:
             self._run.phase = Phase.HALTED
 
     def _ready(self, run: _Run) -> None:
-        run.phase, run.step_ends_at = Phase.TRAINING, run.ready_at + run.step_s
+        run.phase, run.step_ends_at = Phase.TRAINING, run.ready_at + self.costs.first_step_s + run.step_s
         self._stirred_at = self.now
         for worker in run.order.plan.workers:
             self._live[worker] = (run.order.generation, run.step)
+
+    def _cut_stretches(self, step: int) -> None:
+        """Steps from this one on are lost."""
+        for stretch in self.stretches:
+            stretch.num_steps = max(0, min(stretch.num_steps, step - stretch.first_step))
 
     def _upload_s(self, orders: Mapping[str, GenerationOrder]) -> float:
         """The slowest node's part of a checkpoint on its way to storage."""

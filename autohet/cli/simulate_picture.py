@@ -1,0 +1,113 @@
+"""The picture of `autohet simulate` (PNG or SVG): GPUs alive and in use, tokens a second, and dollars an hour over time. SIMULATED."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.simulation import Scenario
+from planner.errors import ConfigError
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+Points = tuple[list[float], list[float]]
+
+
+def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> None:
+    """Writes the picture; ConfigError where it cannot be drawn or written."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--picture needs matplotlib: pip install 'autohet[picture]'") from None
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    fleet, speed, done, dollars = figure.subplots(4, 1, sharex=True)
+    figure.suptitle(f"SIMULATED: {document['trace']}")
+    results = [result for result in (*document["results"], *document["baselines"]) if result["tokens"]]
+    _draw_fleet(fleet, scenario, results[:1])
+    tokens = scenario.job.training.global_batch_sequences * scenario.job.training.sequence_length
+    for index, result in enumerate(results):
+        style = {
+            "color": COLOURS[index % len(COLOURS)],
+            "label": result["policy"],
+            "linewidth": 2.0 if index == 0 else 1.0,
+        }
+        speed.plot(*_rate(result["stretches"], tokens), **style)
+        done.plot(*_total(result["stretches"], tokens), **style)
+    dollars.plot(*_usd_per_hour(scenario), color=COLOURS[0])
+    labels = ("GPUs", "tokens a second", "million tokens", "USD an hour, all nodes")
+    for axis, label in zip((fleet, speed, done, dollars), labels, strict=True):
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    done.legend(loc="upper left", fontsize="small")
+    dollars.set_xlabel("hours")
+    try:
+        with rc_context({"svg.fonttype": "none"}):
+            figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
+
+
+def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> None:
+    for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
+        axis.plot(
+            *_alive(scenario, kind.name, kind.num_gpus),
+            label=f"{kind.name} alive",
+            color=COLOURS[index + 1],
+            drawstyle="steps-post",
+        )
+    for result in results:
+        times, gpus = [], []
+        for stretch in result["stretches"]:
+            times += [stretch["begin_s"] / 3600, _end(stretch) / 3600]
+            gpus += [float(stretch["num_gpus"])] * 2
+        axis.plot(times, gpus, label=f"{result['policy']} in use", color=COLOURS[0], linewidth=2.0)
+    axis.legend(loc="lower left", fontsize="small")
+
+
+def _end(stretch: Mapping[str, Any]) -> float:
+    return float(stretch["begin_s"] + stretch["num_steps"] * stretch["step_s"])
+
+
+def _alive(scenario: Scenario, node_type: str, num_gpus: int) -> Points:
+    times, gpus, alive = [0.0], [0.0], 0
+    for event in scenario.trace:
+        if event.node_type == node_type and event.kind != "notice" and event.time_s <= scenario.end_s:
+            alive += num_gpus if event.kind == "arrival" else -num_gpus
+            times.append(event.time_s / 3600)
+            gpus.append(float(alive))
+    return [*times, scenario.end_s / 3600], [*gpus, float(alive)]
+
+
+def _rate(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
+    """Zero between stretches: there the job waits or changes."""
+    times, rates = [0.0], [0.0]
+    for stretch in stretches:
+        times += [stretch["begin_s"] / 3600] * 2 + [_end(stretch) / 3600] * 2
+        rates += [0.0, tokens / stretch["step_s"], tokens / stretch["step_s"], 0.0]
+    return times, rates
+
+
+def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
+    times, totals = [0.0], [0.0]
+    for stretch in stretches:
+        times += [stretch["begin_s"] / 3600, _end(stretch) / 3600]
+        totals += [totals[-1], totals[-1] + stretch["num_steps"] * tokens / 1e6]
+    return times, totals
+
+
+def _usd_per_hour(scenario: Scenario) -> Points:
+    """A hundred moments of what all living nodes cost."""
+    prices = Prices(scenario.kinds, scenario.prices)
+    moments = [scenario.end_s * index / 100 for index in range(101)]
+    totals = []
+    for at in moments:
+        alive = [e.node_type for e in scenario.trace if e.kind == "arrival" and e.time_s <= at]
+        gone = [e.node_type for e in scenario.trace if e.kind == "death" and e.time_s <= at]
+        price = {kind: prices.usd_per_hour(kind, at) for kind in scenario.kinds}
+        totals.append(sum(price[kind] for kind in alive) - sum(price[kind] for kind in gone))
+    return [at / 3600 for at in moments], totals

@@ -1,0 +1,235 @@
+"""Baselines as people run them, along the same trace: trainers that restart from durable storage whenever their fleet changes. SIMULATED.
+
+Each pays the same stated `Costs` as AutoHet for what both do, and is given what it would not know: the best checkpoint interval for the
+departures that will come (Young 1974, Daly 2006: sqrt(2 x cost x mean time between departures)), and the best type or number in hindsight.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.prices import Prices
+from autohet.driver.simulate.setups import Setup
+from autohet.driver.simulate.spot_trace import TraceEvent
+from autohet.driver.simulate.stretch import Stretch
+from planner.cluster import Node, NodeType
+
+Choose = Callable[[Sequence[Node]], Setup | None]
+RECONSIDER = "reconsider"
+GATHER_S = 2.0
+"""Nodes that come together are taken together."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """on_notice: whether a notice makes it write a checkpoint and leave; every_steps: steps between checkpoints, None: Young and Daly's
+    best; horizon_s: a larger fleet is restarted onto where that earns more within it."""
+
+    on_notice: bool
+    every_steps: int | None
+    horizon_s: float
+
+
+@dataclass
+class RestartingTrainer:
+    """One trainer along one trace. `run` once; then read what it did."""
+
+    choose: Choose
+    habits: Habits
+    costs: Costs
+    kinds: dict[str, NodeType]
+    mean_time_between_departures_s: float
+    stretches: list[Stretch] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    steps_lost: int = 0
+    waited_s: float = 0.0
+    _alive: dict[str, Node] = field(default_factory=dict)
+    _leaving: dict[str, float] = field(default_factory=dict)
+    _setup: Setup | None = None
+    _idle_since: float | None = 0.0
+    _committed: int = 0
+
+    def run(self, trace: Sequence[TraceEvent], end_s: float) -> None:
+        queue = list(_moments(trace, self.costs))
+        heapq.heapify(queue)
+        while queue and queue[0][0] < end_s:
+            at, _, kind, node, node_type, gone_s = heapq.heappop(queue)
+            again = self._take(at, kind, node, node_type, gone_s)
+            if again is not None:
+                heapq.heappush(queue, (again, 9, RECONSIDER, "", "", math.inf))
+        self._advance(end_s)
+        if self._idle_since is not None:
+            self.waited_s += end_s - self._idle_since
+
+    # what happens ----------------------------------------------------------------------------------------------------
+
+    def _take(self, at: float, kind: str, node: str, node_type: str, gone_s: float) -> float | None:
+        """Answers one event; returns when it wants to think again, if it does."""
+        self._advance(at)
+        used = self._setup is not None and node in self._setup.nodes
+        if kind == "arrival":
+            self._alive[node] = Node(node, self.kinds[node_type])
+            return at + GATHER_S
+        elif kind == "notice":
+            self._leaving[node] = gone_s
+            if used and self.habits.on_notice and (left_at := self._checkpoint(at, gone_s)) is not None:
+                self._restart(left_at, "notice", [node], 0)
+        elif kind == "death":
+            self._alive.pop(node, None)
+            self._leaving.pop(node, None)
+            if used:
+                self._restart(at + self.costs.detect_s, "death", [node], self._lose(at))
+        return self._consider(at) if kind == RECONSIDER else None
+
+    def _consider(self, at: float) -> float | None:
+        """A larger fleet is worth a restart where it earns more within the horizon."""
+        if self._setup is None:
+            self._restart(at, "start" if not self.stretches else "arrival", [], 0)
+            return None
+        if at < self.stretches[-1].begin_s:
+            return self.stretches[-1].begin_s + 1e-3
+        better = self.choose(self._usable())
+        if better is None or better.nodes == self._setup.nodes:
+            return None
+        move_s = self._setup.snapshot_s + self._setup.upload_s + self._restart_s(better)
+        now, then = self._every(self._setup)[1], self._every(better)[1]
+        if (self.habits.horizon_s - move_s) / then > 1.01 * self.habits.horizon_s / now:
+            left_at = self._checkpoint(at, math.inf)
+            if left_at is not None:
+                self._restart(left_at, "arrival", sorted(better.nodes - self._setup.nodes), 0)
+        return None
+
+    def _usable(self) -> list[Node]:
+        return [node for name, node in sorted(self._alive.items()) if name not in self._leaving]
+
+    # what it does ----------------------------------------------------------------------------------------------------
+
+    def _every(self, setup: Setup) -> tuple[int, float]:
+        """Steps between checkpoints, and the mean step beside them."""
+
+        def mean_step_s(every: int) -> float:
+            step_s = self.costs.disturbed_step_s(
+                setup.step_s, setup.sync_s, setup.network_bytes_per_s, upload_s=setup.upload_s, every_steps=every
+            )
+            without = setup.step_s * self.costs.snapshot_overhead  # it makes no snapshot after each step
+            return step_s - without + setup.snapshot_s / every
+
+        least = max(1, math.ceil(setup.upload_s / setup.step_s))
+        if self.habits.every_steps is not None:
+            return self.habits.every_steps, mean_step_s(self.habits.every_steps)
+        cost_s = least * (mean_step_s(least) - setup.step_s)
+        interval_s = math.sqrt(2 * cost_s * self.mean_time_between_departures_s)
+        every = max(least, round(interval_s / setup.step_s))
+        return every, mean_step_s(every)
+
+    def _restart_s(self, setup: Setup) -> float:
+        restore_s = setup.restore_s if self._committed or self.stretches else 0.0
+        return self.costs.restart_s(len(setup.plan.workers)) + restore_s + setup.searched_s
+
+    def _advance(self, at: float) -> None:
+        """Steps until `at`, and the checkpoints among them that have reached storage."""
+        if self._setup is None or not self.stretches:
+            return
+        stretch, every = self.stretches[-1], self._every(self._setup)[0]
+        stretch.num_steps = max(0, int((at - stretch.begin_s) / stretch.step_s))
+        written = int((at - stretch.begin_s - self._setup.upload_s) / stretch.step_s)
+        newest = (stretch.first_step + written) // every * every
+        self._committed = max(self._committed, min(newest, stretch.first_step + stretch.num_steps))
+
+    def _checkpoint(self, at: float, gone_s: float) -> float | None:
+        """Ends the step, writes it, and stops: when that is done. None where it would not be done before `gone_s`."""
+        assert self._setup is not None
+        stretch = self.stretches[-1]
+        if at <= stretch.begin_s:
+            return at
+        step_ends_at = stretch.begin_s + (stretch.num_steps + 1) * stretch.step_s
+        done_at = step_ends_at + self._setup.snapshot_s + self._setup.upload_s
+        if done_at > min([gone_s, *(self._leaving[name] for name in self._setup.nodes & self._leaving.keys())]):
+            return None
+        stretch.num_steps += 1
+        self._committed = stretch.first_step + stretch.num_steps
+        return done_at
+
+    def _lose(self, at: float) -> int:
+        """Back to the newest checkpoint: steps since then never were."""
+        lost = 0
+        for stretch in self.stretches:
+            kept = max(0, min(stretch.num_steps, self._committed - stretch.first_step))
+            lost, stretch.num_steps = lost + stretch.num_steps - kept, kept
+        return lost
+
+    def _restart(self, at: float, cause: str, nodes: Collection[str], lost: int) -> None:
+        before, self._setup = self._setup, self.choose(self._usable())
+        self.steps_lost += lost
+        if before is not None:
+            self._idle_since = at
+        if self._setup is None:
+            return
+        if self._idle_since is not None:
+            self.waited_s, self._idle_since = self.waited_s + max(0.0, at - self._idle_since), None
+        _, step_s = self._every(self._setup)
+        begin_s = at + self._restart_s(self._setup)
+        setup, first_step = self._setup, self._committed
+        self.stretches.append(Stretch(len(self.stretches) + 1, first_step, begin_s, step_s, len(setup.plan.workers)))
+        if cause != "start":
+            self.changes.append(
+                _change(cause, nodes, before, setup, lost, first_step, begin_s - at, self.costs, step_s)
+            )
+
+
+def _change(
+    cause: str, nodes: Collection[str], before: Setup | None, after: Setup, lost: int, step: int, total_s: float, costs: Costs,
+    step_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """As an entry of `reconfigurations`."""
+    detect = costs.detect_s if cause == "death" else 0.0
+    rebuild = total_s - after.restore_s - after.searched_s - costs.first_step_s
+    parts = {"detect": detect, "replan": after.searched_s, "rebuild": rebuild, "restore": after.restore_s}
+    parts |= {"first_step": costs.first_step_s + step_s, "total": detect + total_s + step_s}
+    return {
+        "cause": cause, "nodes": list(nodes), "reason": f"{', '.join(nodes)}: {cause}; all processes restart from durable storage",
+        "step": step, "plan_before": None if before is None else before.plan.to_document(), "plan_after": after.plan.to_document(),
+        "predicted_step_s": after.step_s, "steps_lost": lost,
+        "bytes_by_tier": {"memory": 0, "disk": 0, "peer": 0, "s3": after.restored_bytes},
+        "seconds": {name: round(value, 4) for name, value in parts.items()}, "attempts": 0,
+    }  # fmt: skip
+
+
+def _moments(trace: Sequence[TraceEvent], costs: Costs) -> list[tuple[float, int, str, str, str, float]]:
+    """The trace as a trainer sees it: a node is there once it has booted, unless a notice or its end came before."""
+    ends = {event.node: event.time_s for event in reversed(trace) if event.kind in ("death", "notice")}
+    ready_s = costs.boot_s + costs.install_s
+    found: list[tuple[float, int, str, str, str, float]] = []
+    for event in trace:
+        at = event.time_s + ready_s if event.kind == "arrival" else event.time_s
+        if event.kind == "arrival" and ends.get(event.node, math.inf) <= at:
+            continue
+        rank = {"death": 0, "notice": 1, "arrival": 2}[event.kind]
+        found.append((at, rank, event.kind, event.node, event.node_type, event.gone_s))
+    return found
+
+
+def departures(trace: Sequence[TraceEvent], kinds: Collection[str], end_s: float) -> int:
+    return sum(event.kind == "death" and event.node_type in kinds and event.time_s < end_s for event in trace)
+
+
+def paid_usd(trace: Sequence[TraceEvent], caps: dict[str, float], prices: Prices, end_s: float) -> float:
+    """Dollars until `end_s` for the nodes of each type that are alive, `caps` of it at the most."""
+    alive: Counter[str] = Counter()
+    total, since = 0.0, 0.0
+    moments = [
+        (e.time_s, e.node_type, 1 if e.kind == "arrival" else -1) for e in trace if e.kind in ("arrival", "death")
+    ]
+    for at, node_type, change in [*sorted(moments), (end_s, "", 0)]:
+        until = min(at, end_s)
+        total += sum(
+            min(alive[kind], cap) * prices.usd(kind, since, until) for kind, cap in caps.items() if alive[kind]
+        )
+        since, alive[node_type] = max(since, until), alive[node_type] + change
+    return total

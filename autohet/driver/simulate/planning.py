@@ -1,0 +1,281 @@
+"""The planner as a simulation asks it: the real one, but a fleet that was searched before is not searched again.
+
+A fleet is remembered by its multiset of node types (and slowdowns), a replanning by that and the present plan, both in names that count
+the nodes of a type: which of two equal nodes left makes no difference. Where the best repair of the present plan is as fast as a searched
+fleet of nearly as many GPUs lets expect, no search is made. What an answer costs in simulated time is stated (`Costs.search_seconds`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autohet.driver.control.planning import MOVE_FIXED_S, Planning, Proposal, Search
+from autohet.driver.simulate.costs import Costs
+from autohet.runtime.planning import PlanningInputs
+from planner.cluster import Fleet, Node, node_of
+from planner.cost.model import CostModel, Prediction
+from planner.errors import ConfigError, InfeasibleError
+from planner.plan import Plan, Stage
+from planner.replan import MigrationCost, align, holders_of, replan
+from planner.search.problem import Request
+from planner.strategies import plan_with
+
+Kind = tuple[str, float]
+"""A node type's name and slowdown."""
+Counts = tuple[tuple[Kind, int], ...]
+AS_FAST = 1.05
+"""A repair within 5% of what a searched fleet lets expect is not searched for anything better: to AutoHet's disadvantage."""
+NEAR = 0.2
+"""Searched fleets within a fifth of a fleet's GPUs are compared with it."""
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """An answer of the planner, in counted names."""
+
+    plan: Plan
+    prediction: Prediction
+    stay: bool
+    reason: str
+    searched: bool
+
+
+@dataclass
+class PlanMemory:
+    """What was searched so far, for all policies of one simulation."""
+
+    plans: dict[Counts, tuple[float, Plan]] = field(default_factory=dict)
+    """The fastest plan known of each fleet, with its step time."""
+    searched: dict[Counts, float] = field(default_factory=dict)
+    """Step time of those fleets that a whole search was made for."""
+    answers: dict[tuple[object, ...], Remembered | str] = field(default_factory=dict)
+    grids: dict[tuple[str, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
+    """(node type, nodes) -> its symmetric plan."""
+    speed: dict[Kind, float] = field(default_factory=dict)
+    """Blocks a second that a node of each type does alone."""
+    cost: CostModel | None = None
+    """Of a fleet with the most node types so far."""
+    num_searches: int = 0
+    search_cpu_s: float = 0.0
+
+    def keep(self, counts: Counts, prediction: Prediction, plan: Plan, *, searched: bool) -> None:
+        step_s = prediction.step_time_s
+        if counts not in self.plans or step_s < self.plans[counts][0]:
+            self.plans[counts] = (step_s, plan)
+        if searched:
+            self.searched[counts] = min(step_s, self.searched.get(counts, step_s))
+
+    def expected_s(self, counts: Counts) -> float | None:
+        """The step time that the nearest searched fleet lets expect, by the sum of nodes' speeds."""
+        here = self._total(counts)
+        near = [(abs(self._total(of) - here), step_s * self._total(of) / here) for of, step_s in self.searched.items()]
+        distance, step_s = min(near, default=(float("inf"), 0.0))
+        return step_s if distance <= NEAR * here else None
+
+    def _total(self, counts: Counts) -> float:
+        return sum(self.speed[kind] * number for kind, number in counts)
+
+
+def kind_of(node: Node) -> Kind:
+    return node.node_type.name, node.node_type.slowdown
+
+
+def counts_of(fleet: Fleet) -> Counts:
+    return tuple(sorted(Counter(kind_of(node) for node in fleet.nodes).items()))
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The same plan on nodes of other names."""
+
+    def stage(of: Stage) -> Stage:
+        workers = [worker.rpartition("/") for worker in of.workers]
+        return replace(of, workers=tuple(f"{names[node]}/{gpu}" for node, _, gpu in workers))
+
+    return replace(
+        plan, pipelines=tuple(replace(p, stages=tuple(stage(of) for of in p.stages)) for p in plan.pipelines)
+    )
+
+
+class RememberedPlanning(Planning):
+    """`Planning` for a simulated driver. `busy`: told how long it is; `now`: the simulated time; `wake`: told when to look again."""
+
+    def __init__(
+        self,
+        inputs: PlanningInputs,
+        memory: PlanMemory,
+        costs: Costs,
+        *,
+        now: Callable[[], float] = lambda: 0.0,
+        busy: Callable[[float], None] = lambda seconds: None,
+        wake: Callable[[float], None] = lambda moment: None,
+    ) -> None:
+        super().__init__(inputs, now)
+        self.memory, self.costs = memory, costs
+        self._busy, self._wake = busy, wake
+        self.predictions: dict[Plan, Prediction] = {}
+        self._kinds: dict[str, Kind] = {}
+        """Of every node that was ever in a fleet, under its own and its counted name."""
+
+    def make_cost(self, fleet: Fleet) -> CostModel:
+        """As `Planning.make_cost`; of node types that were met before nothing is computed anew."""
+        planned = self.inputs.fleet(fleet)
+        try:
+            if self.memory.cost is not None:
+                return self.memory.cost.on(planned)
+        except ConfigError:
+            pass  # a node type that is new
+        self.memory.cost = super().make_cost(fleet)
+        return self.memory.cost
+
+    def propose(
+        self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
+    ) -> Proposal:
+        """As `Planning.propose`, remembered; the driver is busy for the stated time."""
+        self._busy(self.costs.search_seconds(len(fleet.workers), waiting=True))
+        return self.answer(fleet, None if current is None else current.plan, redundant=redundant, thorough=thorough)
+
+    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+        """As `Planning.search`: what it finds is there after the stated time."""
+        ready_at = self.clock() + self.costs.search_seconds(len(fleet.workers), waiting=False)
+        self._wake(ready_at)
+        return _Later(self, fleet, current, ready_at)
+
+    def answer(
+        self, fleet: Fleet, current: Plan | None, *, redundant: bool = True, thorough: bool | None = None
+    ) -> Proposal:
+        """The planner's answer, in no simulated time.
+
+        Raises:
+            ConfigError: no plan exists for this fleet.
+        """
+        if redundant:
+            self._require_nodes(fleet)
+        self._kinds.update({node.name: kind_of(node) for node in fleet.nodes})
+        names = self._counted_names(fleet, current)
+        counted = Fleet(0, tuple(sorted((Node(names[n.name], n.node_type) for n in fleet.nodes), key=lambda n: n.name)))
+        plan = None if current is None else renamed(current, names)
+        key = (counted.nodes, plan, redundant, thorough)
+        if key not in self.memory.answers:
+            begun = time.process_time()
+            try:
+                self.memory.answers[key] = self._ask(counted, plan, redundant, thorough)
+            except ConfigError as error:
+                self.memory.answers[key] = str(error)
+            self.memory.search_cpu_s += time.process_time() - begun
+        found = self.memory.answers[key]
+        if isinstance(found, str):
+            raise InfeasibleError(found)
+        back = {counted_name: name for name, counted_name in names.items()}
+        plan = renamed(found.plan, back)
+        self.predictions[plan] = found.prediction
+        cost = self.make_cost(fleet)
+        return Proposal(plan, found.prediction, cost, (), found.stay, found.reason, found.searched)
+
+    def fastest(self, fleet: Fleet, current: Plan | None) -> Proposal:
+        """The plan of least step time that is known of the fleet, for a trainer that loads all its state anew: `current` only says where
+        to begin where none is known.
+
+        Raises:
+            ConfigError: no plan exists for this fleet.
+        """
+        known = None if counts_of(fleet) in self.memory.plans else current
+        if known is not None and not any(worker in fleet.workers for worker in known.workers):
+            known = None
+        return self.answer(fleet, known)
+
+    def _ask(self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None) -> Remembered:
+        request = replace(self.request(fleet, self.make_cost(fleet)), clock=time.perf_counter)
+        if not redundant:
+            request = replace(request, min_node_disjoint_holders=1)
+        counts = counts_of(fleet)
+        self._note_speeds(request)
+        if current is None:
+            return self._first(request, counts)
+        small = len(fleet.workers) <= 64
+        found = self._replanned(current, request, counts, thorough=False)
+        if thorough is False or (thorough is None and not small):
+            return found
+        expected_s = self.memory.expected_s(counts)
+        fast = expected_s is not None and found.prediction.step_time_s <= AS_FAST * expected_s
+        if fast or counts in self.memory.searched:
+            return replace(found, searched=True)
+        self.memory.num_searches += 1
+        return self._replanned(current, request, counts, thorough=True)
+
+    def _first(self, request: Request, counts: Counts) -> Remembered:
+        """The plan where nothing runs: a remembered one of this fleet, or a whole search."""
+        if counts in self.memory.plans:
+            plan = self._placed(self.memory.plans[counts][1], request)
+            return Remembered(plan, request.cost.predict(plan), False, "", True)
+        self.memory.num_searches += 1
+        answer = plan_with(self.job.parallelism.strategy, request)
+        self.memory.keep(counts, answer.prediction, answer.plan, searched=True)
+        return Remembered(answer.plan, answer.prediction, False, "", True)
+
+    def _replanned(self, current: Plan, request: Request, counts: Counts, *, thorough: bool) -> Remembered:
+        known = [] if counts not in self.memory.plans else [self._placed(self.memory.plans[counts][1], request)]
+        alive = set(request.fleet.workers)
+        held = {w: part for w, part in holders_of(current, self.inputs.spec.num_layers).items() if w in alive}
+        decision = replan(
+            current,
+            request,
+            horizon_s=self.job.parallelism.horizon_s,
+            migration=MigrationCost(fixed_s=MOVE_FIXED_S),
+            thorough=thorough,
+            known=[align(plan, request, held) for plan in known],
+        )
+        answer = decision.answer
+        self.memory.keep(counts, answer.prediction, answer.plan, searched=thorough)
+        return Remembered(answer.plan, answer.prediction, decision.kind == "stay", decision.reason, decision.searched)
+
+    def _counted_names(self, fleet: Fleet, current: Plan | None) -> dict[str, str]:
+        """Own name -> counted name: first the present plan's nodes in its order, those that are gone too, then the others."""
+        planned = () if current is None else dict.fromkeys(node_of(worker) for worker in current.workers)
+        names: dict[str, str] = {}
+        used: Counter[Kind] = Counter()
+        for name in dict.fromkeys((*planned, *sorted(node.name for node in fleet.nodes))):
+            kind = self._kinds[name]
+            names[name] = f"{kind[0]}@{kind[1]:g}-{used[kind]:05d}"
+            self._kinds[names[name]] = kind
+            used[kind] += 1
+        return names
+
+    def _placed(self, plan: Plan, request: Request) -> Plan:
+        """A remembered plan on this fleet's nodes: the n-th of a type for the n-th."""
+        of_kind: dict[Kind, list[str]] = {}
+        for node in request.fleet.nodes:
+            of_kind.setdefault(kind_of(node), []).append(node.name)
+        names: dict[str, str] = {}
+        used: Counter[Kind] = Counter()
+        for name in sorted({node_of(worker) for worker in plan.workers}):
+            kind = self._kinds[name]
+            names[name] = of_kind[kind][used[kind]]
+            used[kind] += 1
+        return renamed(plan, names)
+
+    def _note_speeds(self, request: Request) -> None:
+        """Blocks a second that a node of each type does, its GPUs alone, one sequence at a time."""
+        for node in request.fleet.nodes:
+            if kind_of(node) not in self.memory.speed:
+                costs = request.cost.layer_costs(node.node_type, 1, 1)
+                seconds = max(float((costs.forward_s + costs.backward_s).sum()), 1e-30)
+                self.memory.speed[kind_of(node)] = node.node_type.num_gpus / seconds
+
+
+class _Later:
+    """A search whose answer is known at `ready_at`."""
+
+    def __init__(self, planning: RememberedPlanning, fleet: Fleet, current: Proposal | None, ready_at: float) -> None:
+        self._planning, self._fleet, self._current, self._ready_at = planning, fleet, current, ready_at
+
+    def proposal(self) -> Proposal | None:
+        if self._planning.clock() < self._ready_at:
+            return None
+        current = None if self._current is None else self._current.plan
+        return self._planning.answer(self._fleet, current, thorough=True)
+
+    def drop(self) -> None:
+        """Nothing goes on."""

@@ -1,0 +1,137 @@
+"""What trainers that restart run on a fleet: the plan, how fast it steps, and how long its state takes to and from storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.planning import RememberedPlanning, renamed
+from planner.cluster import Fleet, Node, NodeType, node_of
+from planner.cost.model import Prediction
+from planner.errors import ConfigError
+from planner.model_spec import ModelSpec
+from planner.plan import Plan
+from planner.redundancy import layers_of
+from planner.replan import MigrationCost
+from planner.strategies import plan_with
+
+SYMMETRIC = "megatron"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A plan on these nodes. Seconds: `step_s`, of it `sync_s` exposed gradient synchronisation; `restore_s` until the slowest node has
+    read its shards from storage, `upload_s` until all nodes have written one copy of the state, `snapshot_s` until it is in host memory."""
+
+    plan: Plan
+    nodes: frozenset[str]
+    step_s: float
+    sync_s: float
+    restore_s: float
+    upload_s: float
+    snapshot_s: float
+    network_bytes_per_s: float
+    restored_bytes: int
+    searched_s: float
+
+
+def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
+    """Training state (fp32 weights and AdamW's two moments) that each worker holds."""
+    each = MigrationCost().state_bytes_per_parameter
+    found = {}
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            names = layers_of(stage, index, len(pipeline.stages))
+            parts = [
+                spec.embedding if n == "embedding" else spec.head if n == "head" else spec.blocks[int(n)] for n in names
+            ]
+            share = sum(part.parameters for part in parts) * each / stage.tp_degree
+            found.update(dict.fromkeys(stage.workers, share))
+    return found
+
+
+def make_setup(
+    plan: Plan, prediction: Prediction, fleet: Fleet, spec: ModelSpec, costs: Costs, searched_s: float
+) -> Setup:
+    by_worker = state_bytes_by_worker(plan, spec)
+    by_node: dict[str, float] = {}
+    for worker, count in by_worker.items():
+        by_node[node_of(worker)] = by_node.get(node_of(worker), 0.0) + count
+    model_bytes = sum(by_worker[w] for w in plan.pipelines[0].workers)
+    network = min(node.node_type.inter_node_bytes_per_s for node in fleet.nodes if node.name in by_node)
+    return Setup(
+        plan=plan,
+        nodes=frozenset(by_node),
+        step_s=prediction.step_time_s,
+        sync_s=prediction.breakdown_s.get("grad_sync", 0.0),
+        restore_s=max(by_node.values()) / costs.s3_bytes_per_s,
+        upload_s=model_bytes / len(by_node) / costs.s3_bytes_per_s,
+        snapshot_s=max(by_worker.values()) / costs.snapshot_bytes_per_s,
+        network_bytes_per_s=network,
+        restored_bytes=int(sum(by_node.values())),
+        searched_s=searched_s,
+    )
+
+
+class MixedSetups:
+    """All GPUs of the fleet under AutoHet's own plans, those of the fleets that AutoHet met among them."""
+
+    def __init__(self, planning: RememberedPlanning, costs: Costs) -> None:
+        self._planning, self._costs = planning, costs
+        self._last: Plan | None = None
+
+    def setup(self, nodes: Sequence[Node]) -> Setup | None:
+        """None where no plan fits the fleet."""
+        fleet = Fleet(0, tuple(nodes))
+        if sum(len(node.workers) for node in nodes) < self._planning.job.elastic.min_workers:
+            return None
+        try:
+            found = self._planning.fastest(fleet, self._last)
+        except ConfigError:
+            return None
+        self._last = found.plan
+        searched_s = self._costs.search_seconds(len(fleet.workers), waiting=True)
+        return make_setup(found.plan, found.prediction, fleet, self._planning.inputs.spec, self._costs, searched_s)
+
+
+class SymmetricSetups:
+    """One GPU type, equal pipelines of equal stages (Megatron's grid), on as many of the nodes as such a grid can use best; with `fixed`,
+    exactly that many nodes or none."""
+
+    def __init__(self, planning: RememberedPlanning, costs: Costs, kind: NodeType, fixed: int | None = None) -> None:
+        self._planning, self._costs = planning, costs
+        self.kind, self.fixed = kind, fixed
+
+    def setup(self, nodes: Iterable[Node]) -> Setup | None:
+        names = sorted(node.name for node in nodes if node.node_type.name == self.kind.name)
+        number = len(names) if self.fixed is None else self.fixed
+        if number > len(names) or (found := grid(self._planning, self.kind, number)) is None:
+            return None
+        plan, prediction, used = found
+        stand_in = {f"grid-{index:05d}": name for index, name in enumerate(names[:used])}
+        fleet = Fleet(0, tuple(Node(name, self.kind) for name in names[:used]))
+        return make_setup(renamed(plan, stand_in), prediction, fleet, self._planning.inputs.spec, self._costs, 0.0)
+
+
+def grid(planning: RememberedPlanning, kind: NodeType, number: int) -> tuple[Plan, Prediction, int] | None:
+    """The fastest symmetric plan of up to `number` nodes of one type: (plan on nodes grid-0.., prediction, nodes that it uses)."""
+    best: tuple[Plan, Prediction, int] | None = None
+    for count in range(1, number + 1):
+        found = _grid_of(planning, kind, count)
+        if found is not None and (best is None or found[1].step_time_s < best[1].step_time_s):
+            best = found
+    return best
+
+
+def _grid_of(planning: RememberedPlanning, kind: NodeType, count: int) -> tuple[Plan, Prediction, int] | None:
+    key = (kind.name, count)
+    if key not in planning.memory.grids:
+        fleet = Fleet(0, tuple(Node(f"grid-{index:05d}", kind) for index in range(count)))
+        request = replace(planning.request(fleet, planning.make_cost(fleet)), min_node_disjoint_holders=1)
+        try:
+            answer = plan_with(SYMMETRIC, request)
+            planning.memory.grids[key] = (answer.plan, answer.prediction, count)
+        except ConfigError:
+            planning.memory.grids[key] = None
+    return planning.memory.grids[key]
