@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="ADDR",
         help="address of the Ray cluster (default: RAY_ADDRESS, or the one of this machine)",
     )
+    parser.add_argument(
+        "--storage",
+        metavar="URI",
+        help="where checkpoints go (s3://bucket/prefix or a directory that every machine sees), before the job's checkpoint.storage",
+    )
     parser.add_argument("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     job = Job.from_yaml(arguments.job)
+    if arguments.storage is not None:
+        job = replace(job, checkpoint=replace(job.checkpoint, storage=arguments.storage))
     job.require_training()
     events = Path(arguments.events or f"runs/{job.name}/events.jsonl")
     _check_writable(events)

@@ -48,7 +48,7 @@ def check_shared_storage(job: Job, document: Mapping[str, Any] | None, addresses
     given = "is not given" if job.checkpoint.storage is None else f"is '{job.checkpoint.storage}'"
     raise ConfigError(
         f"checkpoint.storage {given}, so each of several machines would write its part to its own disk; name an s3:// URI, or a"
-        " directory on a file system that all of them share"
+        " directory on a file system that all of them share (autohet train --storage s3://bucket/prefix)"
     )
 
 

@@ -182,3 +182,10 @@ def test_a_device_that_this_machine_has_not_is_found_before_an_emulated_fleet_st
 ) -> None:
     message = complaint(*documents(training={"device": "cuda"}), capsys)
     assert "training.device is cuda" in message
+
+
+def test_the_storage_of_the_command_line_comes_before_the_jobs(
+    documents: Documents, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert str(tmp_path / "file") in complaint(*documents(), capsys, "--storage", str(tmp_path / "file"))

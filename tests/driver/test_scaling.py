@@ -24,9 +24,9 @@ def aws():
 def test_every_type_up_to_its_max_workers(aws):
     document, cluster = aws
     counts = wanted_nodes(cluster, None)
-    assert counts == {"p4d": 2, "g6e": 4, "g5": 8}
+    assert counts == {"p4d": 2, "g6e": 4, "g5": 8, "g5-floor": 1}
     shapes = bundles_of(cluster, document, counts)
-    assert sum(shape["GPU"] for shape in shapes) == 40
+    assert sum(shape["GPU"] for shape in shapes) == 41
     assert shapes.count({"GPU": 8, "CPU": 96}) == 2
 
 
@@ -34,7 +34,7 @@ def test_the_jobs_wish_wins_and_is_checked(aws):
     document, cluster = aws
     assert bundles_of(cluster, document, wanted_nodes(cluster, {"g5": 3})) == [{"GPU": 1, "CPU": 8}] * 3
     assert wanted_nodes(cluster, {}) == {}
-    with pytest.raises(ConfigError, match=r"'p5'.*has g5, g6e, p4d"):
+    with pytest.raises(ConfigError, match=r"'p5'.*has g5, g5-floor, g6e, p4d"):
         wanted_nodes(cluster, {"p5": 1})
     with pytest.raises(ConfigError, match="9 of 'g5', whose max_workers is 8"):
         wanted_nodes(cluster, {"g5": 9})

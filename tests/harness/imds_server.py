@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import socket
 import threading
 import time
 from datetime import UTC, datetime
@@ -12,7 +13,13 @@ from types import TracebackType
 class ImdsServer:
     """Serves on a free local port while entered; what it says is set by the attributes and methods, at any time."""
 
-    def __init__(self, instance_id: str = "i-0123456789abcdef0", instance_type: str = "g5.xlarge") -> None:
+    def __init__(
+        self,
+        instance_id: str = "i-0123456789abcdef0",
+        instance_type: str = "g5.xlarge",
+        listener: socket.socket | None = None,
+    ) -> None:
+        """`listener`: a socket that listens already, perhaps in another network; None: a free port of 127.0.0.1."""
         self.values = {
             "instance-id": instance_id,
             "instance-type": instance_type,
@@ -24,11 +31,15 @@ class ImdsServer:
         """Of its clock to this machine's; None: its answers have no date."""
         self.requests: list[tuple[str, str, int]] = []
         """(method, path, status) of every request answered, in order."""
+        self._listener = listener
         self._tokens: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> "ImdsServer":
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self), bind_and_activate=self._listener is None)
+        if self._listener is not None:
+            self._server.socket.close()
+            self._server.socket = self._listener
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), name="imds-server")
         self._thread.start()

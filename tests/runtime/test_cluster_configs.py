@@ -1,6 +1,7 @@
 """Every file of cluster_configs/: accepted by Ray's own launcher code, by the planner, and by the job reader."""
 
 import copy
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from planner.cluster import cluster_from_yaml
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "cluster_configs"
 AWS = CONFIGS / "aws-mixed-spot.yaml"
+AWS_FILES = sorted(CONFIGS.glob("aws-*.yaml"))
 EMULATED = CONFIGS / "local-emulated.yaml"
 JOBS = sorted((CONFIGS / "jobs").glob("*.yaml"))
 
@@ -30,13 +32,63 @@ def prepared(path: Path) -> dict[str, Any]:
     return config
 
 
-def test_aws_cluster_passes_rays_validation() -> None:
-    config = prepared(AWS)
-    workers = {name: kind for name, kind in config["available_node_types"].items() if name != config["head_node_type"]}
-    assert set(workers) == {"p4d", "g6e", "g5"}
-    assert all(kind["node_config"]["InstanceMarketOptions"]["MarketType"] == "spot" for kind in workers.values())
-    assert all(kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required" for kind in workers.values())
-    assert "InstanceMarketOptions" not in config["available_node_types"]["head"]["node_config"]
+@pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
+def test_aws_clusters_pass_rays_validation(path: Path) -> None:
+    config = prepared(path)
+    kinds = dict(config["available_node_types"])
+    assert "InstanceMarketOptions" not in kinds.pop(config["head_node_type"])["node_config"]
+    floor = {name for name in kinds if name.endswith("-floor")}
+    assert all(kinds[name]["min_workers"] == 1 and "InstanceMarketOptions" not in kinds[name]["node_config"] for name in floor)
+    spot = [kind["node_config"] for name, kind in kinds.items() if name not in floor]
+    assert floor
+    assert all(config["InstanceMarketOptions"]["MarketType"] == "spot" for config in spot)
+    assert all(kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required" for kind in kinds.values())
+
+
+# Facts, with their sources: NVIDIA's CUDA 13.0 release notes (driver), AWS's Deep Learning AMI notes (driver and instance families
+# of the Ubuntu 24.04 base image, NVIDIA driver 580.105 from December 2025 on), EC2's user guide (EFA: p4d 4 interfaces, p5 32).
+MINIMUM_DRIVER_OF_CUDA_13 = (580, 65, 6)
+DRIVER_OF_BASE_IMAGE = (580, 105)
+FAMILIES_OF_BASE_IMAGE = {"g4dn", "g5", "g6", "g6e", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200"}
+WITH_EFA = {"p4d.24xlarge", "p5.48xlarge"}
+
+
+@pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
+def test_aws_files_agree_with_what_is_known_of_images_and_instances(path: Path) -> None:
+    document = load(path)
+    setup = (CONFIGS / "aws" / "setup.sh").read_text()
+    (minimum,) = re.findall(r"^MINIMUM_DRIVER=(\S+)", setup, re.MULTILINE)
+    assert tuple(map(int, minimum.split("."))) == MINIMUM_DRIVER_OF_CUDA_13 <= DRIVER_OF_BASE_IMAGE
+    assert len(document["provider"]["availability_zone"].split(",")) > 1
+    for name, kind in document["available_node_types"].items():
+        config = kind["node_config"]
+        assert "base-oss-nvidia-driver-gpu-ubuntu-24.04" in config["ImageId"], name
+        if name == document["head_node_type"]:
+            continue
+        assert config["InstanceType"].split(".")[0] in FAMILIES_OF_BASE_IMAGE
+        assert not {"ray.io/availability-zone", "autohet.io/zone"} & set(kind["labels"]), "a zone of several is read live"
+        if config["InstanceType"] in WITH_EFA:  # launched with one ordinary interface, which carries 100 Gbit/s
+            assert kind["labels"]["autohet.io/inter-node-gbps"] == "100"
+    assert document["available_node_types"].keys() == {kind.name for kind in cluster_from_yaml(path).node_types} | {"head"}
+
+
+@pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
+def test_aws_nodes_want_the_token_and_no_file_tells_a_secret(path: Path) -> None:
+    config = prepared(path)
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        assert [("RAY_AUTH_MODE=token" in command) for command in commands if "ray start" in command] == [True]
+    assert "RAY_AUTH_MODE=token" in (CONFIGS / "aws" / "setup.sh").read_text(), "people's shells on a node want it too"
+    assert config["file_mounts"]["/home/ubuntu/.ray/auth_token"] == "~/.ray/auth_token"
+    assert not re.search(r"AKIA|aws_secret|auth_token: [0-9a-f]{8}", path.read_text())
+
+
+def test_cuda_wheels_are_pinned_beside_the_cpu_ones() -> None:
+    lines = [line for line in (ROOT / "constraints-cuda.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    assert pins["cuda-toolkit"].startswith("13.0."), "torch 2.13's wheel is built for CUDA 13.0"
+    assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= set(pins)
+    ours = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert not ours & set(pins), "one home for each pin"
 
 
 def test_rays_validation_can_fail() -> None:
@@ -49,10 +101,10 @@ def test_rays_validation_can_fail() -> None:
         validate_config(document)
 
 
-def test_aws_head_starts_with_fast_death_detection_and_autoscaler_v2() -> None:
+def test_aws_head_starts_with_fast_death_detection() -> None:
     (start,) = [command for command in prepared(AWS)["head_start_ray_commands"] if "ray start" in command]
     for setting in (
-        "RAY_enable_autoscaler_v2=1",
+        "RAY_AUTH_MODE=token",
         "RAY_health_check_period_ms=500",
         "RAY_health_check_failure_threshold=3",
     ):
@@ -69,11 +121,12 @@ def test_aws_node_types_offer_what_their_instances_have() -> None:
         name: (kind.gpu_type, kind.num_gpus, kind.max_nodes, kind.spot, kind.zone) for name, kind in by_name.items()
     }
     assert facts == {
-        "p4d": ("A100-40", 8, 2, True, "us-east-1d"),
-        "g6e": ("L40S", 4, 4, True, "us-east-1d"),
-        "g5": ("A10G", 1, 8, True, "us-east-1d"),
+        "p4d": ("A100-40", 8, 2, True, ""),
+        "g6e": ("L40S", 4, 4, True, ""),
+        "g5": ("A10G", 1, 8, True, ""),
+        "g5-floor": ("A10G", 1, 1, False, ""),
     }
-    assert {name: document[name]["resources"]["GPU"] for name in by_name} == {"p4d": 8, "g6e": 4, "g5": 1}
+    assert {name: document[name]["resources"]["GPU"] for name in by_name} == {"p4d": 8, "g6e": 4, "g5": 1, "g5-floor": 1}
     assert by_name["p4d"].inter_node_bytes_per_s == 100e9 / 8
     assert load(AWS)["max_workers"] == sum(kind.max_nodes for kind in by_name.values())
 
@@ -115,6 +168,14 @@ def test_model_configs_hold_only_keys_that_transformers_knows(path: Path) -> Non
     assert [key for key in config if not hasattr(known, key)] == []
     built = AutoConfig.for_model(config.pop("model_type"), **config)
     assert built.hidden_size % built.num_attention_heads == 0
+
+
+@pytest.mark.parametrize("path", [path for path in JOBS if "plan" not in path.stem], ids=lambda path: path.stem)
+def test_jobs_train_as_they_stand(path: Path) -> None:
+    """Their data is on every machine, and no bucket of somebody else's is named: storage is asked for at the start."""
+    job = Job.from_yaml(path)
+    assert job.require_training().sources == ("builtin:python-stdlib",)
+    assert job.checkpoint.storage is None
 
 
 def test_demo_speeds_name_the_types_of_its_fleet() -> None:

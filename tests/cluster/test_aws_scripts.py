@@ -1,0 +1,84 @@
+"""scripts/aws/prepare and bake against moto: what they make, once, and that a second time changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from tests.harness.local_fleet import until
+from tests.harness.s3_server import s3_server
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+NOTICE = {"instance-id": "i-0123456789abcdef0", "instance-action": "terminate"}
+
+
+def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments], capture_output=True, text=True, timeout=90, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
+    with s3_server() as server:
+        made = script("prepare", "--bucket", "runs", **server.environment)
+        assert script("prepare", "--bucket", "runs", **server.environment) == made
+        client = lambda service: boto3.client(service, endpoint_url=server.endpoint, region_name="us-east-1")  # noqa: E731
+        for name, policies in {
+            "autohet-worker": ["worker-policy"],
+            "autohet-head": ["head-policy", "worker-policy"],
+        }.items():
+            profile = client("iam").get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
+            assert [role["RoleName"] for role in profile["Roles"]] == [name]
+            assert sorted(client("iam").list_role_policies(RoleName=name)["PolicyNames"]) == policies
+        worker = json.dumps(
+            client("iam").get_role_policy(RoleName="autohet-worker", PolicyName="worker-policy")["PolicyDocument"]
+        )
+        assert "arn:aws:s3:::runs/*" in worker
+        assert "${" not in worker
+        assert "ec2:RunInstances" not in worker, "a spot node buys nothing"
+        entry = {
+            "Source": "aws.ec2",
+            "DetailType": "EC2 Spot Instance Interruption Warning",
+            "Detail": json.dumps(NOTICE),
+        }
+        client("events").put_events(Entries=[entry])
+        (message,) = client("sqs").receive_message(QueueUrl=made["queue"])["Messages"]
+        assert json.loads(message["Body"])["detail"] == NOTICE
+
+
+def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
+    """moto's instances do not run: a thread stops the one that the installation would shut down."""
+    with s3_server() as server:
+        server.create_bucket("runs")
+        ec2 = boto3.client("ec2", endpoint_url=server.endpoint, region_name="us-east-1")
+        ssm = boto3.client("ssm", endpoint_url=server.endpoint, region_name="us-east-1")
+
+        def instances() -> list[dict[str, Any]]:
+            return [i for page in ec2.describe_instances()["Reservations"] for i in page["Instances"]]
+
+        def shut_down() -> None:
+            until(lambda: bool(instances()), "the instance", 60)
+            ec2.stop_instances(InstanceIds=[instances()[0]["InstanceId"]])
+
+        thread = threading.Thread(target=shut_down)
+        thread.start()
+        made = script("bake", "--source-uri", "s3://runs/autohet.tar.gz", **server.environment)
+        thread.join(60)
+        parameter = ssm.get_parameter(Name="/autohet/image")["Parameter"]
+        assert parameter["Value"] == made["image"]
+        assert made["ImageId"] == f"resolve:ssm:/autohet/image:{parameter['Version']}"
+        assert [image["State"] for image in ec2.describe_images(ImageIds=[made["image"]])["Images"]] == ["available"]
+        assert [instance["State"]["Name"] for instance in instances()] == ["terminated"]
