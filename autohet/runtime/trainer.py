@@ -247,7 +247,8 @@ class StageTrainer:
         mine = torch.zeros(9, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if counts else (0.0, 0.0)
-        mine[3], mine[4], mine[5] = float(self._stop.is_set()), float(self._checkpoint.is_set()), 1.0
+        mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
+        mine[5:6].copy_(self._groups.alive, non_blocking=True)  # last, when all before it in the stream has ended
         if self._preservation_status is not None:
             status = self._preservation_status()
             mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
@@ -256,7 +257,10 @@ class StageTrainer:
         self._world.wait_on_host(self._world.start_all_reduce(mine))
         totals = mine.tolist()
         vote = Vote(totals[0], totals[1], *(int(total) for total in totals[2:]))
-        assert vote.members == self._world.size, f"{vote.members} of {self._world.size} workers voted"
+        if (
+            vote.members != self._world.size
+        ):  # the others' generation was over before they voted: their sums are made up
+            raise PeerLost(f"{vote.members} of {self._world.size} workers voted")
         self.last_vote = (self.step, vote)
         return vote
 

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
-from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost
+from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
     Broken,
@@ -140,9 +140,9 @@ class Worker:
         store = TCPStore(
             order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s)
         )
-        groups = GenerationGroups(
-            store, order.generation, self.place.worker, self.device, self.timeouts.step_s, self.timeouts.rendezvous_s
-        )
+        groups = reconfigure(
+            self._groups, order.generation, store, self.place.worker, self.device, self.timeouts.step_s, self.timeouts.rendezvous_s
+        )  # fmt: skip
         with self._lock:
             self._groups = groups
             self._report = replace(

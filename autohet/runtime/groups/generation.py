@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -10,6 +13,7 @@ from concurrent.futures import Future, wait
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from autohet.runtime.groups.abort_guard import AbortGuard
 from autohet.runtime.groups.errors import Interrupted, PeerLost
 from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.groups.group import Group
@@ -18,6 +22,10 @@ from autohet.runtime.groups.nccl import NcclGroup
 STORE_POLL_S = 0.01
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
+ABORT_LIMIT_S = 20.0
+"""After which a guard ends the process: aborts take half a second, and 10 ms for each pending kernel (NVIDIA's NVRx)."""
+HEALTH_LIMIT_S = 10.0
+logger = logging.getLogger("autohet.groups")
 BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
 """By the type of the device that the tensors are on."""
 
@@ -40,6 +48,11 @@ class GenerationGroups:
         self._groups: dict[tuple[str, tuple[str, ...]], Group] = {}
         self.over = threading.Event()
         """Set by `interrupt`: what else waits on behalf of this generation gives up then."""
+        self.aborted = threading.Event()
+        """Set when every group is aborted."""
+        self.alive = torch.ones(1, dtype=torch.float64, pin_memory=device.type == "cuda")
+        """1 until `interrupt`, which zeroes it before it aborts anything. The device copies it into its vote in the order of its stream:
+        what an abort has let through is then no vote."""
         self._lock = threading.Lock()
 
     def meet(self, members: Collection[str]) -> None:
@@ -105,17 +118,33 @@ class GenerationGroups:
         return made.result()
 
     def interrupt(self) -> None:
-        """Wake this worker out of every group; any thread."""
-        self.over.set()
+        """End the generation for this worker, and wake it out of every group; any thread. Returns when all groups are aborted, or after
+        INTERRUPT_S while a guard outside the process sees to it that they are, or that the process ends.
+
+        First of all it is written down, here and for the device, that the generation is over: an abort lets operations that wait for one
+        another go on, each with whatever is in its tensors. Groups are never destroyed: that would wait for members.
+        """
         with self._lock:
-            groups = list(self._groups.values())
+            is_first, groups = not self.over.is_set(), list(self._groups.values())
+            self.over.set()
+        if is_first:
+            self.alive.zero_()
+            threading.Thread(target=self._abort_all, args=(groups,), name="aborting groups", daemon=True).start()
+        self.aborted.wait(INTERRUPT_S)
+
+    def _abort_all(self, groups: list[Group]) -> None:
+        """In parallel: one abort may wait for what another group's kernel holds up."""
+        guard = AbortGuard(ABORT_LIMIT_S) if self.back_end.abort_may_hang and groups else None
         threads = [
-            threading.Thread(target=group.interrupt, name=f"interrupt {group.name}", daemon=True) for group in groups
+            threading.Thread(target=_abort, args=(each,), name=f"abort {each.name}", daemon=True) for each in groups
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(INTERRUPT_S)
+            thread.join()
+        if guard is not None:
+            guard.disarm()
+        self.aborted.set()
 
     def check(self) -> None:
         """Raises Interrupted once `interrupt` was called, and PeerLost where a group knows that an operation has failed."""
@@ -135,3 +164,30 @@ class GenerationGroups:
         """Drop every group; whoever holds none of their works lets gloo's threads end."""
         with self._lock:
             self._groups.clear()
+
+
+def _abort(group: Group) -> None:
+    try:
+        group.interrupt()
+    except RuntimeError as error:
+        logger.warning("aborting %s: %s", group.name, error)
+
+
+def reconfigure(
+    previous: GenerationGroups | None, uuid: int, handles: Store, me: str, device: torch.device, timeout_s: float, rendezvous_s: float
+) -> GenerationGroups:  # fmt: skip
+    """End one generation of groups and begin the next; blocks until the old groups are aborted. Where the device does not compute any more
+    the process ends: a new one takes its place.
+
+    uuid: of the new generation, never used before; handles: the store over which its members meet.
+    """
+    if previous is not None:
+        previous.interrupt()
+        previous.aborted.wait(ABORT_LIMIT_S)
+        previous.close()
+        if not previous.back_end.is_healthy(device, HEALTH_LIMIT_S):
+            logger.error(
+                "%s does not compute after an abort: this process ends, and a new one will take its place", device
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
+    return GenerationGroups(handles, uuid, me, device, timeout_s, rendezvous_s)

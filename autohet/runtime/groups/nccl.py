@@ -90,16 +90,18 @@ class NcclGroup(Group):
     def _abort(self) -> None:
         self._group.abort()
 
-
-def context_is_healthy(device: torch.device, limit_s: float) -> bool:
-    """Whether the device still computes, asked by an event so that no call blocks for good: after an abort it may not."""
-    probe = torch.ones(8, device=device)
-    done: Any = torch.cuda.Event()
-    total = probe.sum()
-    done.record()
-    deadline = time.monotonic() + limit_s
-    while not done.query():
-        if time.monotonic() > deadline:
+    @classmethod
+    def is_healthy(cls, device: torch.device, limit_s: float) -> bool:
+        """A small kernel, waited for by an event; one that fails shows an error of the context, which nothing mends."""
+        try:
+            total = torch.ones(8, device=device).sum()
+            done: Any = torch.cuda.Event()
+            done.record()
+            deadline = time.monotonic() + limit_s
+            while not done.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(HOST_POLL_S)
+            return total.item() == 8.0
+        except RuntimeError:
             return False
-        time.sleep(HOST_POLL_S)
-    return total.item() == 8.0
