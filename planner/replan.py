@@ -13,6 +13,7 @@ from planner.cost.model import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
+from planner.search.bound import NO_PROOF, proof_of
 from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.autohet import effort_for, search_autohet, unacceptable
@@ -342,9 +343,10 @@ def _decision(
 ) -> ReplanDecision:
     stay = best.plan == previous
     report = searched.search if searched else SearchReport(seconds, 1, None, None)
-    bound = report.lower_bound_s
-    gap = None if bound is None else max(0.0, best.prediction.step_time_s / bound - 1)
-    report = SearchReport(seconds, report.plans_evaluated, bound, gap)
+    proof = NO_PROOF
+    if report.lower_bound_s is not None:
+        proof = proof_of(report.lower_bound_s, best.prediction.step_time_s)
+    report = SearchReport(seconds, report.plans_evaluated, proof.lower_bound_s, proof.gap, proof.says)
     idle = searched.idle if searched is not None and searched.plan == best.plan else ()
     answer = Answer("autohet", best.plan, best.prediction, report, searched.rejected if searched else (), idle)
     return ReplanDecision(

@@ -303,7 +303,6 @@ def _request(session: Session) -> Any:
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,
         beside=beside,
-        thorough_bound=True,
     )
 
 

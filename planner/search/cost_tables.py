@@ -38,7 +38,7 @@ def tables_of(request: Request) -> Tables:
     return Tables(
         resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
         _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
-        crossing_s=_crossing(cost, resources, kinds, rows),
+        crossing_s=_crossing(cost, resources, kinds, rows), least_boundary_s=_least_boundary(cost, resources, kinds, rows),
         least_ring_s=_least_ring(cost, resources, holders > 1), least_nics_s=_least_nics(cost, resources, holders),
         ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > FEW_GPUS else None,
     )  # fmt: skip
@@ -127,20 +127,34 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
     )
 
 
+_Pair = Callable[[int, int], float]
+
+
 def _boundary(
-    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row]
-) -> Callable[[int, int], float]:
-    """Both directions of a boundary. Neighbours of one node type share a node where two groups fit into one."""
+    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row], near: bool | None = None
+) -> _Pair:
+    """Both directions of a boundary. near: whether both groups lie on one node; None: where two groups of one node type fit into one."""
 
     def seconds(one: int, other: int) -> float:
         a, b = kinds[rows[one].kind], kinds[rows[other].kind]
         sender, receiver = resources[a.resource].node_type, resources[b.resource].node_type
-        same = a.resource == b.resource and a.tp_degree + b.tp_degree <= sender.num_gpus
-        size = rows[one].microbatch
+        fits = a.resource == b.resource and a.tp_degree + b.tp_degree <= sender.num_gpus
+        if (near and not fits) or (
+            near is False and a.resource == b.resource and len(resources[a.resource].node_names) < 2
+        ):
+            return np.inf
+        same, size = fits if near is None else near, rows[one].microbatch
         there = cost.boundary_s(sender, receiver, size, same_node=same, tp_degree=b.tp_degree)
         return there + cost.boundary_s(receiver, sender, size, same_node=same, tp_degree=a.tp_degree)
 
     return seconds
+
+
+def _least_boundary(
+    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row]
+) -> _Pair:
+    near, apart = (_boundary(cost, resources, kinds, rows, near) for near in (True, False))
+    return lambda one, other: min(near(one, other), apart(one, other))
 
 
 def _crossing(

@@ -32,7 +32,7 @@ class Request:
     that every layer lie on two nodes at least.
     clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. beside: begins a function of the request
     on another processor and returns what waits for its result (None: it did not work); without it all is done in turn.
-    thorough_bound: whether to prove the bound of fleets up to 64 GPUs over paths too, which takes half a second to two seconds more.
+    prove: whether to prove a lower bound of the step time, which takes up to a second.
     """
 
     fleet: Fleet
@@ -53,7 +53,7 @@ class Request:
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
     beside: "Beside | None" = None
-    thorough_bound: bool = False
+    prove: bool = True
 
     def deepest(self, num_blocks: int) -> int:
         """The most stages that a pipeline may have."""
@@ -62,14 +62,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """How the search went. lower_bound_s holds for every plan of the searched family; gap = step_time / lower_bound -
-    1.
+    """How the search went. lower_bound_s holds for every plan of the searched family under this cost model; gap =
+    step_time / lower_bound - 1; both None where nothing is proved. proof: a sentence on that.
     """
 
     seconds: float
     plans_evaluated: int
     lower_bound_s: float | None
     gap: float | None
+    proof: str = "nothing is proved by this strategy"
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -77,6 +78,7 @@ class SearchReport:
             "plans_evaluated": self.plans_evaluated,
             "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
+            "proof": self.proof,
         }
 
 

@@ -89,7 +89,7 @@ class Tables:
     `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a pipeline is timed as the 1F1B simulation does,
     where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill. boundary_ends(stages): weight of the boundary's
     half that the first and the last stage bear. crossing_s(row): a boundary between two groups of one row on two nodes; None where
-    boundary_s says it all. side_by_side: pipelines whose same stages share nodes.
+    boundary_s says it all. least_boundary_s: as boundary_s, wherever the two lie. side_by_side: pipelines whose same stages share nodes.
 
     ring_s(resources, bytes, pipelines): one all-reduce over pipelines on these node types while all GPUs of their nodes send; None:
     `sync_s` estimates drafts of any size. least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a
@@ -111,6 +111,7 @@ class Tables:
     least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
     least_nics_s: Callable[[float, int], float] = lambda num_bytes, pipelines: 0.0
     side_by_side: int = 1
+    least_boundary_s: Callable[[int, int], float] | None = None
 
     @cached_property
     def num_layers(self) -> int:
@@ -176,6 +177,13 @@ class Tables:
                 if one.microbatch == other.microbatch:
                     out[i, j] = self.boundary_s(i, j)
         return out
+
+    @cached_property
+    def least_boundaries(self) -> Floats:
+        """(rows, rows) as `boundaries`, of neighbours that lie as well as they can: links inside a node may be slower than its card."""
+        if self.least_boundary_s is None:
+            return self.boundaries
+        return replace(self, boundary_s=self.least_boundary_s).boundaries
 
     @cached_property
     def crossings(self) -> Floats:

@@ -12,6 +12,7 @@ from planner.cost.model import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
+from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import FEW_GPUS, GIB, check_request, tables_of
 from planner.search.narrow import narrowed
 from planner.search.place import place
@@ -21,11 +22,11 @@ from planner.strategies.ahead import least_ahead, settled
 from planner.strategies.alike import alike_plans
 from planner.strategies.anneal import Annealer
 from planner.strategies.assembly import ASSEMBLED_GPUS, FEW, assembled_plans
-from planner.strategies.companion import begin_companion, bound_over_paths_s
+from planner.strategies.companion import begin_companion
 from planner.strategies.disjoint import disjoint_plans
 from planner.strategies.early_shifts import early_shifts
 from planner.strategies.effort import Effort
-from planner.strategies.engine import SEVERAL_DEGREES_GPUS, Engine, Found
+from planner.strategies.engine import Engine, Found
 from planner.strategies.housing import housed
 from planner.strategies.interleave import interleaved
 from planner.strategies.rebalance import rebalanced
@@ -58,8 +59,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     begin = request.clock()
     tables = tables_of(request)
     effort = effort or effort_for(len(request.fleet.workers))
-    companion = begin_companion(request) if effort.bounded else None
-    effort = replace(effort, bounded=effort.bounded and companion is None)
+    companion, asked_bound = begin_companion(request) if effort.bounded else None, request.prove and effort.bounded
+    effort = replace(effort, bounded=False)
 
     def hurry() -> bool:
         return request.clock() - begin > request.time_limit_s
@@ -115,14 +116,10 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = (), effort: Effort 
     if best.plan not in [costed.plan for costed in (quickest, assembled) if costed]:
         best = _rehoused(request, best)
     best = _share_anew(request, best)
-    bound = beside.lower_bound_s if beside else found.lower_bound_s
-    if request.thorough_bound and effort.bounded:
-        over_paths = bound_over_paths_s(request, tables, hurry)
-        bound = max(bound, over_paths) if len(request.fleet.workers) <= SEVERAL_DEGREES_GPUS else over_paths
-    step = best.prediction.step_time_s
-    proved = min(bound, step) or None  # which listed columns may leave out: two TP degrees on one node type
-    gap = None if proved is None else step / proved - 1
-    report = SearchReport(request.clock() - begin, found.evaluated + len(plans), proved, gap)
+    proof = prove(request, tables, best.prediction.step_time_s, hurry) if asked_bound else NO_PROOF
+    report = SearchReport(
+        request.clock() - begin, found.evaluated + len(plans), proof.lower_bound_s, proof.gap, proof.says
+    )
     return Answer(
         "autohet", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
     )

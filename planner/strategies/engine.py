@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.search.bound import lower_bound_s
 from planner.search.cost_tables import FEW_GPUS
 from planner.search.cut import Balancer
 from planner.search.draft import Draft, Estimator, assign_microbatches
 from planner.search.tables import Floats, Ints, SyncShape, Tables
-from planner.strategies.bound import lower_bound_s
 from planner.strategies.by_number import Problem, drafts_by_number
 from planner.strategies.columns import ColumnMaker, Columns
 from planner.strategies.effort import Effort
@@ -91,7 +91,7 @@ class Engine:
         """Over listed columns where most can be listed, else over paths."""
         if int(self.supply.sum()) > COLUMNS_GPUS:
             return lower_bound_s(
-                self.tables, self.batch, self.supply, self.max_stages, self.least_pipelines, self.hurry
+                self.tables, self.batch, self.supply, self.max_stages, self.least_pipelines, hurry=self.hurry
             )
         columns = ColumnMaker(self.tables, self.max_stages, self.effort.columns, self.supply).make()
         return self._lower_bound(columns)[0] if len(columns) else 0.0

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.search.draft import Estimator, Shape
+from planner.search.paths import Paths, PricedStages, Zone
 from planner.search.problem import Request
 from planner.search.tables import Floats, Ints, Tables
-from planner.strategies.bound_paths import Paths, PricedStages, Zone
 from planner.strategies.lateness import Lateness, ready_s
 from planner.strategies.neighbours import Neighbours
 from planner.strategies.packing import Packer, Relaxed
 from planner.strategies.refine import fits, well_formed
-from planner.strategies.stages import StageTable
 
 _FULL = 0.88  # share of the step in which a pipeline begins microbatches, roughly
 _NARROW = 1e-3
@@ -52,7 +51,7 @@ class Pool:
     ):  # fmt: skip
         self.tables, self.size, self.timing, self.copies = tables, size, Estimator(tables), tuple(copies)
         self.supply = np.array([each.num_gpus for each in tables.resources], dtype=np.int64)
-        self.stages = PricedStages(StageTable(tables, size, request.deepest(tables.num_blocks)), self.supply, pipelines)
+        self.stages = PricedStages(tables, size, request.deepest(tables.num_blocks), self.supply, pipelines)
         self.speed = np.zeros(len(self.supply))  # sequences a second that a GPU of each resource does at best
         np.maximum.at(self.speed, self.stages.resource, self.stages.speed)
         self._request = request

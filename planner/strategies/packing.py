@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.search.simplex import Simplex
 from planner.search.tables import Floats, Ints
-from planner.strategies.simplex import Simplex
 
 _TRIES = 10
 _ROUNDS = 60

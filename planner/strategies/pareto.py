@@ -82,7 +82,7 @@ def search_objective(search: Search, request: Request) -> Answer:
         whole = request.fleet.usd_per_hour()
         if whole is not None and request.max_usd_per_hour is not None and whole <= request.max_usd_per_hour:
             return search(request)
-    request = dataclasses.replace(request, beside=None, thorough_bound=False)  # many fleets are searched
+    request = dataclasses.replace(request, beside=None, prove=False)  # many fleets are searched
     front = pareto_front(search, request)
     if not front:
         raise InfeasibleError(_why_none(search, request))

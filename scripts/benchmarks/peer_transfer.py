@@ -40,7 +40,10 @@ PIECE = 4 << 20
 
 def layout_of(num_bytes: int) -> Layout:
     rows = num_bytes // TENSORS // 4 // 1024
-    specs = [TensorSpec(f"param/t{n:02d}", (rows, 1024), "float32", 0, tuple(range(0, rows + 1, rows // 8))) for n in range(TENSORS)]
+    specs = [
+        TensorSpec(f"param/t{n:02d}", (rows, 1024), "float32", 0, tuple(range(0, rows + 1, rows // 8)))
+        for n in range(TENSORS)
+    ]
     shards = frozenset(shard for spec in specs for shard in spec.shards)
     return Layout({spec.name: spec for spec in specs}, {"n0/0": shards})
 

@@ -10,17 +10,16 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from planner.plan import check_plan
 from planner.search.cost_tables import tables_of
 from planner.search.draft import Draft, Shape
+from planner.search.paths import Paths, PricedStages, Zone
 from planner.search.place import place_by_copies
 from planner.search.problem import Request
 from planner.search.tables import Tables
 from planner.strategies.alike import alike_plans
 from planner.strategies.assembly import Assembly, assembled_plans
 from planner.strategies.autohet import Costed, choose
-from planner.strategies.bound_paths import Paths, PricedStages, Zone
 from planner.strategies.generation import Column, Pool
 from planner.strategies.lateness import Lateness, early_s, ready_s
 from planner.strategies.refine import fits
-from planner.strategies.stages import StageTable
 from planner.strategies.symmetric import draft_of
 from tests.planner.cases import fleet, model, request
 from tests.planner.every_pipeline import every_shape
@@ -38,7 +37,7 @@ def ways(blocks: int, rows: int) -> Iterator[list[tuple[int, int, int]]]:
 def test_the_cheapest_path_in_zones_is_the_cheapest_of_all(seed: int) -> None:
     random, blocks = np.random.default_rng(seed), 5
     asked = request(fleet(("A100", 1, 1), ("T4", 1, 2)), 64, model(blocks))
-    stages = PricedStages(StageTable(tables_of(asked), 1, blocks), np.array([1, 2]), 2)
+    stages = PricedStages(tables_of(asked), 1, blocks, np.array([1, 2]), 2)
     high = np.array([float(stages.slowest) * random.uniform(0.3, 1)])
     prices, weight = random.uniform(1, 9, 2), random.uniform(0, 1e3, 1)
     depths, syncs, after = np.array([[1, blocks]]), np.array([[0.0, stages.sync_range[1]]]), np.array([30.0])

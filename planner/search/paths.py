@@ -8,66 +8,98 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from planner.search.tables import Floats, Ints
-from planner.strategies.stages import BANDS, StageTable
+from planner.search.tables import Floats, Ints, Tables
 
 _TOGETHER = 64
 _REPEATS = 12
 _LONGEST_TRANSFER = 3.0  # times the shortest block
 
 
+BANDS = (0, 1, 2, 3, 5, 8, 12, 17, 24, 33, 46, 63)  # stages after one, for which its memory is looked at
+
+
 class PricedStages:
     """Stages of one microbatch size with times that no neighbour, node, place in the model or schedule can beat.
 
-    Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and last (with the head).
+    Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and last (with the head). room[band]: whether
+    memory allows the stage with `BANDS[band]` stages after it. supply: GPUs of each resource. pipelines: at least so many share the model.
     """
 
-    def __init__(self, table: StageTable, supply: Ints, pipelines: int):
-        tables = table.tables
-        self.table, self.microbatch, self.blocks = table, table.microbatch, tables.num_blocks
-        self.stages = min(table.max_stages, tables.num_blocks)
-        held = supply[table.resource] >= table.degree
-        self.rows, self.resource, self.degree = table.rows[held], table.resource[held], table.degree[held]
+    busy: Floats
+    sync_s: Floats
+    sync_range: tuple[float, float]
+
+    def __init__(self, tables: Tables, microbatch: int, max_stages: int, supply: Ints, pipelines: int):
+        self.tables, self.microbatch, self.blocks = tables, microbatch, tables.num_blocks
+        self.stages = min(max_stages, tables.num_blocks)
+        kinds = [tables.kinds[row.kind] for row in tables.rows]
+        held = [
+            row.microbatch == microbatch and supply[k.resource] >= k.tp_degree for row, k in zip(tables.rows, kinds)
+        ]
+        self.rows = np.flatnonzero(held)
+        self.resource = np.array([kinds[row].resource for row in self.rows], dtype=np.int64)
+        self.degree = np.array([kinds[row].tp_degree for row in self.rows], dtype=np.int64)
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
-        toll = np.minimum(tables.boundaries.min(axis=0), tables.boundaries.min(axis=1))[self.rows, None, None]
+        self.begun_ahead, self.bounded = tables.begun_ahead, tables.overlaps_warmup
+        start, size = np.arange(self.blocks)[:, None], np.arange(1, self.blocks + 1)[None, :]
+        stop = np.minimum(start + size, self.blocks)
+        first, last = np.where(start == 0, 0, start + 1), np.where(stop == self.blocks, self.blocks + 2, stop + 1)
+        room = self._room_of(first, last, start + size <= self.blocks)
+        self.wide = wide = max(1, int(room[0].any(axis=(0, 1)).sum())) if len(self.rows) else 1
+        inner = 2.0 - (start == 0) - (stop == self.blocks)
+        self._time(first[:, :wide], last[:, :wide], inner[:, :wide], (start + size <= self.blocks)[:, :wide], pipelines)
+        self.room = [
+            _by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0 for part in room
+        ]
+        self.held_busy = np.where(self.room[0], self.busy, np.inf)
+        self._limits()
+
+    def _room_of(self, first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+        """Of each band whether memory holds layers [first, last) on each row."""
+        fits = self.tables.fitting(min(self.stages, self.blocks))[self.rows]
+        return [(fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed for depth in BANDS]
+
+    def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_], pipelines: int) -> None:
+        """Seconds of layers [first, last), with so many boundaries: busy, with what transfers occupy the stage for; fill, with the transfer
+        into it; forward alone."""
+        tables, rows = self.tables, self.rows
+        toll = np.minimum(tables.least_boundaries.min(axis=0), tables.least_boundaries.min(axis=1))[rows, None, None]
         apart = tables.transfers == "none"
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
-            shortest = float(tables.time_sums[self.rows, -1].min(initial=np.inf)) / self.blocks
+            shortest = float(tables.time_sums[rows, -1].min(initial=np.inf)) / self.blocks
             toll = np.minimum(toll, _LONGEST_TRANSFER * shortest)
-        self.begun_ahead = tables.begun_ahead
-        first, last = table.first[:, : table.wide], table.last[:, : table.wide]
-        occupied = toll * tables.boundary_share * table.inner
-        seconds = table.seconds[held]
-        sums = tables.forward_sums[self.rows]
-        forward = sums[:, last] - sums[:, first] + (tables.stage_overhead_s + occupied) / 2
-        fill = seconds + toll * (first > 0)
-        possible = np.isfinite(seconds)
+        times, forwards = (
+            sums[rows][:, last] - sums[rows][:, first] for sums in (tables.time_sums, tables.forward_sums)
+        )
+        seconds = np.where(allowed, times + tables.stage_overhead_s, np.inf)
+        occupied = toll * tables.boundary_share * inner
+        forward = forwards + (tables.stage_overhead_s + occupied) / 2
+        fill, possible = seconds + toll * (first > 0), np.broadcast_to(allowed, seconds.shape)
         # every transfer that the fill counts occupies a stage beside each microbatch or runs beside its work
         self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
         self.longer = 1.0 if apart else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
-        self.sync_s = self._sync(pipelines) if tables.overlaps_warmup else np.zeros_like(fill[:, 0])
+        self._time_sync(seconds[:, 0], possible[:, 0], pipelines)
         fill[:, 0] += self.sync_s
-        order = np.argsort(seconds[:, 0], axis=None)
-        self.first_s = seconds[:, 0].ravel()[order]
-        self.most_sync_s = np.append(0.0, np.maximum.accumulate(self.sync_s.ravel()[order]))
-        heavy = float(np.max(self.sync_s[possible[:, 0]], initial=1e-12))
-        light = max(float(np.min(self.sync_s[possible[:, 0]], initial=heavy)), 1e-6 * heavy)
-        self.sync_range = light * (1 - 1e-9), heavy  # less than any first stage's, and the most
-        self.sync_s = np.maximum(self.sync_s, light)
+        self.sync_s = np.maximum(self.sync_s, self.sync_range[0] / (1 - 1e-9))
         self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
         self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, possible, 0.0)
-        room = [part[held] & possible for part in table.room]
-        self.room = [_by_place(np.where(part, 0.0, np.inf), part, np.inf) == 0.0 for part in room]
-        self.held_busy = np.where(self.room[0], self.busy, np.inf)
         self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
-        self.bounded = tables.overlaps_warmup
-        self._limits()
+
+    def _time_sync(self, seconds: Floats, possible: NDArray[np.bool_], pipelines: int) -> None:
+        """sync_s: (rows, blocks - 1) what follows the last backward of a first stage of so many `seconds`."""
+        self.sync_s = self._sync(pipelines) if self.tables.overlaps_warmup else np.zeros_like(seconds)
+        order = np.argsort(seconds, axis=None)
+        self.first_s = seconds.ravel()[order]
+        self.most_sync_s = np.append(0.0, np.maximum.accumulate(self.sync_s.ravel()[order]))
+        heavy = float(np.max(self.sync_s[possible], initial=1e-12))
+        light = max(float(np.min(self.sync_s[possible], initial=heavy)), 1e-6 * heavy)
+        self.sync_range = light * (1 - 1e-9), heavy  # less than any first stage's, and the most
 
     def _begun(self, first: Ints, last: Ints) -> Floats:
         """(rows, start, blocks - 1) microbatches that memory lets a stage of layers [first, last) begin before its first backward, less
         that one."""
-        tables = self.table.tables
+        tables = self.tables
         state, kept = (part[:, last] - part[:, first] for part in (tables.state_sums, tables.activation_sums))
         limits = np.array([row.limit_bytes - row.fixed_bytes + row.tied_bytes for row in tables.rows])
         further = (limits[:, None, None] - state) / np.maximum(kept, 1.0) - 1.0
@@ -81,15 +113,17 @@ class PricedStages:
         self.share = float((forward / busy).max()) if len(busy) else 0.0
 
     def _sync(self, pipelines: int) -> Floats:
-        """(rows, blocks - 1) what follows the last backward of a first stage."""
-        tables, out = self.table.tables, []
+        """(rows, blocks - 1) of `_time_sync`."""
+        tables, out = self.tables, []
+        size = np.arange(1, self.wide + 1)
+        ends: Ints = np.asarray(np.where(size == self.blocks, self.blocks + 2, size + 1), dtype=np.int64)
         for row, resource, degree in zip(self.rows, self.resource, self.degree, strict=True):
-            held = tables.held_sync_bytes(row, 0, self.table.last[0, : self.table.wide])
+            held = tables.held_sync_bytes(np.asarray(row), 0, ends)
             known = {
                 float(size): tables.least_ring_s(int(resource), float(size), int(degree), pipelines) for size in held
             }
             out.append([known[float(size)] for size in held])
-        return np.array(out).reshape(len(self.rows), self.table.wide)
+        return np.array(out).reshape(len(self.rows), self.wide)
 
     def cheapest(
         self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
@@ -330,7 +364,7 @@ class Paths:
     def totals(self) -> tuple[Floats, Floats]:
         """(intervals, resources) GPUs and (intervals,) fill of the paths found."""
         stages = self.relaxed
-        gpus, fill = np.zeros((len(self.after), len(stages.table.tables.resources))), np.zeros(len(self.after))
+        gpus, fill = np.zeros((len(self.after), len(stages.tables.resources))), np.zeros(len(self.after))
         for at, row, place, size in self.stages():
             gpus[at, stages.resource[row]] += stages.degree[row]
             fill[at] += stages.fill[row, place, size]

@@ -32,19 +32,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.search.paths import PricedStages
+from planner.search.problem import Request
+from planner.search.simplex import Simplex
 from planner.search.tables import Floats, Ints, Tables
-from planner.strategies.bound_paths import PricedStages
-from planner.strategies.simplex import Simplex
-from planner.strategies.stages import StageTable
+
+WIDEST_GAP = 0.15  # of a plan over its bound, above which the two say nothing of each other
+FAMILY = "of the searched family, under this cost model,"
 
 _COARSE = 1.35
 _DEPTHS = (8, 20, 45)
-_FINE = (0.001, 0.0005)  # of fleets whose search takes as long
+_FINE = 0.001
 _DEEP = 0.5
-_ROUNDS = 60
-_CLOSE = (5e-4, 2e-4)
-_MANY_GPUS = 256
-_ALONE = 10
+_ROUNDS = 40
+_HOPE = 1.1  # by how much halving raises what the cuts allow after the first rounds
+_CLOSE = 5e-4
 _OUTWARD = 0.9
 _NEAR = 1.003
 _HALVINGS = 4
@@ -102,9 +104,9 @@ class Bound:
     """The bound for plans of at least `least` pipelines of one fleet."""
 
     def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int, least: int = 1):
-        self.batch, self.supply, self.many = batch, supply.astype(float), int(supply.sum()) > _MANY_GPUS
+        self.batch, self.supply = batch, supply.astype(float)
         sizes = sorted({row.microbatch for row in tables.rows})
-        self.relaxed = [PricedStages(StageTable(tables, size, max_stages), supply, least) for size in sizes]
+        self.relaxed = [PricedStages(tables, size, max_stages, supply, least) for size in sizes]
         self.intervals = [
             Interval(size, begin, end, *depths, *stages.sync_range)
             for size, stages in enumerate(self.relaxed)
@@ -119,17 +121,15 @@ class Bound:
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
         self.centre = np.zeros(len(supply))  # the best prices so far
 
-    def seconds(
-        self, target: float = np.inf, rounds: int = _ROUNDS, hurry: Callable[[], bool] = lambda: False
-    ) -> float:
-        """The bound, or any number from `target` on once that is reached, or what the round under way proves once there is need
-        to `hurry`. Zero where no pipeline holds the model.
+    def seconds(self, target: float = np.inf, needed: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> float:
+        """The bound, or any number from `target` on once that is reached, or what is proved once `needed` is out of reach, or what the
+        round under way proves once there is need to `hurry`. Zero where no pipeline holds the model.
         """
         if not self.intervals:
             return 0.0
         most, idle = -np.inf, 0
         prices = self.centre = self._first_prices()
-        for _ in range(rounds):
+        for number in range(_ROUNDS):
             least = self._price(prices)
             idle += 1
             if least > most:
@@ -139,7 +139,7 @@ class Bound:
                 break
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            if hoped < most * (1 + _CLOSE[self.many]):
+            if hoped < most * (1 + _CLOSE) or (number > _IDLE and hoped * _HOPE < needed):
                 break
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
             way = _OUTWARD ** (idle + 1)
@@ -288,38 +288,13 @@ class Bound:
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The halves that take the place of those that are not narrow enough."""
         spreads = [(interval, self._spread(interval)) for interval in intervals]
-        halved = {
-            id(i): i.halves(spread.index(max(spread)))
-            for i, spread in spreads
-            if _FINE[self.many] < max(spread) < np.inf
-        }
+        halved = {id(i): i.halves(spread.index(max(spread))) for i, spread in spreads if _FINE < max(spread) < np.inf}
         for interval in intervals:
             if id(interval) in halved:
                 self.cuts.pop(interval.key, None)
         halves = [half for both in halved.values() for half in both]
         self.intervals = [*(i for i in self.intervals if id(i) not in halved), *halves]
         return halves
-
-
-class BoundOfFew(Bound):
-    """The bound for plans of two to `most` pipelines: a further price is that of a pipeline, the last one. more: the bound of plans with
-    more pipelines, whose prices are the first ones here."""
-
-    def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int, most: int, more: Bound):
-        super().__init__(tables, batch, supply, max_stages, 2)
-        self.supply, self.more = np.append(self.supply, most), more
-
-    def _first_prices(self) -> Floats:
-        return np.append(self.more.centre, 0.0)
-
-    def _cheapest(
-        self, size: int, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
-    ) -> tuple[Floats, Floats, Floats]:
-        cost, gpus, fill = super()._cheapest(size, weight, high, prices[:-1], after, depths, syncs)
-        return cost + prices[-1], np.append(gpus, np.ones((len(gpus), 1)), axis=1), fill
-
-    def _fewest(self, stages: PricedStages, prices: Floats) -> float:
-        return super()._fewest(stages, prices[:-1]) + float(prices[-1]) / stages.microbatch
 
 
 class BoundAlone(Bound):
@@ -377,19 +352,57 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
 
 
 def lower_bound_s(
-    tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1,
+    tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1, needed: float = 0.0,
     hurry: Callable[[], bool] = lambda: False,
 ) -> float:  # fmt: skip
-    """The least step time of any plan of so many `pipelines` or more. On many GPUs more pipelines than a node has GPUs, whose sums all
-    leave their nodes, are one case and fewer another; one alone, which sums nothing, always is."""
+    """The least step time of any plan of so many `pipelines` or more; one alone, which sums nothing, is a case of its own. Zero where no
+    pipeline holds the model; something lower where `needed` is out of reach."""
     fleet = np.asarray(supply)
-    together = max(resource.node_type.num_gpus for resource in tables.resources)
-    apart = int(fleet.sum()) > _MANY_GPUS and pipelines <= together
-    several = Bound(tables, batch, fleet, max_stages, together + 1 if apart else max(2, pipelines))
-    least = several.seconds(hurry=hurry)
-    if apart and least > 0:
-        least = min(least, BoundOfFew(tables, batch, fleet, max_stages, together, several).seconds(least, hurry=hurry))
+    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(needed=needed, hurry=hurry)
     if pipelines > 1:
         return least
-    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, _ALONE, hurry)
+    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, needed, hurry)
     return min(least, alone) if least > 0 else alone
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is proved of a plan's step time. lower_bound_s, gap: None where nothing is. says: a sentence for the user."""
+
+    lower_bound_s: float | None
+    gap: float | None
+    says: str
+
+
+NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
+
+
+def prove(request: Request, tables: Tables, step_s: float, hurry: Callable[[], bool] = lambda: False) -> Proof:
+    """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is never clipped: one above the plan is an
+    error of the bound's, which the proof says, and a gap above `WIDEST_GAP` is no proof."""
+    supply = [resource.num_gpus for resource in tables.resources]
+    depth = min(request.deepest(tables.num_blocks), sum(supply))
+    bound_s = lower_bound_s(
+        tables,
+        request.global_batch_sequences,
+        supply,
+        depth,
+        request.min_node_disjoint_holders,
+        step_s / (1 + WIDEST_GAP),
+        hurry,
+    )
+    return proof_of(bound_s, step_s)
+
+
+def proof_of(bound_s: float, step_s: float) -> Proof:
+    """What a bound says of a plan's step time."""
+    if bound_s > step_s * (1 + 1e-9):
+        return Proof(
+            None,
+            None,
+            f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so it is none; please report it",
+        )
+    gap = step_s / bound_s - 1 if bound_s > 0 else math.inf
+    if gap > WIDEST_GAP:
+        return Proof(None, None, f"nothing is proved: the lower bound is more than {WIDEST_GAP:.0%} below this plan")
+    return Proof(bound_s, gap, f"no plan {FAMILY} is more than {gap:.1%} faster")
