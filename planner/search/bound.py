@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import linprog
 
 from planner.search.paths import PricedStages
 from planner.search.problem import Request
-from planner.search.simplex import Simplex
 from planner.search.tables import Floats, Ints, Tables
 
 WIDEST_GAP = 0.15  # of a plan over its bound, above which the two say nothing of each other
@@ -54,7 +54,6 @@ _BEYOND = 1.3  # times the bound: longer bottlenecks do not limit it
 _SEVERAL = 64
 _IDLE = 2
 _FALLEN = 0.9
-_STEPS = 60  # of Newton's method, a few of which are needed
 
 
 @dataclass(frozen=True)
@@ -246,25 +245,21 @@ class Bound:
         return Cut(gpus * self._scale(interval.size, interval.low), fill - interval.low)
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """The prices that allow the largest T by the cuts of the present intervals, and that T.
-
-        Its dual packs paths into the fleet: at that T the best packing is worth the batch. Newton's method, since what a packing is
-        worth is linear in T.
-        """
-        slopes, constants = self._cuts()
-        program, seconds = Simplex(slopes), self.best
-        for _ in range(_STEPS):
-            program.restart(np.maximum(seconds - constants, 0.0), self.supply)
-            program.exchange(np.arange(len(slopes)))
-            before, packed = seconds, {i: x for i, x in program.amounts.items() if constants[i] < seconds}
-            amounts = np.array(list(packed.values()))
-            seconds = 2 * seconds
-            if packed:
-                seconds = (self.batch + float(constants[list(packed)] @ amounts)) / float(amounts.sum())
-            if abs(seconds - before) <= 1e-9 * before:
-                break
-        prices = np.maximum(program.prices, 0.0)
+        """The prices that allow the largest T by the cuts of the present intervals, and that T."""
+        prices, seconds = self._program(self.supply, np.inf)
         return prices * self.batch / max(float(prices @ self.supply), 1e-30), seconds  # which alone makes them valid
+
+    def _program(self, sums: Floats | None, most: float) -> tuple[Floats, float]:
+        """max T <= most with T <= slope . prices + constant of each cut, and prices that sum to the batch over the fleet, if any."""
+        slopes, constants = self._cuts()
+        equal = {} if sums is None else {"A_eq": np.append(sums, 0.0)[None, :], "b_eq": [self.batch]}
+        found = linprog(
+            np.append(np.zeros(slopes.shape[1]), -1.0), A_ub=np.hstack([-slopes, np.ones((len(slopes), 1))]),
+            b_ub=constants, bounds=[*[(0.0, None)] * slopes.shape[1], (None, most)], method="highs", **equal,
+        )  # fmt: skip
+        if found.x is None:  # numbers too far apart for the solver
+            return self.centre, 0.0
+        return np.maximum(found.x[:-1], 0.0), float(found.x[-1])
 
     def _cuts(self) -> tuple[Floats, Floats]:
         """Slopes and constants of the cuts that may limit the bound."""
@@ -329,13 +324,8 @@ class BoundAlone(Bound):
         return Cut(gpus - self.supply, fill + self.further[interval.size] * interval.low)
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far. The dual mixes paths
-        that need no more GPUs than the fleet has."""
-        slopes, constants = self._cuts()
-        program, most = Simplex(np.concatenate([slopes, np.ones((len(slopes), 1))], axis=1)), 2 * self.best
-        program.restart(most - constants, np.append(np.zeros(len(self.supply)), 1.0))
-        program.exchange(np.arange(len(slopes)))
-        return np.maximum(program.prices[:-1], 0.0), most - program.found
+        """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far."""
+        return self._program(None, 2 * self.best)
 
 
 def _falls(before: Floats, prices: Floats) -> float:

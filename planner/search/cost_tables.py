@@ -45,11 +45,12 @@ def tables_of(request: Request) -> Tables:
 
 
 def microbatch_sizes(request: Request) -> list[int]:
-    """Powers of two, those divisors of the batch that lie between, and the size asked for."""
+    """Divisors of the batch and powers of two, or the size asked for."""
     if request.microbatch_sequences is not None:
         return [request.microbatch_sequences]
-    top = min(request.max_microbatch_sequences, request.global_batch_sequences)
-    return [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= top]
+    batch = request.global_batch_sequences
+    top = min(request.max_microbatch_sequences, batch)
+    return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
 
 
 def _resources(request: Request) -> tuple[Resource, ...]:
@@ -82,18 +83,17 @@ def _no_kind(request: Request) -> str:
 
 
 def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float) -> Row:
-    """The peaks of equal blocks become part of what every stage holds, the head's excess part of the head. So do both borders of a stage:
-    the embedding and the head take one off each."""
+    """The peaks of equal blocks become part of what every stage holds, the excess of embedding and head part of these, of which a
+    stage with both needs the larger only. So do both borders of a stage: the embedding and the head take one off each."""
     common = float(costs.peak_bytes[1:-1].max())
     state = costs.state_bytes.copy()
-    state[0] += max(0.0, float(costs.peak_bytes[0]) - common)
-    state[-1] += max(0.0, float(costs.peak_bytes[-1]) - common)
-    state[[0, -1]] -= costs.border_bytes
+    further = np.maximum(costs.peak_bytes[[0, -1]] - common, 0.0)
+    state[[0, -1]] += further - costs.border_bytes
     return Row(
         kind=kind, microbatch=size, forward_s=costs.forward_s, backward_s=costs.backward_s, state_bytes=state,
         activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes,
         fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes, limit_bytes=costs.limit_bytes,
-        tied_bytes=tied, tied_sync_bytes=tied_sync,
+        tied_bytes=tied + float(further.min()), tied_sync_bytes=tied_sync,
     )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class PricedStages:
         into it; forward alone."""
         tables, rows = self.tables, self.rows
         toll = np.minimum(tables.least_boundaries.min(axis=0), tables.least_boundaries.min(axis=1))[rows, None, None]
+        toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
         apart = tables.transfers == "none"
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
             shortest = float(tables.time_sums[rows, -1].min(initial=np.inf)) / self.blocks

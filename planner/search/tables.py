@@ -49,7 +49,8 @@ class Row:
 
     state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one microbatch in flight
     keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes:
-    gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head saves of both.
+    gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head saves of
+    state and peaks, and of gradients.
     """
 
     kind: int

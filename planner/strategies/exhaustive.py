@@ -1,55 +1,61 @@
-"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of the other
-strategies.
+"""The strategy `exhaustive`: every plan of a small case, costed in full; an independent judge of the other strategies.
+
+A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups, each of some GPUs of one node, with a cut of the blocks, a
+microbatch size and a number of microbatches. All of them are tried: every placement, up to exchanges of equal nodes and of the GPUs of a
+node; every size that divides the batch or is a power of two; every number of microbatches in flight that the cost model offers. What is
+left out is proved to be slower than the best plan so far: a pipeline's stages alone, without transfers and sums, take longer. Nothing here
+comes from a search that it judges.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.cluster import Node
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.search.cost_tables import check_request, microbatch_sizes, tables_of
+from planner.redundancy import redundancy
 from planner.search.problem import Answer, Request, SearchReport
-from planner.strategies.autohet import unacceptable
 
 MAX_GPUS = 5
 MAX_BLOCKS = 6
 MAX_BATCH = 16
-_Type = tuple[str, float]  # a node type's name and slowdown
+_WIDER = 1.25  # each round looks at all plans that stages alone allow to be so much slower than those of the one before
+
+_Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """A pipeline without workers: node type and TP degree of each stage, blocks of each stage."""
+class _Load:
+    """What one pipeline may do: blocks of each stage, microbatch size and number; its stages alone take `least_s`."""
 
-    kinds: tuple[tuple[_Type, int], ...]
     blocks: tuple[int, ...]
+    size: int
+    count: int
+    least_s: float
 
 
 def search_exhaustive(request: Request) -> Answer:
     """The best of all plans. ConfigError where the case is not small."""
-    check_request(request)
     begin = request.clock()
     _check_small(request)
-    best: tuple[float, Plan] | None = None
-    count = 0
-    for forms in _packings(request):
-        for plan in (way for each in _with_batches(request, forms) for way in request.cost.ways_ahead(each)):
-            count += 1
-            check_plan(plan, request.spec.num_layers)
-            prediction = request.cost.predict(plan)
-            if unacceptable(request, plan, prediction) is None and (
-                best is None or prediction.step_time_s < best[0] * (1 - 1e-12)
-            ):
-                best = (prediction.step_time_s, plan)
+    every = _Every(request)
+    best, seconds, limit, looked_at = None, float("inf"), 0.0, every.least_s
+    while limit < seconds and limit < every.most_s:
+        for plan in every.plans(limit, looked_at):
+            step_s, way = every.best(plan)
+            if step_s < seconds * (1 - 1e-12):
+                best, seconds = way, step_s
+        limit, looked_at = looked_at, looked_at * _WIDER
     if best is None:
-        tables_of(request)
         raise InfeasibleError(
-            f"none of {count} plans fits memory; add GPUs, or use recomputation or a shorter sequence"
+            f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence"
         )
-    report = SearchReport(request.clock() - begin, count, best[0], 0.0)
-    return Answer("exhaustive", best[1], request.cost.predict(best[1]), report)
+    says = "no plan of the searched family, under this cost model, is faster: all were tried"
+    report = SearchReport(request.clock() - begin, every.count, seconds, 0.0, says)
+    return Answer("exhaustive", best, request.cost.predict(best), report)
 
 
 def _check_small(request: Request) -> None:
@@ -63,82 +69,171 @@ def _check_small(request: Request) -> None:
             raise ConfigError(f"strategy exhaustive takes at most {limit} {what}, not {have}; use autohet")
 
 
-def _packings(request: Request) -> Iterator[tuple[_Form, ...]]:
-    """Multisets of forms that the nodes can hold."""
-    forms = sorted(_forms(request), key=repr)
-    free = {node.name: node.node_type.num_gpus for node in request.fleet.nodes}
-    yield from _extend((), forms, 0, free, request)
+class _Every:
+    """All plans of a request. count: how many were costed."""
 
+    def __init__(self, request: Request) -> None:
+        self.request, self.count = request, 0
+        self.nodes = [node for node in request.fleet.nodes if node.node_type.num_gpus]
 
-def _extend(
-    chosen: tuple[_Form, ...], forms: list[_Form], first: int, free: dict[str, int], request: Request
-) -> Iterator[tuple[_Form, ...]]:
-    if chosen:
-        yield chosen
-    for index in range(first, len(forms)):
-        if _workers_of((*chosen, forms[index]), request) is not None:
-            yield from _extend((*chosen, forms[index]), forms, index, free, request)
+    @cached_property
+    def placements(self) -> list[tuple[_Groups, ...]]:
+        """Sets of pipelines that the nodes can hold, one of those that equal nodes' exchange makes of each other."""
+        free = [node.node_type.num_gpus for node in self.nodes]
+        pipelines, found, seen = sorted(self._pipelines(free)), list[tuple[_Groups, ...]](), set[tuple[_Groups, ...]]()
 
+        def extend(chosen: tuple[_Groups, ...], first: int, left: Sequence[int]) -> None:
+            same = _canonical(chosen, self.nodes)
+            if chosen and same not in seen:
+                seen.add(same)
+                found.append(chosen)
+            for index in range(first, len(pipelines)):
+                used = Counter[int]()
+                for node, degree in pipelines[index]:
+                    used[node] += degree
+                if all(used[node] <= left[node] for node in used):
+                    rest = [have - used[node] for node, have in enumerate(left)]
+                    extend((*chosen, pipelines[index]), index, rest)
 
-def _forms(request: Request) -> Iterator[_Form]:
-    """Every sequence of stages with every cut of the blocks."""
-    top = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
-    types = {_type_of(node): node.node_type for node in request.fleet.nodes}
-    kinds = [
-        (name, tp)
-        for name, node_type in sorted(types.items())
-        for tp in (1, 2, 4)
-        if request.min_tp_degree <= tp <= min(top, node_type.num_gpus)
-    ]
-    blocks = request.spec.num_layers
-    for depth in range(1, min(blocks, len(request.fleet.workers)) + 1):
-        for sequence in itertools.product(kinds, repeat=depth):
-            if _workers_of((_Form(sequence, ()),), request) is None:
-                continue
-            for cuts in itertools.combinations(range(1, blocks), depth - 1):
-                bounds = (0, *cuts, blocks)
-                yield _Form(sequence, tuple(b - a for a, b in itertools.pairwise(bounds)))
+        extend((), 0, free)
+        return found
 
+    def _pipelines(self, free: Sequence[int]) -> Iterator[_Groups]:
+        """Every sequence of groups, no more of them than blocks."""
+        request = self.request
+        top = min(request.spec.max_tp_degree, request.max_tp_degree or request.spec.max_tp_degree)
+        degrees = [degree for degree in (1, 2, 4) if request.min_tp_degree <= degree <= top]
+        deepest = min(request.spec.num_layers, request.max_stages or request.spec.num_layers)
 
-def _type_of(node: Node) -> _Type:
-    return node.node_type.name, node.node_type.slowdown
+        def extend(groups: _Groups, left: Sequence[int]) -> Iterator[_Groups]:
+            if groups:
+                yield groups
+            for node, degree in itertools.product(range(len(left)), degrees):
+                if len(groups) < deepest and degree <= left[node]:
+                    rest = [have - degree * (other == node) for other, have in enumerate(left)]
+                    yield from extend((*groups, (node, degree)), rest)
 
+        return extend((), free)
 
-def _workers_of(forms: tuple[_Form, ...], request: Request) -> list[list[tuple[str, ...]]] | None:
-    """First-fit workers, largest groups first; None where they do not fit."""
-    free = {node.name: list(node.workers) for node in request.fleet.nodes}
-    wanted = [(-tp, p, s, name) for p, form in enumerate(forms) for s, (name, tp) in enumerate(form.kinds)]
-    out: list[list[tuple[str, ...]]] = [[()] * len(form.kinds) for form in forms]
-    for size, p, s, name in sorted(wanted):
-        node = next((n for n in request.fleet.nodes if _type_of(n) == name and len(free[n.name]) >= -size), None)
-        if node is None:
-            return None
-        out[p][s], free[node.name] = tuple(free[node.name][:-size]), free[node.name][-size:]
-    return out
+    @cached_property
+    def loads(self) -> dict[_Groups, list[_Load]]:
+        """What each pipeline may do."""
+        every = {groups for placement in self.placements for groups in placement}
+        return {groups: list(self._loads(groups)) for groups in every}
 
+    @property
+    def least_s(self) -> float:
+        return min((load.least_s for loads in self.loads.values() for load in loads), default=float("inf"))
 
-def _with_batches(request: Request, forms: tuple[_Form, ...]) -> Iterator[Plan]:
-    """Every microbatch size and count of each pipeline that meets the batch; pipelines of equal form in falling
-    order.
-    """
-    batch = request.global_batch_sequences
-    workers = _workers_of(forms, request)
-    assert workers is not None
-    sizes = microbatch_sizes(request)
-    options = [(size, k) for size in sizes for k in range(1, batch // size + 1)]
-    for loads in itertools.product(options, repeat=len(forms)):
-        if sum(size * k for size, k in loads) != batch:
-            continue
-        same = [(forms[i] == forms[i + 1], loads[i], loads[i + 1]) for i in range(len(forms) - 1)]
-        if any(equal and a < b for equal, a, b in same):
-            continue
+    @property
+    def most_s(self) -> float:
+        return max((load.least_s for loads in self.loads.values() for load in loads), default=0.0)
+
+    def _loads(self, groups: _Groups) -> Iterator[_Load]:
+        batch, blocks = self.request.global_batch_sequences, self.request.spec.num_layers
+        for cut in itertools.combinations(range(1, blocks), len(groups) - 1):
+            of = tuple(b - a for a, b in itertools.pairwise((0, *cut, blocks)))
+            for size in self._sizes():
+                pipeline = self._pipeline(groups, of, size, 1, Counter())
+                work = [sum(self.request.cost.stage_seconds(pipeline, stage)) for stage in range(len(groups))]
+                for count in range(1, batch // size + 1):
+                    least_s = max(sum(work[:stage]) + count * each for stage, each in enumerate(work))
+                    yield _Load(of, size, count, max(least_s, sum(work)))
+
+    def _sizes(self) -> list[int]:
+        """Divisors of the batch and powers of two."""
+        request = self.request
+        if request.microbatch_sequences is not None:
+            return [request.microbatch_sequences]
+        batch = request.global_batch_sequences
+        top = min(request.max_microbatch_sequences, batch)
+        return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
+
+    def _pipeline(
+        self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
+    ) -> Pipeline:
+        """On the first GPUs of each node that are not `taken`, which it takes."""
+        stages, first = [], 0
+        for (node, degree), number in zip(groups, blocks, strict=True):
+            workers = self.nodes[node].workers[taken[node] : taken[node] + degree]
+            taken[node] += degree
+            stages.append(Stage(first, number, tuple(workers)))
+            first += number
+        return Pipeline(tuple(stages), count, size)
+
+    def plans(self, above_s: float, limit_s: float) -> Iterator[Plan]:
+        """Those whose slowest pipeline's stages alone take more than `above_s` seconds, at most `limit_s`."""
+        for placement in self.placements:
+            options = [[load for load in self.loads[groups] if load.least_s <= limit_s] for groups in placement]
+            for loads in _shares(options, self.request.global_batch_sequences):
+                twins = zip(placement, placement[1:], loads, loads[1:], strict=False)
+                again = any(a == b and _order(one) < _order(other) for a, b, one, other in twins)
+                if not again and max(load.least_s for load in loads) > above_s:
+                    yield self._plan(placement, loads)
+
+    def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
+        request, taken = self.request, Counter[int]()
         pipelines = tuple(
-            Pipeline(_stages(form, groups), k, size)
-            for form, groups, (size, k) in zip(forms, workers, loads, strict=True)
+            self._pipeline(groups, load.blocks, load.size, load.count, taken)
+            for groups, load in zip(placement, loads, strict=True)
         )
-        yield Plan(request.spec.name, batch, loads[0][0], request.sequence_length, pipelines)
+        batch = request.global_batch_sequences
+        return Plan(request.spec.name, batch, loads[0].size, request.sequence_length, pipelines)
+
+    def best(self, plan: Plan) -> tuple[float, Plan]:
+        """The least step time with any number of microbatches in flight; infinite where the plan may not be."""
+        found = float("inf"), plan
+        for way in self.request.cost.ways_ahead(plan):
+            self.count += 1
+            check_plan(way, self.request.spec.num_layers)
+            prediction = self.request.cost.predict(way)
+            if prediction.step_time_s < found[0] and prediction.fits and self._wanted(way, prediction.usd_per_hour):
+                found = prediction.step_time_s, way
+        return found
+
+    def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
+        """Whether it keeps to what the request asks for beside memory and depth."""
+        request = self.request
+        stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+        return not (
+            (
+                request.max_usd_per_hour is not None
+                and usd_per_hour is not None
+                and usd_per_hour > request.max_usd_per_hour
+            )
+            or (not request.mixed_tp and len({stage.tp_degree for stage in stages}) > 1)
+            or (not request.mixed_microbatch and len({each.microbatch_sequences for each in plan.pipelines}) > 1)
+            or (
+                request.min_node_disjoint_holders > 1
+                and redundancy(plan, request.fleet, request.spec.num_layers).weakest < request.min_node_disjoint_holders
+            )
+        )
 
 
-def _stages(form: _Form, groups: list[tuple[str, ...]]) -> tuple[Stage, ...]:
-    firsts = itertools.accumulate((0, *form.blocks[:-1]))
-    return tuple(Stage(a, n, group) for a, n, group in zip(firsts, form.blocks, groups, strict=True))
+def _canonical(placement: Sequence[_Groups], nodes: Sequence[Node]) -> tuple[_Groups, ...]:
+    """The least of what exchanges of equal nodes make of a placement."""
+    alike: dict[object, list[int]] = {}
+    for number, node in enumerate(nodes):
+        alike.setdefault(node.node_type, []).append(number)
+    exchanges = itertools.product(*(itertools.permutations(each) for each in alike.values()))
+    renamed = []
+    for exchange in exchanges:
+        name = dict(zip(itertools.chain(*alike.values()), itertools.chain(*exchange), strict=True))
+        renamed.append(tuple(sorted(tuple((name[node], degree) for node, degree in groups) for groups in placement)))
+    return min(renamed)
+
+
+def _shares(options: Sequence[Sequence[_Load]], sequences: int) -> Iterator[tuple[_Load, ...]]:
+    """One load of each pipeline, together of so many sequences."""
+    if not options:
+        if sequences == 0:
+            yield ()
+        return
+    for load in options[0]:
+        left = sequences - load.size * load.count
+        if left >= len(options) - 1:
+            yield from ((load, *others) for others in _shares(options[1:], left))
+
+
+def _order(load: _Load) -> tuple[tuple[int, ...], int, int]:
+    return load.blocks, load.size, load.count
