@@ -29,14 +29,14 @@ from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import make_planning
+from autohet.driver.control.planning import Proposal, make_planning
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.control.states import Training
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.scaling import FleetRequest, bundles_of, wanted_nodes
+from autohet.driver.ray.scaling import check_wish, fleet_request
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.data import prepare_dataset
@@ -159,10 +159,10 @@ def check_data(job: Job, vocab_size: int) -> None:
     dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
 
 
-def check_inputs(job: Job, cluster: Cluster | None) -> CheckpointInfo | None:
+def check_inputs(job: Job, cluster: Cluster | None) -> tuple[CheckpointInfo | None, Proposal | None]:
     """All that can be wrong with a job before a cluster is asked: model, storage, data, and whether the whole of
-    `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from; where that is of its last
-    step, nothing more is asked.
+    `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from, and that plan; where the
+    checkpoint is of its last step, nothing more is asked.
 
     Raises:
         ConfigError: says what to mend.
@@ -170,14 +170,14 @@ def check_inputs(job: Job, cluster: Cluster | None) -> CheckpointInfo | None:
     config = load_config(job.model)
     found = check_storage(job, config)
     if is_finished(found, job):
-        return found
+        return found, None
     check_data(job, int(config.vocab_size))
     planning = make_planning(job)
     if cluster is not None:
         check_paces(job, cluster)
         check_min_workers(job, cluster)
-        planning.propose(cluster.fleet(), None)
-    return found
+        return found, planning.propose(cluster.fleet(), None)
+    return found, None
 
 
 def is_finished(found: CheckpointInfo | None, job: Job) -> TypeGuard[CheckpointInfo]:
@@ -239,7 +239,8 @@ def train(
     if document is not None and is_this_machine(document):
         job = for_this_machine(job, document)
     cluster = cluster_from_document(document) if document is not None else None
-    request = FleetRequest([]) if cluster is None else fleet_request(job, cluster, document or {}, address)
+    if cluster is not None:
+        check_wish(cluster, job.elastic.request_nodes or {})
     emulated = document is not None and is_emulated(document) and address is None
     if emulated:  # the workers will be processes of this machine
         choose_device(job.training.device, job.training.precision)
@@ -247,24 +248,19 @@ def train(
         first = first_nodes(document) if document is not None and emulated else None
         check_script(job.elastic.script, cluster, first, job.training.steps or 0)
     check_shared_storage(job, document if address is None else None, set())
-    found = check_inputs(job, cluster)
+    found, best = check_inputs(job, cluster)
     if is_finished(found, job):
         return Outcome(True, *summary_of_finished(job, found, events_path))
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         if fleet is None:
             check_gpus()
             check_shared_storage(job, document, ray_cluster.machine_addresses())
+        request = fleet_request(job, cluster, document or {}, address, best)
         request.ask()
         try:
             return train_on(job, cluster, fleet, events_path, show, callbacks)
         finally:
             request.withdraw()
-
-
-def fleet_request(job: Job, cluster: Cluster, document: Mapping[str, Any], address: str | None) -> FleetRequest:
-    """What to ask Ray's autoscaler for; nothing of a fleet that is emulated here: its nodes are started at once."""
-    counts = wanted_nodes(cluster, job.elastic.request_nodes)
-    return FleetRequest([] if is_emulated(document) and address is None else bundles_of(cluster, document, counts))
 
 
 def train_on(

@@ -141,7 +141,7 @@ class InstanceMetadata:
             return None
         try:
             document = json.loads(answer.text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: brackets in brackets, thousands deep
             raise MetadataUnavailable(f"{path} is not JSON: {answer.text[:80]!r}") from error
         if not isinstance(document, dict):
             raise MetadataUnavailable(f"{path} holds {answer.text[:80]!r}, not an object")

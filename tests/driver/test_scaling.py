@@ -1,11 +1,19 @@
-"""What is asked of Ray's autoscaler: whole nodes, every type as often as it may be, or what the job wishes."""
+"""What is asked of Ray's autoscaler: the whole nodes that the best plan uses, or what the job wishes."""
 
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
-from autohet.driver.ray.scaling import bundles_of, launched_from, wanted_nodes
-from autohet.driver.run import fleet_request
+from autohet.driver.control.planning import make_planning
+from autohet.driver.ray.scaling import (
+    bundles_of,
+    check_wish,
+    fleet_request,
+    launched_from,
+    selectors_of,
+    standing_first,
+    with_min_workers,
+)
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
@@ -21,33 +29,73 @@ def aws():
     return document, cluster_from_document(document)
 
 
-def test_every_type_up_to_its_max_workers(aws):
+def shortest_job(**sections):
+    document = {
+        "model": {"config": {"model_type": "gpt2"}},
+        "training": {"global_batch_sequences": 8, "sequence_length": 128, "steps": 100},
+        **sections,
+    }
+    return Job.from_document(document)
+
+
+def bought(job, aws):
+    """Dollars an hour of what is asked for, and of what the best plan of the whole fleet uses; how many GPUs each has."""
     document, cluster = aws
-    counts = wanted_nodes(cluster, None)
-    assert counts == {"p4d": 2, "g6e": 4, "g5": 8, "g5-floor": 1}
-    shapes = bundles_of(cluster, document, counts)
-    assert sum(shape["GPU"] for shape in shapes) == 41
-    assert shapes.count({"GPU": 8, "CPU": 96}) == 2
+    best = make_planning(job).propose(cluster.fleet(), None)
+    request = fleet_request(job, cluster, document, None, best)
+    used = {worker for pipeline in best.plan.pipelines for stage in pipeline.stages for worker in stage.workers}
+    return request, sum(bundle["GPU"] for bundle in request.bundles), len(used)
+
+
+def test_the_shortest_job_buys_what_its_plan_uses(aws):
+    """All GPUs that are bought train: there are 41 in the file, and a job of eight short sequences has work for a few."""
+    request, gpus, used = bought(shortest_job(), aws)
+    assert gpus == used < 41
+    assert len(request.selectors) == len(request.bundles)
+    assert {selector["ray.io/market-type"] for selector in request.selectors} <= {"spot", "on-demand"}
+
+
+def test_min_workers_are_bought_too_the_cheapest_first(aws):
+    _, cluster = aws
+    counts = with_min_workers({"g6e": 1}, cluster, 6)
+    assert counts == {"g6e": 1, "g5": 2}
+    assert with_min_workers({}, cluster, 1000) == {kind.name: kind.max_nodes for kind in cluster.node_types}
+    assert with_min_workers({"p4d": 1}, cluster, 3) == {"p4d": 1}
+
+
+def test_a_node_that_stands_anyway_is_used_before_its_equal(aws):
+    document, cluster = aws
+    assert standing_first({"g5": 2, "p4d": 1}, cluster, document) == {"g5": 1, "p4d": 1, "g5-floor": 1}
+    assert standing_first({"g6e": 1}, cluster, document) == {"g6e": 1}
+    assert standing_first({"g5": 1, "g5-floor": 1}, cluster, document) == {"g5": 1, "g5-floor": 1}
 
 
 def test_the_jobs_wish_wins_and_is_checked(aws):
     document, cluster = aws
-    assert bundles_of(cluster, document, wanted_nodes(cluster, {"g5": 3})) == [{"GPU": 1, "CPU": 8}] * 3
-    assert wanted_nodes(cluster, {}) == {}
+    request = fleet_request(shortest_job(elastic={"request_nodes": {"g5": 3}}), cluster, document, None, None)
+    assert request.bundles == [{"GPU": 1, "CPU": 8}] * 3
+    assert request.selectors == [{"ray.io/market-type": "spot", "ray.io/accelerator-type": "A10G"}] * 3
+    assert not fleet_request(shortest_job(elastic={"request_nodes": {}}), cluster, document, None, None).bundles
     with pytest.raises(ConfigError, match=r"'p5'.*has g5, g5-floor, g6e, p4d"):
-        wanted_nodes(cluster, {"p5": 1})
+        check_wish(cluster, {"p5": 1})
     with pytest.raises(ConfigError, match="9 of 'g5', whose max_workers is 8"):
-        wanted_nodes(cluster, {"g5": 9})
+        check_wish(cluster, {"g5": 9})
+
+
+def test_types_of_a_file_without_rays_labels_are_asked_for_by_shape():
+    document = cluster_document(big=2)
+    cluster = cluster_from_document(document)
+    counts = {"big": 1, "pair": 1}
+    assert len(bundles_of(cluster, document, counts)) == 2
+    assert selectors_of(cluster, document, counts) == []
 
 
 def test_an_emulated_fleet_is_not_asked_for():
     document = cluster_document(big=2)
-    job = Job.from_document(
-        {"model": {"config": {"model_type": "gpt2"}}, "training": {"global_batch_sequences": 1, "sequence_length": 8}}
-    )
+    job = shortest_job(elastic={"request_nodes": {"big": 2}})
     cluster = cluster_from_document(document)
-    assert not fleet_request(job, cluster, document, None).bundles
-    assert fleet_request(job, cluster, document, "10.0.0.1:6379").bundles
+    assert not fleet_request(job, cluster, document, None, None).bundles
+    assert fleet_request(job, cluster, document, "10.0.0.1:6379", None).bundles
 
 
 def test_the_file_that_the_head_was_started_from(tmp_path, caplog):

@@ -25,6 +25,8 @@ from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw
 from recovery.peers.server import ShardServer
 
 logger = logging.getLogger("autohet.agent")
+SELDOM = 6
+"""Polls of a metadata service that has never answered take this many times longer."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class AgentActor:
 
 
 class NoticeWatch:
-    """Polls the EC2 instance metadata in an owned thread; off EC2 it finds no such service, and ends."""
+    """Polls the EC2 instance metadata in an owned thread. Where none answers, as off EC2, it goes on asking, more seldom: a service that
+    was away when the node booted would else never be heard.
+    """
 
     def __init__(self, poll_s: float) -> None:
         self.notice: tuple[str, float | None] | None = None
@@ -124,18 +128,18 @@ class NoticeWatch:
         self._thread.start()
 
     def _run(self) -> None:
-        metadata = InstanceMetadata()
-        try:
-            self.instance_type = metadata.instance_type()
-        except MetadataUnavailable as error:
-            logger.info("No EC2 instance metadata here (%s): no notices from it", error)
-            return
-        while not self._stop.wait(self._poll_s):
+        metadata, pause, said = InstanceMetadata(), 0.0, ""
+        while not self._stop.wait(pause):
             try:
+                self.instance_type = self.instance_type or metadata.instance_type()
                 found = metadata.interruption()
             except MetadataUnavailable as error:
-                logger.warning("The instance metadata does not answer: %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    logger.info("The EC2 instance metadata does not answer: %s", said)
+                pause = self._poll_s if self.instance_type else self._poll_s * SELDOM
                 continue
+            pause = self._poll_s
             self.notice = None if found is None else (found.action, found.deadline)
 
     def close(self) -> None:

@@ -1,13 +1,16 @@
 """Asking Ray's autoscaler for the fleet: a standing request for whole nodes, which brings replacements too.
 
 Workers and agents reserve no resources, so without this request Ray sees no demand and starts no node beyond `min_workers`.
-The request names shapes of whole nodes (their GPUs, and CPUs where the file states them), not node types: the autoscaler packs
-large shapes first, so that asking for every type up to its `max_workers` brings exactly those.
+What is asked for is what the best plan of the largest fleet uses: a node that no plan would use is not bought. The request names shapes
+of whole nodes (their GPUs, and CPUs where the file states them), with the labels of their type where the file gives Ray's own: without
+them the autoscaler would put the shapes of two small nodes on one large one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,12 @@ import yaml
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from planner.cluster import Cluster, cluster_from_document
+from autohet.driver.control.planning import Proposal
+from autohet.driver.emulate.fleet import is_emulated
+from autohet.runtime.job import Job
+from planner.cluster import Cluster, Fleet, cluster_from_document, node_of
 from planner.errors import ConfigError
+from planner.plan import Plan
 
 logger = logging.getLogger("autohet")
 LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")  # where `ray up` leaves its file on the head node
@@ -36,14 +43,47 @@ def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
     return dict(document)
 
 
-def wanted_nodes(cluster: Cluster, wish: Mapping[str, int] | None) -> dict[str, int]:
-    """Number of nodes by type: what the job wishes, else every type up to its `max_workers`.
+def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
+    """Number of nodes by type that a plan of `fleet` uses."""
+    workers = [worker for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers]
+    return dict(Counter(kind for _, kind in {(node_of(w), fleet.node_of(w).node_type.name) for w in workers}))
+
+
+def with_min_workers(counts: Mapping[str, int], cluster: Cluster, min_workers: int) -> dict[str, int]:
+    """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may be."""
+    found = dict(counts)
+    left = min_workers - sum(kind.num_gpus * found.get(kind.name, 0) for kind in cluster.node_types)
+    for kind in sorted(cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus):
+        more = min(kind.max_nodes - found.get(kind.name, 0), max(0, math.ceil(left / kind.num_gpus)))
+        if more > 0:
+            found[kind.name] = found.get(kind.name, 0) + more
+            left -= more * kind.num_gpus
+    return found
+
+
+def standing_first(counts: Mapping[str, int], cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
+    """The same number of equal machines, those first that stand anyway (`min_workers` of their type): they cost nothing more."""
+    found = dict(counts)
+    for kind in cluster.node_types:
+        missing = document["available_node_types"][kind.name].get("min_workers", 0) - found.get(kind.name, 0)
+        equal = (other for other in cluster.node_types if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus))
+        for other in equal:
+            moved = min(missing, found.get(other.name, 0)) if other is not kind else 0
+            if moved > 0:
+                found[other.name] -= moved
+                found[kind.name] = found.get(kind.name, 0) + moved
+                missing -= moved
+    return found
+
+
+def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
+    """The nodes that the job wishes may exist.
 
     Raises:
         ConfigError: the wish names a type that the cluster has not, or more of it than there may be.
     """
     most = {kind.name: kind.max_nodes for kind in cluster.node_types}
-    for name, count in (wish or {}).items():
+    for name, count in wish.items():
         if name not in most:
             raise ConfigError(
                 f"elastic.request_nodes names '{name}'; cluster '{cluster.name}' has {', '.join(sorted(most))}"
@@ -52,7 +92,6 @@ def wanted_nodes(cluster: Cluster, wish: Mapping[str, int] | None) -> dict[str, 
             raise ConfigError(
                 f"elastic.request_nodes asks for {count} of '{name}', whose max_workers is {most[name]}: raise that, or ask for fewer"
             )
-    return dict(most if wish is None else wish)
 
 
 def bundles_of(cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int]) -> list[dict[str, float]]:
@@ -65,19 +104,31 @@ def bundles_of(cluster: Cluster, document: Mapping[str, Any], counts: Mapping[st
     return found
 
 
+def selectors_of(cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int]) -> list[dict[str, str]]:
+    """For each of `bundles_of`, the labels that a node must have: Ray's own of its type in the document, which is where the autoscaler
+    looks before a node exists. A request has selectors for all of its bundles or for none."""
+    found = []
+    for kind in cluster.node_types:
+        labels = document["available_node_types"][kind.name].get("labels") or {}
+        own = {name: value for name, value in labels.items() if name.startswith("ray.io/")}
+        found += [own] * counts.get(kind.name, 0)
+    return found if all(found) else []
+
+
 class FleetRequest:
     """The standing request of one job; `withdraw` lets the autoscaler take idle nodes down after its own time-out.
 
     A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite each other's.
     """
 
-    def __init__(self, bundles: Sequence[Mapping[str, float]]) -> None:
+    def __init__(self, bundles: Sequence[Mapping[str, float]], selectors: Sequence[Mapping[str, str]] = ()) -> None:
         self.bundles = [dict(bundle) for bundle in bundles]
+        self.selectors = [dict(selector) for selector in selectors]
 
     def ask(self) -> None:
         if self.bundles:
             logger.info("Asking Ray's autoscaler for %d nodes", len(self.bundles))
-            request_resources(bundles=self.bundles)
+            request_resources(bundles=self.bundles, bundle_label_selectors=self.selectors or None)
 
     def withdraw(self) -> None:
         try:
@@ -85,3 +136,18 @@ class FleetRequest:
                 request_resources(bundles=[])
         except (RayError, RuntimeError) as error:
             logger.warning("the request for nodes was not withdrawn: %s", error)
+
+
+def fleet_request(
+    job: Job, cluster: Cluster | None, document: Mapping[str, Any], address: str | None, best: Proposal | None
+) -> FleetRequest:
+    """What to ask Ray's autoscaler for: the nodes that the job wishes, else those that the best plan of the largest fleet uses. Nothing of
+    a fleet that is emulated here: its nodes are started at once.
+    """
+    if cluster is None or (is_emulated(document) and address is None):
+        return FleetRequest([])
+    wish = job.elastic.request_nodes
+    if wish is None and best is not None:
+        enough = with_min_workers(nodes_of(best.plan, cluster.fleet()), cluster, job.elastic.min_workers)
+        wish = standing_first(enough, cluster, document)
+    return FleetRequest(bundles_of(cluster, document, wish or {}), selectors_of(cluster, document, wish or {}))

@@ -26,6 +26,7 @@ from autohet.driver.ray.polling import Poller, RayCalls
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.driver.ray.worker_actor import WorkerActor
+from autohet.driver.sources.merge import merged
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
 from planner.cluster import Cluster, Node, node_of
@@ -36,6 +37,7 @@ logger = logging.getLogger("autohet")
 NODE_POLL_S = 0.25  # nodes, agents and drains
 CALM_TICK_S = 0.05  # between two rounds of reports while all train; each costs every worker a little of its interpreter
 BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfiguration does not wait for its driver
+METADATA = "EC2 instance metadata"
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_")
@@ -237,24 +239,31 @@ class RayWorkforce:
         self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
 
     def _read_notices(self, now: float) -> dict[str, Notice]:
-        """Notices of every source, each remembered from when it was first seen, for as long as the node is there."""
-        self._notices = {name: notice for name, notice in self._notices.items() if name in self._seats}
-        drains = self._drains
+        """One notice a node, from all sources, for as long as the node is there."""
+        known = {name: notice for name, notice in self._notices.items() if name in self._seats}
         for name, seat in self._seats.items():
-            if name in self._notices:
-                continue
-            left = drains.get(seat.ray_node.node_id, -1.0)
-            answer = self._agents.answers.get(name)
-            report: AgentReport | None = None if answer is None else answer.value
-            if report is not None and report.notice is not None:
-                deadline = None if report.notice_in_s is None else now + report.notice_in_s
-                self._notices[name] = Notice(name, f"EC2 instance metadata: {report.notice}", now, deadline)
-                ray_cluster.drain(seat.ray_node.node_id, "spot interruption notice", report.notice_in_s)
-            elif seat.ray_node.node_id in drains:
-                self._notices[name] = Notice(name, "Ray is draining it", now, None if left is None else now + left)
-            elif name in self.scripted_notices:
-                self._notices[name] = self.scripted_notices[name]
-        return dict(self._notices)
+            notice = merged(known.get(name), self._heard(name, seat, now))
+            if notice is not None and notice != known.get(name):
+                known[name] = notice
+                if notice.source.startswith(METADATA):
+                    left = None if notice.deadline is None else notice.deadline - now
+                    ray_cluster.drain(seat.ray_node.node_id, "spot interruption notice", left)
+        self._notices = known
+        return dict(known)
+
+    def _heard(self, name: str, seat: Seat, now: float) -> list[Notice]:
+        """What each source says of a node now."""
+        heard = [self.scripted_notices[name]] if name in self.scripted_notices else []
+        answer = self._agents.answers.get(name)
+        report: AgentReport | None = None if answer is None else answer.value
+        if answer is not None and report is not None and report.notice is not None:
+            asked = now if answer.heard_at is None else answer.heard_at
+            deadline = None if report.notice_in_s is None else asked + report.notice_in_s
+            heard.append(Notice(name, f"{METADATA}: {report.notice}", now, deadline))
+        if seat.ray_node.node_id in self._drains:
+            left = self._drains[seat.ray_node.node_id]
+            heard.append(Notice(name, "Ray is draining it", now, None if left is None else self._nodes_read_at + left))
+        return heard
 
     # inventories -----------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,8 @@ class ElasticSection:
     metadata_poll_s: float = 5.0
     """Between two looks at the instance metadata (aws)."""
     request_nodes: dict[str, int] | None = None
-    """Nodes to ask Ray's autoscaler for, by node type of the cluster file; null: every type up to its max_workers; {}: none."""
+    """Nodes to ask Ray's autoscaler for, by node type of the cluster file; null: what the best plan of the
+    largest fleet uses, and `min_workers` at the least; {}: none."""
     slow_ratio: float = 1.5
     """A worker whose compute takes this times what the plan says, beside its peers, `slow_steps` steps in a row (and for as long as
     arrivals settle), is planned on as the slow one that it is; 0: never."""

@@ -1,0 +1,1 @@
+"""Where notices come from, and how those of several sources become one."""
