@@ -47,6 +47,7 @@ from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
 from recovery.checkpoint.commit import CheckpointInfo
+from recovery.checkpoint.errors import LeaseHeld
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
@@ -92,7 +93,8 @@ class JobRun:
         self.workforce = RayWorkforce(
             job, run_id(job), self.durable, cluster, worker_threads=threads_of_a_worker(job, fleet), clock=clock
         )
-        self.orders = OrderBook(job, config, paces_of if job.emulation is not None else None)
+        pace = paces_of if job.emulation is not None else None
+        self.orders = OrderBook(job, config, pace, self.durable.lease.driver)
         self.controller = Controller(job, self.workforce, planning, self.orders, events)
         self.rehearsal = Rehearsal(
             job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
@@ -101,10 +103,16 @@ class JobRun:
         self._clock = clock
 
     def start(self) -> None:
-        """Look for a checkpoint to go on from; the controller does the rest."""
+        """Make sure that no other driver is alive, and look for a checkpoint to go on from; the controller does the rest.
+
+        Raises:
+            LeaseHeld: another driver of this job is alive. StorageError: the storage does not answer.
+        """
+        self.durable.take_lease()
         found = self.durable.load_newest()
+        self.controller.generation = found.ancestry.newest or 0
         if found.manifest is not None:
-            self.controller.generation = found.manifest.generation
+            self.controller.generation = max(self.controller.generation, found.manifest.generation)
             self.controller.ledger.go_on_from(found.manifest.step)
             logger.info("Going on from step %d of %s", found.step, found.uri)
         self.events.emit(
@@ -286,7 +294,7 @@ def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, event
     try:
         run = JobRun(job, cluster, fleet, events)
         run.start()
-    except StorageError as error:
+    except (StorageError, LeaseHeld) as error:
         raise ConfigError(str(error)) from error
     try:
         with signals(run.workforce):

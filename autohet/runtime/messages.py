@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.plan import Plan
 from recovery.peers.replication_targets import ReplicationTarget
+from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 
@@ -58,7 +59,8 @@ class GenerationOrder:
     `transfers` is the whole transfer schedule (None on a first start, when the state is drawn from the seed or read
     from the pretrained weights): every participant finds its own part in it, as receiver and as live source.
     `replication_targets` is what this worker's agent copies to other nodes in every round; `replicates` whether anybody has any,
-    and so whether there are rounds.
+    and so whether there are rounds. `ancestry` knows this generation and those before it: what a worker has kept counts only if it is of
+    this line.
     """
 
     generation: int
@@ -76,6 +78,7 @@ class GenerationOrder:
     replication_targets: tuple[ReplicationTarget, ...] = ()
     replicates: bool = False
     replicate_bytes_per_s: float | None = None
+    ancestry: Ancestry = NOTHING_KNOWN
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,10 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class Broken:
-    """What is left of a restore that was broken off: shards of `step` that are here and whole, and copies that proved bad."""
+    """What is left of a restore that `generation` broke off: shards of `step` that are here and whole, and copies that proved bad."""
 
     step: int
+    generation: int
     arrived: frozenset[ShardId] = frozenset()
     bad: tuple[tuple[Source, ShardId], ...] = ()
 

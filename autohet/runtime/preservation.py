@@ -155,9 +155,23 @@ class Preservation:
         writer.close()
 
     def status(self) -> PreservationStatus:
-        """What this worker says in the vote: of its part of the open round, and whether an earlier checkpoint is still written."""
+        """What this worker says in the vote: of its part of the open round, and whether an earlier checkpoint is still written.
+
+        Waits until its snapshot of the step before is committed: whoever passes the vote begins to overwrite the one before that, and
+        were all processes to end then, a worker that is behind with its own would leave no step that all nodes keep.
+        """
+        self._await_snapshot()
         writing = self._uploader.busy or (self._disk is not None and self._disk.busy)
         return replace(self._round_status(), writing=writing)
+
+    def _await_snapshot(self) -> None:
+        writer = self._snapshots
+        if writer is None or not writer.ready:
+            return
+        try:
+            writer.wait(self._timeout_s)
+        except SnapshotError as error:
+            self._do_without(writer, error)
 
     def _round_status(self) -> PreservationStatus:
         """Its snapshot is there, and what its agent has to copy is copied."""

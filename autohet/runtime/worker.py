@@ -87,7 +87,7 @@ class Worker:
         self._live: Live | None = None
         self._groups: GenerationGroups | None = None
         self._thread: threading.Thread | None = None
-        self._arrived: tuple[int, dict[ShardId, Tensor]] | None = None
+        self._arrived: tuple[Broken, dict[ShardId, Tensor]] | None = None
         self._steps: list[StepRecord] = []
         self._receipts: list[Any] = []
         self._report = WorkerReport(place.worker, os.getpid(), 0, Phase.IDLE, 0, None)
@@ -239,10 +239,10 @@ class Worker:
         source = StateSource(self.place, self.job, self.config, self.device, self._storage)
         arrived: dict[ShardId, Tensor] = {}
         try:
-            filled = source.fill(order, self._known(order.start_step), world, arrived, groups.over)
+            filled = source.fill(order, self._known(order), world, arrived, groups.over)
             world.barrier_on_host()  # everybody has its state: the generation is committed
         except BaseException as error:
-            self._broken_off(order.start_step, arrived, error)
+            self._broken_off(order, arrived, error)
             raise
         state = filled.state
         restored = time.perf_counter()
@@ -258,24 +258,33 @@ class Worker:
             return Phase.RELEASED
         return self._train(order, groups, state)
 
-    def _known(self, step: int) -> LiveState | None:
-        """What this worker's memory has of a step: its live state, and what an earlier restore brought before it broke off."""
-        live = self._live
-        arrived = self._arrived[1] if self._arrived is not None and self._arrived[0] == step else {}
+    def _known(self, order: GenerationOrder) -> LiveState | None:
+        """What this worker's memory has of the order's state: its live state, and what an earlier restore brought before it broke off."""
+        live, arrived = self._live, self._arrived_for(order)
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
-        return LiveState(live.layout, live.state if live.version == StateVersion(step) else {}, arrived)
+        same = live.version == StateVersion(order.start_step) and self._of_its_line(order, live.generation)
+        return LiveState(live.layout, live.state if same else {}, arrived)
 
-    def _broken_off(self, step: int, arrived: dict[ShardId, Tensor], error: BaseException) -> None:
+    def _arrived_for(self, order: GenerationOrder) -> dict[ShardId, Tensor]:
+        if self._arrived is None:
+            return {}
+        broken, arrived = self._arrived
+        return arrived if broken.step == order.start_step and self._of_its_line(order, broken.generation) else {}
+
+    def _of_its_line(self, order: GenerationOrder, generation: int) -> bool:
+        return order.ancestry.contains(order.generation, generation, order.start_step)
+
+    def _broken_off(self, order: GenerationOrder, arrived: dict[ShardId, Tensor], error: BaseException) -> None:
         """The restore did not come to its end: what has come is kept, and reported with what proved bad."""
-        if self._arrived is not None and self._arrived[0] == step:
-            arrived = self._arrived[1] | arrived
+        arrived = self._arrived_for(order) | arrived
         if self.device.type != "cpu":  # the next attempt wants the device's memory
             arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
         bad = error.bad if isinstance(error, RestoreError) else ()
+        broken = Broken(order.start_step, order.generation, frozenset(arrived), bad)
         with self._lock:
-            self._arrived = (step, arrived) if arrived else None
-            self._report = replace(self._report, broken=Broken(step, frozenset(arrived), bad))
+            self._arrived = (broken, arrived) if arrived else None
+            self._report = replace(self._report, broken=broken)
 
     def _train(self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]) -> Phase:
         self._preservation.begin(order)

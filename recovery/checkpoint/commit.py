@@ -19,7 +19,9 @@ from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointIncomplete,
     CheckpointMissing,
+    ManifestInvalid,
 )
+from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.manifest import (
     MANIFEST_NAME,
     DataFile,
@@ -30,6 +32,7 @@ from recovery.checkpoint.manifest import (
     encode_manifest,
 )
 from recovery.checkpoint.write import WorkerReceipt, assign_writers, step_prefix, write_shards
+from recovery.state.ancestry import NOTHING_KNOWN, Ancestry
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.storage.errors import ObjectExists, ObjectMissing
 from recovery.storage.protocol import Storage
@@ -42,6 +45,7 @@ __all__ = [
     "commit_checkpoint",
     "list_checkpoints",
     "newest_checkpoint",
+    "of_present_history",
     "open_checkpoint",
     "step_prefix",
     "write_shards",
@@ -74,17 +78,21 @@ def commit_checkpoint(
     job: str = "job",
     generation: int = 0,
     created_by: str | None = None,
+    ancestry: Ancestry = NOTHING_KNOWN,
 ) -> Manifest:
     """Make the checkpoint of `step` exist, once every shard of `layout` is in `receipts`. One coordinator calls it.
 
-    Idempotent: when this job's checkpoint of this step is committed already, that one is returned, whoever wrote it.
+    Idempotent: when this job's checkpoint of this step is committed already, that one is returned, whoever wrote it; but one of a
+    history that was left (`ancestry` knows its generation, and it is not of the newest one's line) makes way.
 
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
         CheckpointConflict: the step belongs to another job or model, or two receipts disagree about a shard.
     """
     committed = _committed(storage, step)
-    if committed is not None:
+    if committed is not None and not of_present_history(ancestry, committed.generation, step):
+        storage.delete([step_prefix(step) + MANIFEST_NAME])
+    elif committed is not None:
         return _same_state(storage, committed, job, layout.tensors)
     files = _chosen_files(storage, step, layout, list(receipts))
     manifest = Manifest(
@@ -111,8 +119,26 @@ def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 
 
 def newest_checkpoint(storage: Storage) -> CheckpointInfo | None:
-    """The committed checkpoint of the highest step; None when there is none."""
-    return max(list_checkpoints(storage), key=lambda info: info.step, default=None)
+    """The committed checkpoint of the highest step of the job's present history; None when there is none. Where the journal leads to
+    none of them, the highest step of all.
+    """
+    infos, ancestry = list_checkpoints(storage), read_ancestry(storage)
+    for info in reversed(infos):
+        try:
+            manifest = _committed(storage, info.step)
+        except ManifestInvalid:  # whoever opens it is told
+            return info
+        if manifest is not None and of_present_history(ancestry, manifest.generation, info.step):
+            return info
+    return infos[-1] if infos else None
+
+
+def of_present_history(ancestry: Ancestry, generation: int, step: int) -> bool:
+    """Whether a checkpoint is of the line of the newest generation; one that is older than the whole journal is of everybody's."""
+    newest = ancestry.newest
+    if newest is None or ancestry.contains(newest, generation, step):
+        return True
+    return generation not in ancestry.entries and ancestry.begins_after(newest, step)
 
 
 def open_checkpoint(storage: Storage, step: int | None = None) -> Manifest:

@@ -77,3 +77,28 @@ class CheckpointCorrupt(CheckpointError):
 
 class UploadFailed(CheckpointError):
     """A background upload ended with an error that is no RecoveryError."""
+
+
+@dataclass(eq=False, repr=False)
+class Superseded(CheckpointError):
+    """Another driver has begun a newer generation of this job: this one's steps are not the job's any more."""
+
+    uri: str
+    generation: int
+    driver: str
+
+    def __str__(self) -> str:
+        return f"driver {self.driver} has taken the job over in {self.uri}: generation {self.generation} is its"
+
+
+@dataclass(eq=False, repr=False)
+class LeaseHeld(CheckpointError):
+    """Another driver of this job is alive."""
+
+    uri: str
+    driver: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.uri} is in use by driver {self.driver}, which is alive; stop it, or name another checkpoint.storage"
+        )

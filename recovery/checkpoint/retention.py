@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from recovery.cancellation import call_until
-from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.commit import list_checkpoints, newest_checkpoint, open_checkpoint
 from recovery.checkpoint.dcp import METADATA_NAME
 from recovery.checkpoint.manifest import MANIFEST_NAME, Manifest
 from recovery.checkpoint.write import step_prefix
@@ -83,14 +83,17 @@ def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -
 
 
 def apply_retention(storage: Storage, keep: int, reading: Collection[int] = ()) -> Removal:
-    """Remove all but the newest `keep` (at least 1) committed checkpoints. One coordinator calls it.
+    """Remove all but the newest `keep` (at least 1) committed checkpoints, and those of later steps than the newest of the job's present
+    history: of a history that was left. One coordinator calls it.
 
     Never removes the newest, one in `reading`, nor one that another process holds a lease on. The manifest goes first:
     a removal that is interrupted leaves an uncommitted prefix, which `remove_orphans` finishes.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
-    old = [info.step for info in list_checkpoints(storage)][:-keep]
+    newest, steps = newest_checkpoint(storage), [info.step for info in list_checkpoints(storage)]
+    left = [step for step in steps if newest is not None and step > newest.step]
+    old = [step for step in steps if step not in left][:-keep] + left
     if not old:
         return Removal(())
     now, removed, kept, count = storage.now(), [], [], 0

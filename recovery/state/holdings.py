@@ -75,13 +75,3 @@ def _held_by_step(holdings: Iterable[Holding]) -> dict[int, set[ShardId]]:
     for holding in holdings:
         held.setdefault(holding.step, set()).update(holding.shards)
     return held
-
-
-def in_lineage(generation: int, step: int, first_step_by_generation: Mapping[int, int]) -> bool:
-    """Whether state of `step` written in `generation` belongs to the run's present history.
-
-    A later generation that started from an older step went another way (equal only to rounding): what an older one
-    wrote beyond that start must not be mixed with it. `first_step_by_generation` maps each generation to the step
-    it restored.
-    """
-    return all(step <= start for later, start in first_step_by_generation.items() if later > generation)

@@ -103,7 +103,7 @@ def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
     first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
     assert {node for _, node, _ in sources(first, C)} == {"a", "b"}
     bad = tuple((held["b"][0].source, shard) for shard in layout.shards)
-    failed = WorkerReport(C, 1, 2, Phase.FAILED, 0, None, broken=Broken(STEP, bad=bad))
+    failed = WorkerReport(C, 1, 2, Phase.FAILED, 0, None, broken=Broken(STEP, 2, bad=bad))
     again = book.write(3, new, observe("a", "b", "c", reports=[failed], inventories=held), (C,), ("here", 1))
     assert {node for _, node, _ in sources(again, C)} == {"a"}
     later = book.write(4, new, observe("a", "b", "c", inventories=held), (C,), ("here", 1))
@@ -142,7 +142,7 @@ def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_befo
     layout = layout_of_plan(TWO.plan, book.model_config)
     new, old = (Holding(Source("memory", "a", "x/0", step, 1), layout.shards) for step in (STEP, STEP - 1))
     shard = min(layout.shards)
-    failed = WorkerReport(C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, bad=((new.source, shard),)))
+    failed = WorkerReport(C, 1, 1, Phase.FAILED, 0, None, broken=Broken(STEP, 1, bad=((new.source, shard),)))
     seen = observe("a", "c", reports=[failed], inventories={"a": [new, old]})
     assert book.write(2, plan_of([(4, C)]), seen, (C,), ("here", 1)).start_step == STEP - 1
 
@@ -154,13 +154,13 @@ def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
     layout = orders[A].layout
     leaving = observe("a", "b", reports=[standing(A), standing(B)], notices=[Notice("b", "test", 99.0, 101.0)])
     book.write(2, plan_of([(4, A)]), leaving, (A, B), ("here", 1))
-    broken = replace(standing(A), generation=2, broken=Broken(STEP, arrived=layout.shards_by_worker[B]))
+    broken = replace(standing(A), generation=2, broken=Broken(STEP, 2, arrived=layout.shards_by_worker[B]))
     gone = observe("a", reports=[broken])
     assert not book.needs_inventories(plan_of([(4, A)]).plan, gone, (A,))
     again = book.write(3, plan_of([(4, A)]), gone, (A,), ("here", 1))
     assert again.start_step == STEP
     assert set(again.schedule.parts[A].keep) == layout.shards, "nothing moves again"
-    half = replace(broken, broken=Broken(STEP, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:])))
+    half = replace(broken, broken=Broken(STEP, 2, arrived=frozenset(sorted(layout.shards_by_worker[B])[1:])))
     with pytest.raises(NotRestorable):
         book.write(4, plan_of([(4, A)]), observe("a", reports=[half]), (A,), ("here", 1))
 

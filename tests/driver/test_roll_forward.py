@@ -55,7 +55,7 @@ def test_who_is_late_with_a_roll_forward_is_ended_and_never_overtaken() -> None:
 def test_a_roll_forward_that_failed_is_waited_for_no_longer_and_its_state_is_not_used() -> None:
     controller, force, late, _ = struck("fails")
     began = force.now
-    run(controller, lambda: controller.generation > 1)
+    run(controller, lambda: isinstance(controller.state, Building))
     assert force.now - began < controller.timeouts.quiesce_s, "the outcome was read"
     orders = controller.ledger.orders
     transfers = next(iter(orders.values())).transfers

@@ -5,6 +5,7 @@ from dataclasses import replace
 from autohet.driver.control.upkeep import Farewell, Upkeep, settled_age
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from planner.plan import Pipeline, Plan, Stage
+from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
@@ -25,6 +26,9 @@ def orders(generation=2, *, start=10, replicates=True):
         {},
         frozenset(),
         replicates=replicates,
+        ancestry=Ancestry().followed_by(
+            Descent(generation=1, parent=None, first_step=0), Descent(generation=2, parent=1, first_step=start)
+        ),
     )
     return dict.fromkeys(PLAN.workers, order)
 

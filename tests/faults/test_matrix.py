@@ -72,7 +72,11 @@ def _driver_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> 
     last = lives[-1].result
     assert last["ok"], last["reason"]
     assert not any(life.result["complaints"] for life in lives if life.result_is_there)
-    check_outcome(tmp_path, scene.reference, [event for life in lives for event in life.events])
+    told = {e["step"]: e["loss"] for life in lives for e in life.events if e["kind"] == "step"}
+    assert told == {step: scene.reference.losses[step] for step in told}
+    # The driver that was killed may not have heard of the last step that the nodes keep.
+    assert STEPS - len(told) <= (strike.mode == "kill"), sorted(told)
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
     restores = [event for event in lives[-1].events if event["kind"] == "restore"]
     assert sum(event["bytes_by_tier"]["s3"] for event in restores) == 0, restores
     assert last["summary"]["steps_lost"] == 0
@@ -94,11 +98,13 @@ def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_pat
     lives.append(DriverLife(job, tmp_path / "second", None, DEADLINE_S))
     assert lives[1].wait(DEADLINE_S) == 0
     begun = next(event["step"] for event in lives[1].events if event["kind"] == "started")
+    assert begun == durable
+    restored = [event["step"] for event in lives[1].events if event["kind"] == "restore"]
     if strike.mode == "notice":
         assert first.result["reason"] == "stopped by SIGTERM"
         assert begun == committed
-    # Without a driver nothing is committed: it goes on from the newest durable step, and from no older one.
-    assert begun == durable <= committed
+    # What the nodes keep in host memory is gone on from: of what the driver saw at most one step is not whole there.
+    assert not restored or restored[0] >= committed - 1, (restored, committed)
 
 
 def newest_durable(uri: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,14 @@ from tests.faults.conftest import Scene
 from tests.harness.driver_life import DriverLife
 from tests.harness.exact_job import STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
-from tests.harness.struck_run import Strike, losses_by_step
+from tests.harness.struck_run import Strike
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(150)]
 DEADLINE_S = 40.0
 
 
 def test_the_replaced_driver_comes_back(scene: Scene, tmp_path: Path, memory: Path) -> None:
-    """It stood still at step 6 while another trained to the end and was committed; then it goes on to its own end."""
+    """It stood still at step 6, longer than its lease, while another trained to the end and was committed: nothing of its counts."""
     storage = str(tmp_path / "checkpoints")
     jobs = [
         exact_job(
@@ -37,10 +38,13 @@ def test_the_replaced_driver_comes_back(scene: Scene, tmp_path: Path, memory: Pa
             assert lives[1].wait(DEADLINE_S) == 0
             assert differing_shards(storage, STEPS, scene.reference) == []
             lives[0].thaw()
-            assert lives[0].wait(DEADLINE_S) == 0
+            assert lives[0].wait(DEADLINE_S) == 0, "it ends by itself"
+            shutil.rmtree(memory / "one")  # what its nodes keep is not its to remove any more
         finally:
             for life in lives:
                 life.close()
-    assert [life.result["ok"] for life in lives] == [True, True], [life.result["reason"] for life in lives]
-    assert losses_by_step(lives[0].events) == list(scene.reference.losses)
+    assert [life.result["ok"] for life in lives] == [False, True], [life.result["reason"] for life in lives]
+    assert "has taken the job over" in lives[0].result["reason"]
+    told = {event["step"]: event["loss"] for life in lives for event in life.events if event["kind"] == "step"}
+    assert [told[step] for step in sorted(told)] == list(scene.reference.losses)
     assert differing_shards(storage, STEPS, scene.reference) == []

@@ -181,7 +181,7 @@ class Collective(ScriptedWorkforce):
         for worker in failing:
             self.bad_restores.discard(worker)
             process = self.processes[worker]
-            broken = process.report.broken or Broken(order.start_step)
+            broken = process.report.broken or Broken(order.start_step, order.generation)
             bad = tuple(self._suspects(worker, order))
             self.copies.bad.update(told for told in bad if told[0].kind != "s3")
             process.report = replace(
@@ -204,7 +204,7 @@ class Collective(ScriptedWorkforce):
                 process = self.processes[worker]
                 process.arrived = history
                 shards = sorted(order.layout.shards_by_worker[worker])[::2]
-                process.report = replace(process.report, broken=Broken(order.start_step, frozenset(shards)))
+                process.report = replace(process.report, broken=Broken(order.start_step, order.generation, frozenset(shards)))
 
     def _fill(self, worker: str, order: GenerationOrder) -> History | None:
         """The history of the state that the orders give this worker: one, the same for every shard. None: something cannot be had."""

@@ -103,8 +103,9 @@ def _at_upload(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
 def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime.groups import generation as groups
+    from autohet.runtime.groups.gloo import GlooGroup
 
-    begin, create = groups.GenerationGroups.__init__, groups.Group._create
+    begin, create = groups.GenerationGroups.__init__, GlooGroup._create
     now = -1
 
     def noting(self: Any, store: Any, generation: int, *arguments: Any) -> None:
@@ -118,7 +119,7 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
         return create(self, store)
 
     groups.GenerationGroups.__init__ = noting  # type: ignore[method-assign]
-    groups.Group._create = late  # type: ignore[method-assign]
+    GlooGroup._create = late  # type: ignore[method-assign]
 
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.ray.agent_errands import AgentErrands
-from autohet.driver.simulate.workforce import SimulatedManifest
+from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerReport
 from planner.cluster import Node, NodeType

@@ -27,6 +27,7 @@ from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Node, NodeType
+from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
 from tests.harness.process_seats import Member, ProcessCalls, Seat
 from tests.harness.remote_process import NEWS, RemoteProcess
@@ -320,6 +321,9 @@ class ProcessFleet:
                 if seat is None or seat.silent_since is None:
                     member.process.kill()
                 self._ended.append(member.process)
+
+    def claim_generation(self, entry: Descent) -> None:
+        self.durable.claim(entry)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()

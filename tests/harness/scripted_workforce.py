@@ -102,6 +102,9 @@ class ScriptedWorkforce:
         for worker in workers:
             self.processes.pop(worker, None)
 
+    def claim_generation(self, entry: Any) -> None:
+        self.checkpoint = replace(self.checkpoint, claimed=entry.generation)
+
     def begin(self, orders: Any) -> None:
         for worker, order in orders.items():
             process = self.processes[worker]

@@ -29,6 +29,7 @@ from tests.harness.fault_points import FaultPoint
 from tests.harness.process_fleet import ProcessFleet
 
 NOTICE_S = 6.0
+LEASE_S = 4.0
 WORKER_POINTS = ("forward", "backward", "gradient_sync", "apply", "snapshot", "upload", "rebuild", "restore")
 DRIVER_POINTS = ("manifest", "replan")
 VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
@@ -88,6 +89,7 @@ class StruckRun:
             config.to_dict(),
             {"seed": job.training.seed},
             job.checkpoint.keep,
+            lease_s=LEASE_S,
         )
         point = None if strike is None else strike.fault_point
         self.fleet = fleet(
@@ -95,7 +97,7 @@ class StruckRun:
         )
         self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
         self.planning = make_planning(job)
-        self.orders = OrderBook(job, config)
+        self.orders = OrderBook(job, config, driver=self.durable.lease.driver)
         self.controller = Controller(job, self.fleet, self.planning, self.orders, self.events)
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
@@ -159,9 +161,11 @@ class StruckRun:
     # running ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self.durable.take_lease()
         found = self.durable.load_newest()
+        self.controller.generation = found.ancestry.newest or 0
         if found.manifest is not None:
-            self.controller.generation = found.manifest.generation
+            self.controller.generation = max(self.controller.generation, found.manifest.generation)
         self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0)
         self.fleet.await_agents()
 

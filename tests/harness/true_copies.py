@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autohet.driver.control.orders import without
 from autohet.runtime.messages import GenerationOrder
-from recovery.state.holdings import Holding, Source, in_lineage, restorable_step
+from recovery.state.holdings import Holding, Source, restorable_step
 from recovery.state.layout import Layout, ShardId
 
 History = tuple[int, ...]
@@ -92,7 +92,8 @@ class TrueCopies:
         by_history: dict[History, list[Holding]] = {}
         kept = (copy for store in self.agents.values() for copy in store.values())
         for holding, history in (*live, *kept, *self.durable.values()):
-            if in_lineage(holding.source.generation, holding.step, self.starts):
+            later = (start for other, start in self.starts.items() if other > holding.source.generation)
+            if all(holding.step <= start for start in later):
                 by_history.setdefault(history, []).extend(without([holding], self.bad))
         shards = next(iter(self.layouts.values())).shards
         whole = [restorable_step(shards, holdings) for holdings in by_history.values()]

@@ -8,7 +8,6 @@ from recovery.errors import NotRestorable
 from recovery.state.holdings import (
     Holding,
     Source,
-    in_lineage,
     require_restorable_step,
     restorable_step,
 )
@@ -43,12 +42,3 @@ def test_what_is_missing_is_named() -> None:
         require_restorable_step([A, B, C], [held("worker", "n0", 9, A, B), held("memory", "n0", 8, A)])
     with pytest.raises(NotRestorable, match="no holder of any step"):
         require_restorable_step([A], [])
-
-
-@pytest.mark.parametrize(
-    ("generation", "step", "belongs"),
-    [(1, 10, True), (1, 11, False), (2, 11, True), (2, 14, True), (2, 15, False), (3, 99, True)],
-)
-def test_lineage(generation: int, step: int, belongs: bool) -> None:
-    """Generation 2 restored step 10, generation 3 step 14: what 1 wrote beyond 10 belongs to a history that was left."""
-    assert in_lineage(generation, step, {1: 0, 2: 10, 3: 14}) is belongs

@@ -21,6 +21,7 @@ from recovery.checkpoint.write import write_shards
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFile
+from recovery.state.ancestry import Ancestry, Descent
 from recovery.state.holdings import Holding, Source
 from recovery.storage import s3 as storage_s3
 from recovery.storage.open import open_storage
@@ -86,6 +87,9 @@ def order(job, store, generation, start_step, transfers=None):
         transfers,
         {},
         layout.shards_by_worker[ME],
+        ancestry=Ancestry().followed_by(
+            *(Descent(generation=g, parent=g - 1 or None, first_step=start_step) for g in range(1, generation + 1))
+        ),
     )
 
 

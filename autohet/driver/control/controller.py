@@ -20,7 +20,7 @@ from autohet.driver.control.states import (
     Training,
     Waiting,
 )
-from autohet.runtime.messages import Phase, WorkerReport
+from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ class Controller(Rebuild):
         if hire and isinstance(self.state, (Waiting, Training)):
             self.workforce.hire(hire)
         before = self.state
-        self.state = self._judge_unfit(seen) or self._step(seen)
+        self.state = self._judge_superseded(seen) or self._judge_unfit(seen) or self._step(seen)
         if self.state is not before:
             drop_search(before)
         if isinstance(self.state, (Waiting, Sourcing, Building)):
@@ -319,7 +319,7 @@ class Controller(Rebuild):
         tensors may change at any time, so nobody plans on them, and no later generation takes them over.
         """
         vote = self.ledger.newest_vote(self.generation)  # of the dead too: what one saw, all had contributed to
-        behind = [] if vote is None else self._behind(seen, survivors, vote[0])
+        behind = [] if vote is None else policy.find_behind(seen, survivors, self.generation, vote[0])
         if vote is None or not behind:
             return False
         if new := [worker for worker in behind if worker not in state.rolling]:
@@ -331,21 +331,6 @@ class Controller(Rebuild):
             self._tell_of_death(policy.Trouble("death", (), tuple(behind), seen.now, why), seen)
             self.workforce.dismiss(behind)
         return True
-
-    def _behind(self, seen: Observation, survivors: Collection[str], step: int) -> list[str]:
-        """Survivors whose state still lacks `step`, or is in the middle of it, and who have not said that they cannot apply it."""
-        reports = [seen.reports[worker] for worker in survivors]
-        if any(r.live_generation == self.generation and r.whole and r.step > step + 1 for r in reports):
-            return []
-        lacking = [r for r in reports if r.live_generation == self.generation and r.step == step]
-        prepared = [r for r in lacking if r.prepared_step == step or not r.whole]
-        return [r.worker for r in prepared if not self._has_answered(r, step)]
-
-    def _has_answered(self, report: WorkerReport, step: int) -> bool:
-        """Its roll-forward has failed; or its own update has, which nobody waits for."""
-        rolled = report.rolled
-        failed = rolled is not None and (rolled.generation, rolled.step) == (self.generation, step)
-        return failed or (not report.whole and report.phase is Phase.FAILED)
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
         """Survivors stand, but who died is not known yet: wait for the heartbeat to tell, within bounds."""

@@ -145,6 +145,11 @@ class Desk:
             self.events.emit("decision", self.generation, f"{left_out}: {unfit[worker]}")
         return None
 
+    def _judge_superseded(self, seen: Observation) -> State | None:
+        """Another driver has taken the job over: nothing that this one does counts any more."""
+        why = seen.checkpoint.superseded
+        return None if why is None or self.ended else self._fail(why)
+
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None
         return Change(

@@ -1,4 +1,6 @@
-"""The driver's side of durable checkpoints: manifests are written and read in one owned thread, so that ticks never wait for S3."""
+"""The driver's side of durable storage: manifests and the journal of generations are written and read in owned threads, so that
+ticks never wait for S3.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState
-from recovery.checkpoint.commit import checkpoint_uri, commit_checkpoint, newest_checkpoint, open_checkpoint
+from recovery.checkpoint.commit import (
+    checkpoint_uri,
+    commit_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    of_present_history,
+    open_checkpoint,
+)
+from recovery.checkpoint.errors import Superseded
+from recovery.checkpoint.journal import Journal, oldest_needed
+from recovery.checkpoint.lease import LEASE_S, DriverLease, LeaseKeeper
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.retention import apply_retention, remove_orphans
 from recovery.errors import RecoveryError
+from recovery.state.ancestry import Descent
 from recovery.state.layout import Layout
 from recovery.storage.protocol import Storage
 
@@ -21,17 +34,24 @@ logger = logging.getLogger("autohet")
 
 
 class Durable:
-    """Owns a thread and the newest committed checkpoint's manifest. `state` and `fresh` may be called at any time."""
+    """Owns its threads, the driver's lease and the newest committed checkpoint's manifest. `state` and `fresh` may be called at any
+    time.
+    """
 
     def __init__(
-        self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int
-    ) -> None:
+        self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int,
+        *, lease_s: float = LEASE_S,
+    ) -> None:  # fmt: skip
         self._storage = storage
         self._job = job
         self._model_config = dict(model_config)
         self._scalars = dict(scalars)
         self._keep = keep
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
+        self._claims = ThreadPoolExecutor(1, thread_name_prefix="journal")  # a claim waits for no checkpoint
+        self.lease = DriverLease(storage, lease_s)
+        self._journal, self._journal_lock = Journal(storage, self.lease.driver), threading.Lock()
+        self._keeper: LeaseKeeper | None = None
         self._lock = threading.Lock()
         self._state = CheckpointState()
         self._reads_under_way = 0
@@ -46,10 +66,47 @@ class Durable:
         with self._lock:
             return self._reads_under_way == 0
 
+    def take_lease(self) -> None:
+        """Wait until no other driver of this job is alive, in the calling thread; from then on the lease is renewed.
+
+        Raises:
+            LeaseHeld: another is alive. StorageError: the storage does not answer.
+        """
+        self.lease.take()
+        self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
+
+    def claim(self, entry: Descent) -> None:
+        """Put the journal's entry of a generation that is about to begin; the answer shows in `state`."""
+        self._claims.submit(self._claim, entry)
+
+    def _claim(self, entry: Descent) -> None:
+        superseded, unclaimed = None, None
+        try:
+            with self._journal_lock:
+                self._journal.claim(entry)
+        except Superseded as error:
+            superseded = str(error)
+        except (RecoveryError, OSError) as error:  # put with the next commit, or renewal of the lease
+            logger.warning("Generation %d is not in the journal yet: %s", entry.generation, str(error))
+            unclaimed = entry.generation
+        with self._lock:
+            superseded = superseded or self._state.superseded
+            self._state = replace(self._state, claimed=entry.generation, unclaimed=unclaimed, superseded=superseded)
+
+    def _check_journal(self) -> None:
+        with self._journal_lock:
+            ancestry = self._journal.check()
+        with self._lock:
+            self._state = replace(self._state, ancestry=ancestry)
+
     def load_newest(self) -> CheckpointState:
         """Read the newest manifest now, in the calling thread; storage errors come through (at a job's start they are the user's).
         The first time, what earlier runs have left unfinished is removed afterwards, in the owned thread.
         """
+        with self._journal_lock:
+            ancestry = self._journal.read()
+        with self._lock:
+            self._state = replace(self._state, ancestry=ancestry)
         newest = newest_checkpoint(self._storage)
         if newest is not None:
             self._adopt(open_checkpoint(self._storage, newest.step))
@@ -85,11 +142,26 @@ class Durable:
 
     def _commit(self, step: int, generation: int, layout: Layout, receipts: Sequence[Any]) -> None:
         scalars = {**self._scalars, "step": step}
+        self._check_journal()
+        ancestry = self.state().ancestry
+        if not of_present_history(ancestry, generation, step):
+            logger.warning(
+                "Step %d of generation %d is not committed: the run has gone back behind it", step, generation
+            )
+            return
         manifest = commit_checkpoint(
-            self._storage, step, layout, receipts, scalars, self._model_config, job=self._job, generation=generation
-        )
+            self._storage, step, layout, receipts, scalars, self._model_config, job=self._job, generation=generation,
+            ancestry=ancestry,
+        )  # fmt: skip
         self._adopt(manifest)
         apply_retention(self._storage, self._keep)
+        self._forget_old_entries()
+
+    def _forget_old_entries(self) -> None:
+        """What is older than the oldest checkpoint that stays tells of nothing that anybody may want."""
+        kept = [open_checkpoint(self._storage, info.step).generation for info in list_checkpoints(self._storage)]
+        with self._journal_lock:
+            self._journal.forget_before(oldest_needed(kept, self.state().ancestry))
 
     def _adopt(self, manifest: Manifest) -> None:
         with self._lock:
@@ -100,6 +172,9 @@ class Durable:
         """The thread's edge: whatever goes wrong is kept as the state's error, and training goes on."""
         try:
             work()
+        except Superseded as error:
+            with self._lock:
+                self._state = replace(self._state, superseded=str(error))
         except (RecoveryError, OSError) as error:
             # Its text, since the error itself holds on to an open connection wherever the record is kept.
             logger.warning("The checkpoint storage failed: %s", str(error))
@@ -109,5 +184,9 @@ class Durable:
 
     def close(self, *, at_once: bool = False) -> None:
         """Finish what is queued, bounded by the storage's own deadlines; `at_once`: drop it."""
-        self._pool.shutdown(wait=not at_once, cancel_futures=at_once)
+        for pool in (self._claims, self._pool):
+            pool.shutdown(wait=not at_once, cancel_futures=at_once)
+        if self._keeper is not None:
+            self._keeper.close()
+            self.lease.release()
         self._storage.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerReport
 from planner.cluster import Node, node_of
+from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,22 @@ class CheckpointState:
     error_generation: int | None = None
     committed: tuple[tuple[int, str], ...] = ()
     """(step, URI) of all that this process has known as the newest, in order: between two looks there may be several."""
+    ancestry: Ancestry = NOTHING_KNOWN
+    """What the storage's journal says of all generations."""
+    claimed: int = 0
+    """The newest generation that was claimed and is answered for: its entry is in the journal, or cannot be put there just now."""
+    unclaimed: int | None = None
+    """The newest generation whose entry could not be put."""
+    superseded: str | None = None
+    """Why this driver is to end: another has taken the job over."""
 
     def followed_by(self, step: int, uri: str, manifest: Any) -> CheckpointState:
         """The state once this checkpoint is known as the newest."""
         newer = () if step == self.step else ((step, uri),)
-        return CheckpointState(step, uri, manifest, committed=self.committed + newer)
+        return replace(
+            self, step=step, uri=uri, manifest=manifest, error=None, error_step=None, error_generation=None,
+            committed=self.committed + newer,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,10 @@ class Workforce(Protocol):
 
     def dismiss(self, workers: Sequence[str]) -> None:
         """End these workers' processes, whatever they are doing."""
+        ...
+
+    def claim_generation(self, entry: Descent) -> None:
+        """Put a generation's entry into the storage's journal; `CheckpointState.claimed` says when its orders may go out."""
         ...
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:

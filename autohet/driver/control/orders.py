@@ -16,7 +16,8 @@ from planner.plan import Plan
 from recovery.checkpoint.commit import assign_writers
 from recovery.errors import NotRestorable
 from recovery.peers.replication_targets import Peer, ReplicationTarget, replication_targets
-from recovery.state.holdings import Holding, Source, in_lineage, require_restorable_step, restorable_step
+from recovery.state.ancestry import Ancestry, Descent
+from recovery.state.holdings import Holding, Source, require_restorable_step, restorable_step
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import Links
 from recovery.transfer.schedule import TransferSchedule, schedule
@@ -33,22 +34,25 @@ class Book:
     orders: Mapping[str, GenerationOrder]
     start_step: int
     schedule: TransferSchedule | None
+    descent: Descent
 
 
 class OrderBook:
-    """Knows every generation's layout and the step that it began from. Pure but for that memory."""
+    """Knows every generation's layout, the step that it began from and whose history it goes on. Pure but for that memory."""
 
     def __init__(
         self,
         job: Job,
         model_config: Any,
         pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
+        driver: str = "",
     ) -> None:
         self.job = job
         self.model_config = model_config
         self._pace = pace
+        self.driver = driver
         self._layouts: dict[int, Layout] = {}
-        self._first_steps: dict[int, int] = {}
+        self.ancestry = Ancestry()
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
         self._slow: dict[str, float] = {}
         self._begun = False
@@ -81,9 +85,22 @@ class OrderBook:
     def _arrived(self, report: WorkerReport, node: str) -> Holding:
         """What a restore that was broken off had brought: as good as live, and often of a node that is gone now."""
         assert report.broken is not None
-        same = report.live_generation in self._layouts and report.step == report.broken.step
-        generation = report.live_generation if same and report.live_generation is not None else report.generation
-        return Holding(Source("worker", node, report.worker, report.broken.step, generation), report.broken.arrived)
+        broken, live = report.broken, report.live_generation
+        # Where both are of the present history they are one state, in one place.
+        known = [
+            generation for generation in (broken.generation, live) if self._of_newest_line(generation, broken.step)
+        ]
+        generation = live if live is not None and report.step == broken.step and len(known) == 2 else broken.generation
+        return Holding(Source("worker", node, report.worker, broken.step, generation), broken.arrived)
+
+    def _of_newest_line(self, generation: int | None, step: int) -> bool:
+        newest = self.ancestry.newest
+        return newest is not None and generation is not None and self.ancestry.contains(newest, generation, step)
+
+    def newest_generation(self, seen: Observation) -> int:
+        """The highest number that anybody has used: also a driver that could not reach the journal."""
+        kept = [holding.source.generation for held in (seen.inventories or {}).values() for holding in held]
+        return max([self.ancestry.newest or 0, seen.checkpoint.ancestry.newest or 0, *kept])
 
     def needs_inventories(self, plan: Plan, seen: Observation, members: Collection[str]) -> bool:
         """Whether live memory alone does not hold the newest state whole."""
@@ -104,10 +121,15 @@ class OrderBook:
         plan = proposal.plan
         layout = layout_of_plan(plan, self.model_config)
         self._note_bad(seen)
-        live = self.live_holdings(seen, members)
-        holdings = [h for h in (*live, *self._kept(seen)) if in_lineage(h.source.generation, h.step, self._first_steps)]
-        step, transfers = self._schedule(layout, holdings, seen, self._begun)
-        self._layouts[generation], self._first_steps[generation] = layout, step
+        self.ancestry = self.ancestry.followed_by(*seen.checkpoint.ancestry.entries.values())
+        live = self.live_holdings(seen, members) if self._begun else []
+        parent, holdings = self._one_history(layout, [*live, *self._kept(seen)])
+        step, transfers = self._schedule(layout, holdings, seen)
+        descent = Descent(
+            generation=generation, parent=parent if transfers else None, first_step=step, driver=self.driver
+        )
+        self.ancestry = self.ancestry.followed_by(descent)
+        self._layouts[generation] = layout
         sources = (
             set()
             if transfers is None
@@ -126,10 +148,33 @@ class OrderBook:
                 store_port=store[1], participants=participants, transfers=transfers, agents=agents,
                 checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
                 replication_targets=targets.get(worker, ()), replicates=bool(targets), replicate_bytes_per_s=self._bandwidth(seen, worker),
+                ancestry=self.ancestry,
             )
             for worker in participants
         }  # fmt: skip
-        return Book(orders, step, transfers)
+        return Book(orders, step, transfers, descent)
+
+    def _one_history(self, layout: Layout, holdings: list[Holding]) -> tuple[int | None, list[Holding]]:
+        """The generation to go on from, and the copies that are of its history: the newest generation's, if they hold any step whole;
+        else of the generation whose line holds the newest one. Copies of two histories never meet.
+        """
+        newest = self.ancestry.newest
+        lines = {tip: [h for h in holdings if self._belongs(tip, h)] for tip in (*self.ancestry.entries, newest)}
+        steps = {tip: restorable_step(layout.shards, mine) for tip, mine in lines.items()}
+        if steps[newest] is not None:
+            return newest, lines[newest]
+        _, tip = max(
+            ((step, tip) for tip, step in steps.items() if step is not None and tip is not None), default=(0, newest)
+        )
+        return tip, lines[tip]
+
+    def _belongs(self, tip: int | None, holding: Holding) -> bool:
+        """What an agent or a worker holds must be named by the journal; a checkpoint may be older than it."""
+        source = holding.source
+        if tip is not None and self.ancestry.contains(tip, source.generation, holding.step):
+            return True
+        unknown = source.kind == "s3" and source.generation not in self.ancestry.entries
+        return unknown and (tip is None or self.ancestry.begins_after(tip, holding.step))
 
     def _replication_targets(self, layout: Layout, seen: Observation) -> dict[str, tuple[ReplicationTarget, ...]]:
         """What each worker's agent copies to other nodes: whatever one node alone would hold. A plan that survives any
@@ -163,15 +208,11 @@ class OrderBook:
             )
 
     def _schedule(
-        self, layout: Layout, holdings: list[Holding], seen: Observation, begun: bool
+        self, layout: Layout, holdings: list[Holding], seen: Observation
     ) -> tuple[int, TransferSchedule | None]:
         node_by_worker = {worker: seen.node_of(worker) for worker in layout.workers}
-        if not begun:
-            manifest = seen.checkpoint.manifest
-            if manifest is None:
-                return 0, None
-            # A new run trusts local copies of the committed step alone: what a node kept beyond it may be another run's.
-            holdings = [holding for holding in holdings if holding.step == manifest.step]
+        if not self._begun and seen.checkpoint.manifest is None and restorable_step(layout.shards, holdings) is None:
+            return 0, None
         if not holdings:
             raise NotRestorable(None, tuple(sorted(layout.shards))[:3])
         good = without(holdings, self._bad)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 from autohet.driver.control.observation import Loss, Notice, Observation
-from autohet.runtime.messages import Phase
+from autohet.runtime.messages import Phase, WorkerReport
 from planner.cluster import Fleet, node_of
 
 MOST_NAMED = 6
@@ -131,6 +131,24 @@ def find_failures(observation: Observation, members: Collection[str]) -> Trouble
     failed = [f"{worker}: {report.error}" for worker, report in sorted(halted.items()) if report.phase is Phase.FAILED]
     reason = "; ".join(failed) if failed else f"{named(sorted(halted))} lost contact with a peer"
     return Trouble("death", (), tuple(sorted(halted)), observation.now, reason)
+
+
+def find_behind(observation: Observation, survivors: Collection[str], generation: int, step: int) -> list[str]:
+    """Survivors of a generation whose state still lacks `step`, or is in the middle of it, and who have not said that they cannot apply
+    it; none where somebody is beyond that step, for then it is an old one.
+    """
+    reports = [r for worker in survivors if (r := observation.reports[worker]).live_generation == generation]
+    if any(report.whole and report.step > step + 1 for report in reports):
+        return []
+    lacking = [r for r in reports if r.step == step and (r.prepared_step == step or not r.whole)]
+    return [report.worker for report in lacking if not _cannot_apply(report, generation, step)]
+
+
+def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
+    """Its roll-forward has failed; or its own update has, which nobody waits for."""
+    rolled = report.rolled
+    failed = rolled is not None and (rolled.generation, rolled.step) == (generation, step)
+    return failed or (not report.whole and report.phase is Phase.FAILED)
 
 
 def find_leavers(observation: Observation, members: Collection[str], debounce_s: float) -> Trouble | None:

@@ -6,11 +6,16 @@ from autohet.driver.control import policy
 from autohet.driver.control.change import Change
 from autohet.driver.control.desk import Desk
 from autohet.driver.control.observation import Observation
+from autohet.driver.control.orders import Book
 from autohet.driver.control.planning import Proposal
 from autohet.driver.control.states import Building, Quiescing, Sourcing, State, Training
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
+
+CLAIM_S = (
+    2.0  # a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is out of order
+)
 
 
 class Rebuild(Desk):
@@ -30,7 +35,13 @@ class Rebuild(Desk):
             return state
         if any(w not in seen.reports or w in seen.losses for w in state.proposal.plan.workers):
             return Quiescing(state.change, seen.now + self.timeouts.quiesce_s, interrupted=True)  # it died meanwhile
-        generation = self.generation + 1
+        if state.book is None:
+            return self._claim(state, seen)
+        return self._begin(state, state.book, seen)
+
+    def _claim(self, state: Sourcing, seen: Observation) -> State:
+        """Orders for the next generation, and its number: both are this driver's once the journal says so."""
+        generation = max(self.generation, self.orders.newest_generation(seen)) + 1
         try:
             book = self.orders.write(
                 generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation)
@@ -39,9 +50,23 @@ class Rebuild(Desk):
             return self._fail(f"the training state is lost: {error}")
         except ConfigError as error:
             return self._fail(str(error))
+        state.book, state.claimed_by = book, seen.now + min(CLAIM_S, self.timeouts.quiesce_s)
+        self.generation = generation
+        self.workforce.claim_generation(book.descent)
+        return state
+
+    def _begin(self, state: Sourcing, book: Book, seen: Observation) -> State:
+        """Orders go out once the journal names the generation; or, where the storage does not answer, without that."""
+        generation, checkpoint = self.generation, seen.checkpoint
+        if checkpoint.claimed < generation and seen.now < state.claimed_by:
+            return state
+        if checkpoint.claimed < generation or checkpoint.unclaimed == generation:
+            what = f"Deciding to begin generation {generation} without its entry in the journal, since the storage does not take it"
+            self.events.emit(
+                "decision", generation, f"{what}: a restarted driver cannot go on from what it keeps in memory"
+            )
         state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)  # all stand now
         state.change.restore_step, state.change.begun_at = book.start_step, seen.now
-        self.generation = generation
         self._emit_plan(state, book.start_step)
         self.workforce.begin(book.orders)
         self.ledger.orders = book.orders

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autohet.driver.control.change import Change
+from autohet.driver.control.orders import Book
 from autohet.driver.control.planning import Proposal, Search
 from autohet.driver.control.policy import Trouble
 
@@ -45,12 +46,16 @@ class Quiescing:
 
 @dataclass
 class Sourcing:
-    """All stand. Finding out who holds what (agents and durable storage are asked only if live memory does not hold all)."""
+    """All stand. Finding out who holds what (agents and durable storage are asked only if live memory does not hold all); then the
+    generation of `book` is claimed in the journal, for which its orders wait until `claimed_by`.
+    """
 
     change: Change
     proposal: Proposal
     deadline: float
     asked: bool = False
+    book: Book | None = None
+    claimed_by: float = 0.0
 
 
 @dataclass

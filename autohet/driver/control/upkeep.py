@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
-from recovery.state.holdings import Holding, Source, in_lineage, restorable_step
+from recovery.state.holdings import Holding, Source, restorable_step
 from recovery.state.layout import ShardId
 
 Age = tuple[int, int]
@@ -64,13 +64,10 @@ class Upkeep:
 
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
     leaving: dict[str, Farewell] = field(default_factory=dict)
-    _first_steps: dict[int, int] = field(default_factory=dict)
     _pruned: tuple[int | None, Age | None] | None = None
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self.orders = dict(orders)
-        for order in orders.values():
-            self._first_steps[order.generation] = order.start_step
 
     @property
     def generation(self) -> int:
@@ -101,8 +98,9 @@ class Upkeep:
         """By leaving node, what of the newest whole step only leaving nodes keep: each shard once, from one source."""
         if not self.orders:
             return {}
-        shards = next(iter(self.orders.values())).layout.shards
-        known = [h for h in holdings if in_lineage(h.source.generation, h.step, self._first_steps)]
+        order = next(iter(self.orders.values()))
+        shards, ancestry = order.layout.shards, order.ancestry
+        known = [h for h in holdings if ancestry.contains(order.generation, h.source.generation, h.step)]
         step = restorable_step(shards, known)
         holders: dict[ShardId, list[Source]] = {}
         for holding in known:

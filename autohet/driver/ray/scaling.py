@@ -66,7 +66,9 @@ def standing_first(counts: Mapping[str, int], cluster: Cluster, document: Mappin
     found = dict(counts)
     for kind in cluster.node_types:
         missing = document["available_node_types"][kind.name].get("min_workers", 0) - found.get(kind.name, 0)
-        equal = (other for other in cluster.node_types if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus))
+        equal = (
+            other for other in cluster.node_types if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus)
+        )
         for other in equal:
             moved = min(missing, found.get(other.name, 0)) if other is not kind else 0
             if moved > 0:

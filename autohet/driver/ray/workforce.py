@@ -31,6 +31,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
 from planner.cluster import Cluster, Node, node_of
 from planner.errors import ConfigError
+from recovery.state.ancestry import Descent
 
 logger = logging.getLogger("autohet")
 
@@ -322,6 +323,9 @@ class RayWorkforce:
     def kill_processes(self, workers: Sequence[str]) -> None:
         """Kill these workers' processes without telling the controller (rehearsals)."""
         self._tell(workers, lambda handle: ray.kill(handle))
+
+    def claim_generation(self, entry: Descent) -> None:
+        self.durable.claim(entry)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()

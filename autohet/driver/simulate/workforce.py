@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.driver.simulate.costs import Costs
+from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.stretch import Stretch
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, RestoreRecord, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType, node_of
 from planner.plan import Plan
+from recovery.state.ancestry import Descent
 from recovery.state.holdings import Holding, Source
-from recovery.state.layout import ShardId
 
 MOVING = (Phase.BUILDING, Phase.TRAINING)
 CALM_TICK_S = 60.0
@@ -32,16 +33,6 @@ NOTICES_GATHER_S = 0.25
 """Just longer than the controller waits for further notices."""
 Pace = Callable[[Plan], tuple[float, float]]
 """Plan -> predicted (step, exposed gradient sync of it), seconds."""
-
-
-@dataclass(frozen=True)
-class SimulatedManifest:
-    """What a committed checkpoint holds."""
-
-    step: int
-    generation: int
-    shards: frozenset[ShardId]
-    checksums: Mapping[ShardId, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -276,6 +267,10 @@ class SimulatedWorkforce:
         for worker in workers:
             self._live.pop(worker, None)
             self._starts.pop(worker, None)
+
+    def claim_generation(self, entry: Descent) -> None:
+        """The journal of a simulated job takes every entry at once."""
+        self._checkpoint = replace(self._checkpoint, claimed=entry.generation)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._keep_copies()

@@ -1,0 +1,18 @@
+"""SIMULATED: what a committed checkpoint holds, without its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recovery.state.layout import ShardId
+
+
+@dataclass(frozen=True)
+class SimulatedManifest:
+    """What a committed checkpoint holds."""
+
+    step: int
+    generation: int
+    shards: frozenset[ShardId]
+    checksums: Mapping[ShardId, int] = field(default_factory=dict)

@@ -1,0 +1,142 @@
+"""One driver at a time: a lease in the storage, `driver/<identity>.lease`, written anew while the driver lives.
+
+The lease keeps a second driver from starting beside one that lives. That no step is mixed where it fails to (a driver that stood still
+for longer than its lease) is the journal's work: `recovery.checkpoint.journal`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from recovery.checkpoint.errors import LeaseHeld
+from recovery.storage.errors import ObjectMissing, StorageError
+from recovery.storage.protocol import ObjectInfo, Storage
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "driver/"
+LEASE_S = 15.0
+RENEWALS = 4  # within the time of a lease: three of them may fail
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that holds a lease: `boot` names the running system of its machine, `started` the process among those of its id."""
+
+    host: str
+    process_id: int
+    boot: str
+    started: str
+
+    @classmethod
+    def this(cls) -> Holder:
+        return cls(host=socket.gethostname(), process_id=os.getpid(), boot=_boot(), started=_started(os.getpid()))
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is known to have ended: only on its own machine can one tell."""
+        return self.boot == _boot() != "" and _started(self.process_id) != self.started
+
+
+class DriverLease:
+    """`take` before anything is started, `renew` in a thread of the owner's every `LEASE_S / RENEWALS`, `release` at the end."""
+
+    def __init__(self, storage: Storage, lease_s: float = LEASE_S) -> None:
+        self._storage, self.lease_s = storage, lease_s
+        self.holder = Holder.this()
+        self.driver = f"{self.holder.host}-{self.holder.process_id}-{uuid.uuid4().hex[:8]}"
+
+    @property
+    def name(self) -> str:
+        """Its object; whoever shares the storage with this driver sees it."""
+        return f"{PREFIX}{self.driver}.lease"
+
+    def take(self, pause: Callable[[float], None] = time.sleep) -> None:
+        """Returns once no other driver is alive: at once where there is none, or where it has died on this machine; else after its lease
+        has run out.
+
+        Raises:
+            LeaseHeld: another is alive: it has renewed its lease meanwhile. StorageError: the storage does not answer.
+        """
+        self.renew()
+        seen = {info.name: info for info in self._others()}
+        until = time.monotonic() + self.lease_s
+        while seen and time.monotonic() < until:
+            pause(self.lease_s / RENEWALS / 2)
+            now = {info.name: info for info in self._others()}
+            for name in now.keys() & seen.keys():
+                if now[name].modified_s > seen[name].modified_s:
+                    self.release()
+                    raise LeaseHeld(self._storage.uri, name.removeprefix(PREFIX).removesuffix(".lease"))
+            seen = {name: info for name, info in seen.items() if name in now}
+            self.renew()
+        self._storage.delete(list(seen))
+
+    def renew(self) -> None:
+        self._storage.put(self.name, msgspec.json.encode(self.holder))
+
+    def release(self) -> None:
+        with suppress(StorageError):  # it runs out by itself
+            self._storage.delete([self.name])
+
+    def _others(self) -> list[ObjectInfo]:
+        """Leases of drivers that may be alive; those of the dead are removed."""
+        there = [info for info in self._storage.list(PREFIX) if info.name != self.name]
+        now = self._storage.now()
+        dead = [info for info in there if now > info.modified_s + self.lease_s or self._is_dead(info.name)]
+        self._storage.delete([info.name for info in dead])
+        return [info for info in there if info not in dead]
+
+    def _is_dead(self, name: str) -> bool:
+        try:
+            return msgspec.json.decode(self._storage.get(name), type=Holder).is_dead
+        except (ObjectMissing, msgspec.DecodeError):
+            return False
+
+
+class LeaseKeeper:
+    """Owns the thread that renews; `watch` is called after each renewal, in that thread."""
+
+    def __init__(self, lease: DriverLease, watch: Callable[[], None]) -> None:
+        self._lease, self._watch = lease, watch
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="driver-lease", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._done.wait(self._lease.lease_s / RENEWALS):
+            try:
+                self._lease.renew()
+                self._watch()
+            except StorageError as error:
+                logger.warning("The driver's lease is not renewed this time: %s", error)
+
+    def close(self) -> None:
+        """Joins the thread, as long as one request may take; the lease is released by its owner."""
+        self._done.set()
+        self._thread.join(2.0)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(process_id: int) -> str:
+    """When a process of this machine began, in the kernel's ticks; empty where there is none."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

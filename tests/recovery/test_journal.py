@@ -1,0 +1,157 @@
+"""One driver at a time, and one history: what a journal, its numbers and a lease promise to drivers that know nothing of each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from recovery.checkpoint.commit import commit_checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
+from recovery.checkpoint.errors import LeaseHeld, Superseded
+from recovery.checkpoint.journal import Journal, entry_name, read_ancestry
+from recovery.checkpoint.lease import DriverLease, Holder, LeaseKeeper
+from recovery.checkpoint.retention import apply_retention
+from recovery.state.ancestry import Descent
+from recovery.storage.errors import StorageError
+from recovery.storage.open import open_storage
+from recovery.storage.protocol import Storage
+from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
+
+
+def entry(generation: int, driver: str = "a", parent: int | None = None, first_step: int = 0) -> Descent:
+    return Descent(generation=generation, parent=parent, first_step=first_step, driver=driver)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "storage"))
+
+
+def commit(storage: Storage, step: int, generation: int, value: float = 0.0) -> None:
+    layout = two_worker_layout(state_specs())
+    state = {name: tensor + value for name, tensor in full_state(layout.tensors).items()}
+    receipts = write_all(storage, step, layout, state)
+    commit_checkpoint(storage, step, layout, receipts, {}, {}, generation=generation, ancestry=read_ancestry(storage))
+
+
+def test_a_number_belongs_to_one_driver(storage: Storage) -> None:
+    Journal(storage, "a").claim(entry(1))
+    with pytest.raises(Superseded, match="driver a has taken"):
+        Journal(storage, "b").claim(entry(1, "b"))
+    Journal(storage, "a").claim(entry(1))  # the answer to the first time was lost
+    assert read_ancestry(storage).entries[1].driver == "a"
+
+
+def test_a_driver_that_was_replaced_finds_out_whenever_it_looks(storage: Storage) -> None:
+    old, new = Journal(storage, "a"), Journal(storage, "b")
+    old.claim(entry(1))
+    old.check()
+    new.read()
+    new.claim(entry(2, "b", 1, 5))
+    with pytest.raises(Superseded, match="generation 2"):
+        old.check()
+    with pytest.raises(Superseded):
+        old.claim(entry(2, "a", 1, 7))
+    new.check()
+
+
+def test_a_driver_whose_entries_are_forgotten_finds_out_too(storage: Storage) -> None:
+    old, new = Journal(storage, "a"), Journal(storage, "b")
+    old.claim(entry(1))
+    new.claim(entry(2, "b", 1, 5))
+    new.check()
+    new.forget_before(2)
+    with pytest.raises(Superseded):
+        old.check()
+
+
+def test_an_entry_that_could_not_be_put_is_put_later(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(storage, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "put", lambda *_, **__: (_ for _ in ()).throw(StorageError("here", "says nothing")))
+        with pytest.raises(StorageError):
+            journal.claim(entry(1))
+    assert 1 not in read_ancestry(storage).entries
+    assert 1 in journal.check().entries
+
+
+def test_a_damaged_entry_is_nobodys_history(storage: Storage) -> None:
+    storage.put(entry_name(1), b"{")
+    storage.put(entry_name(2), msgspec.json.encode(entry(3)))
+    assert read_ancestry(storage).entries == {}
+
+
+def test_what_is_older_than_all_checkpoints_is_forgotten(storage: Storage) -> None:
+    journal = Journal(storage, "a")
+    for generation in (1, 2, 3):
+        journal.claim(entry(generation, parent=generation - 1 or None))
+    journal.forget_before(2)
+    assert sorted(read_ancestry(storage).entries) == [2, 3]
+    assert sorted(journal.check().entries) == [2, 3]
+
+
+def test_a_checkpoint_of_a_history_that_was_left_is_not_the_newest_and_makes_way(storage: Storage) -> None:
+    """A driver that had been replaced committed step 12 of generation 1, after generation 2 had gone back to step 5."""
+    Journal(storage, "a").claim(entry(1))
+    commit(storage, 4, 1)
+    commit(storage, 12, 1)
+    Journal(storage, "b").claim(entry(2, "b", 1, 5))
+    newest = newest_checkpoint(storage)
+    assert newest is not None
+    assert newest.step == 4
+    commit(storage, 8, 2)
+    apply_retention(storage, keep=1)
+    assert [info.step for info in list_checkpoints(storage)] == [8], "the one that was left is not kept instead"
+    commit(storage, 12, 1)
+    commit(storage, 12, 2, value=1.0)
+    assert open_checkpoint(storage, 12).generation == 2
+
+
+def test_a_lease_that_is_renewed_refuses_another_driver_and_one_that_is_not_runs_out(storage: Storage) -> None:
+    first, second = DriverLease(storage, 1.0), DriverLease(storage, 1.0)
+    first.take()
+    keeper = LeaseKeeper(first, lambda: None)
+    try:
+        with pytest.raises(LeaseHeld, match=first.driver):
+            second.take()
+    finally:
+        keeper.close()
+    second.take()  # the first stands still: its lease is not written any more
+    assert [info.name for info in storage.list("driver/")] == [second.name]
+    second.release()
+    assert not list(storage.list("driver/"))
+
+
+def _take_and_die(uri: str) -> None:
+    DriverLease(open_storage(uri), 60.0).take()
+    os._exit(9)
+
+
+def test_a_driver_that_died_on_this_machine_is_not_waited_for(storage: Storage) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_take_and_die, args=(storage.uri,))
+    process.start()
+    process.join(60)
+    assert len(list(storage.list("driver/"))) == 1
+    waits: list[float] = []
+    DriverLease(storage, 60.0).take(pause=waits.append)
+    assert waits == []
+
+
+def test_a_process_id_that_was_given_again_is_another_process() -> None:
+    mine = Holder.this()
+    assert not mine.is_dead
+    assert msgspec.structs.replace(mine, started="1").is_dead
+    assert not msgspec.structs.replace(mine, started="1", boot="another machine").is_dead
+
+
+def test_the_owner_is_told_after_each_renewal(storage: Storage) -> None:
+    lease, told = DriverLease(storage, 0.2), threading.Event()
+    keeper = LeaseKeeper(lease, told.set)
+    deadline = time.monotonic() + 20
+    assert told.wait(deadline - time.monotonic())
+    keeper.close()
