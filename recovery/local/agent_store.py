@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
-from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter, has_writer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 
@@ -191,13 +191,13 @@ class AgentStore:
         return removed
 
     def remove_unfinished(self) -> int:
-        """Remove pushed copies that were never committed, and temporary files: what an agent that died has left. Called
-        before anybody pushes; returns how many.
+        """Remove pushed copies that were never committed, and temporary files: what an agent that died has left, never what another
+        one that lives is taking in. Called before anybody pushes; returns how many.
         """
         removed = 0
         for directory in self._directories.values():
             for path in [*directory.glob(f"*{PUSHED}*{SUFFIX}"), *directory.glob(f".*{PUSHED}*.tmp")]:
-                if path.suffix == ".tmp" or not _is_committed(path):
+                if not has_writer(path) and (path.suffix == ".tmp" or not _is_committed(path)):
                     path.unlink(missing_ok=True)
                     removed += 1
         return removed

@@ -17,6 +17,7 @@ import contextlib
 import copy
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import struct
@@ -345,10 +346,23 @@ class SnapshotFileWriter:
             self._map.close()
 
 
+def has_writer(path: Path) -> bool:
+    """Whether some process still has the file open for writing: the lock goes with the writer's mapping, or with its process."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> mmap.mmap:
     prefix, header = file_map.prefix_and_header()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # kept by the mapping, whose descriptor is a copy of this one
         for start in range(0, file_map.file_bytes, CLAIM_BYTES):
             if cancelled():
                 raise OSError(errno.ECANCELED, "it is not wanted any more")

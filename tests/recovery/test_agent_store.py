@@ -171,6 +171,19 @@ def test_what_an_interrupted_push_has_left_is_removed(store: AgentStore, tmp_pat
     assert len(list((tmp_path / "memory").iterdir())) == 5, "workers' own files stay, committed or not"
 
 
+def test_a_push_that_another_agent_is_in_the_middle_of_is_not_unfinished(store: AgentStore, tmp_path: Path) -> None:
+    """Two drivers have an agent each on this node: the second one's begins while a peer pushes to the first one's."""
+    push(store, "n7/0", 3)
+    (holding,) = store.inventory()
+    coming = store.accept(4, 1, store.file_of(holding.source, min(holding.shards)).map)
+    again = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    assert again.remove_unfinished() == 0
+    assert coming.path.exists()
+    coming.close()
+    assert again.remove_unfinished() == 1, "once its writer is gone, it is"
+    again.close()
+
+
 def test_a_store_that_refuses_copies_says_what_it_has_taken(store: AgentStore) -> None:
     assert AgentStore(store._directories["memory"], store._directories["disk"], "n0").refuse_copies() is None
     push(store, "n7/0", 3)
