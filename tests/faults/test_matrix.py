@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from tests.harness.driver_life import DriverLife
 from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.living import is_alive
+from tests.harness.served_objects import BACK_END
 from tests.harness.struck_run import VICTIMS, Result, Strike, StruckRun, losses_by_step
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 30.0
+DEFERRED = frozenset({"gradient_sync-worker-freeze", "rebuild-worker-kill", "apply-worker-kill"})
 FREEZE_S = 3.0  # longer than the heartbeat's time-out
 
 
@@ -30,22 +34,32 @@ def check_outcome(directory: Path, reference: Reference, events: list[dict[str, 
     assert differing_shards(str(directory / "checkpoints"), STEPS, reference) == []
 
 
-def cells() -> list[Any]:
+def cells(in_ci: Collection[str]) -> list[Any]:
     return [
-        pytest.param(strike, id=name, marks=() if name in COVERING else pytest.mark.slow)
+        pytest.param(strike, id=name, marks=() if name in in_ci else pytest.mark.slow)
         for name, strike in MATRIX.items()
     ]
 
 
-@pytest.mark.parametrize("strike", cells())
+@pytest.mark.parametrize("strike", cells(COVERING))
 def test_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
     (_driver_cell if strike.scope == "driver" else _fleet_cell)(strike, scene, tmp_path, memory)
 
 
-def _fleet_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize("strike", cells(DEFERRED))
+def test_cell_on_groups_with_cuda_semantics(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
+    if strike.scope == "driver":
+        pytest.skip("the driver has no groups")
+    _fleet_cell(strike, scene, tmp_path, memory, {BACK_END: "deferred"})
+
+
+def _fleet_cell(
+    strike: Strike, scene: Scene, tmp_path: Path, memory: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> None:
     job = exact_job(tmp_path, scene.shared, memory)
     with nothing_left(memory):
         run = StruckRun(job, tmp_path, strike)
+        run.fleet.environment.update(environment)
         result = run.run(DEADLINE_S)
         assert not [pid for pid in run.fleet.process_ids if is_alive(pid)]
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"

@@ -103,9 +103,9 @@ def _at_upload(point: FaultPoint, arrive: Callable[[], None]) -> None:
 
 def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
     from autohet.runtime.groups import generation as groups
-    from autohet.runtime.groups.gloo import GlooGroup
 
-    begin, create = groups.GenerationGroups.__init__, GlooGroup._create
+    back_end = groups.BACK_ENDS["cpu"]
+    begin, create = groups.GenerationGroups.__init__, back_end._create
     now = -1
 
     def noting(self: Any, store: Any, generation: int, *arguments: Any) -> None:
@@ -119,7 +119,7 @@ def _at_rebuild(point: FaultPoint, arrive: Callable[[], None]) -> None:
         return create(self, store)
 
     groups.GenerationGroups.__init__ = noting  # type: ignore[method-assign]
-    GlooGroup._create = late  # type: ignore[method-assign]
+    back_end._create = late  # type: ignore[method-assign]
 
 
 def _at_restore(point: FaultPoint, arrive: Callable[[], None]) -> None:

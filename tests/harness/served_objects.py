@@ -13,6 +13,9 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import WorkerPlace
 from tests.harness.fault_points import FaultPoint, Gate, install
 
+BACK_END = "AUTOHET_TEST_BACK_END"
+"""In a worker's environment: "deferred" gives it groups with CUDA's semantics."""
+
 
 class ServedWorker:
     """A worker's process: the product's worker, and at most one place where it stops and says so."""
@@ -31,6 +34,12 @@ class ServedWorker:
             true_time = time.time
             time.time = lambda: true_time() + clock_offset_s
         from tests.harness import toy_model  # noqa: F401  registers the exact model
+
+        if environment.get(BACK_END) == "deferred":
+            from autohet.runtime.groups.generation import BACK_ENDS
+            from tests.harness.deferred_group import DeferredGroup
+
+            BACK_ENDS["cpu"] = DeferredGroup
 
         mine = [point for point in points if point.worker == place.worker]
         self._gates = {point: Gate(point, tell) for point in mine}

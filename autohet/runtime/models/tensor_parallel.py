@@ -27,6 +27,10 @@ class ReduceGroup(Protocol):
         ...
 
 
+LOSS_CHUNK_ELEMENTS = 1 << 24
+"""Logits that the loss has in fp32 at one time: 64 MiB."""
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """One rank of a tensor-parallel group."""
@@ -117,37 +121,52 @@ class VocabularyEmbedding(nn.Module):
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.tp)
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropy over rows whose logits are cut along the vocabulary; equal on every rank."""
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of cross entropy over rows of logits, fp32, some rows at a time; with a group the logits are cut along the vocabulary, and the
+    sum is equal on every rank. Kept for backward are the logits as they are, in the compute dtype, and two numbers a row.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: ReduceGroup) -> Tensor:
-        highest = logits.amax(dim=-1)
-        group.all_reduce_max(highest)
-        shifted = logits - highest.unsqueeze(-1)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: ReduceGroup | None) -> Tensor:
         local = targets - start
         mine = (local >= 0) & (local < logits.shape[-1])
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
-        sums = torch.stack([shifted.exp().sum(-1), shifted.gather(-1, index).squeeze(-1).masked_fill(~mine, 0.0)])
-        group.all_reduce(sums)
-        probabilities = shifted.exp_().div_(sums[0].unsqueeze(-1))
-        counted = targets >= 0
-        ctx.save_for_backward(probabilities, index, mine, counted)
-        return ((sums[0].log() - sums[1]) * counted).sum()
+        highest = logits.amax(dim=-1).float()
+        if group is not None:
+            group.all_reduce_max(highest)
+        sums = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _chunks(logits):
+            shifted = logits[rows].float() - highest[rows].unsqueeze(-1)
+            sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1).masked_fill_(~mine[rows], 0.0)
+            sums[0, rows] = shifted.exp_().sum(-1)
+        if group is not None:
+            group.all_reduce(sums)
+        ctx.save_for_backward(logits, highest, sums[0], index, mine, targets >= 0)
+        return ((sums[0].log() - sums[1]) * (targets >= 0)).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, index, mine, counted = ctx.saved_tensors
-        probabilities.scatter_add_(-1, index, -mine.unsqueeze(-1).to(probabilities.dtype))
-        return probabilities * counted.unsqueeze(-1) * gradients[0], None, None, None
+        logits, highest, total, index, mine, counted = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            part = (logits[rows].float() - highest[rows].unsqueeze(-1)).exp_().div_(total[rows].unsqueeze(-1))
+            part.scatter_add_(-1, index[rows], -mine[rows].unsqueeze(-1).to(part.dtype))
+            gradient[rows] = part.mul_((counted[rows] * gradients[0]).unsqueeze(-1))
+        return gradient, None, None, None
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    """Slices of rows, each of LOSS_CHUNK_ELEMENTS at the most."""
+    size = max(1, LOSS_CHUNK_ELEMENTS // logits.shape[-1])
+    return [slice(first, first + size) for first in range(0, len(logits), size)]
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, tp: TensorParallel | None, start: int) -> Tensor:
-    """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing.
+    """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing. The logits are never whole in fp32 where
+    they come in another dtype.
 
     logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. Equal on every rank of the group.
     """
-    flat, flat_targets = logits.float().flatten(0, -2), targets.flatten()
-    if tp is None or tp.degree == 1:
-        return F.cross_entropy(flat, flat_targets, ignore_index=-100, reduction="sum")
-    return _VocabularyCrossEntropy.apply(flat, flat_targets, start, tp.group)
+    group = None if tp is None or tp.degree == 1 else tp.group
+    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), start, group)
+    return total
