@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -11,7 +12,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="what a running job is doing",
-        description="Prints state, step, loss, workers and generation of each job of a Ray cluster.",
+        description="Prints state, step, loss, workers and generation of each job of a Ray cluster, and how long ago its driver said so.",
     )
     parser.add_argument(
         "--address",
@@ -29,11 +30,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"jobs": jobs}))
         return 0
     for name, status in jobs.items():
-        loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
-        print(
-            f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss},"
-            f" {len(status['workers'])} workers, generation {status['generation']}"
-        )
+        print(describe(name, status))
     if not jobs:
         print("no job of this cluster has left a status")
     return 0
+
+
+def describe(name: str, status: Mapping[str, Any]) -> str:
+    """One line: what the job does, and how long ago its driver said so."""
+    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+    age = "at an unknown time" if status["age_s"] is None else f"{status['age_s']:.0f} s ago"
+    said = {"alive": f"alive, {age}", "ended": f"ended, {age}", "silent": f"SILENT: its driver last said this {age}"}
+    return (
+        f"{name}: {status['state']}, step {status['step']} of {status['steps']}, loss {loss},"
+        f" {len(status['workers'])} workers, generation {status['generation']} ({said[status['liveness']]})"
+    )

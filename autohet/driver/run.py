@@ -39,6 +39,7 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.scaling import check_wish, fleet_request
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.report.write import leave_report
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
@@ -288,6 +289,7 @@ def train_on(
     finally:
         events.close()
         dispatch.close()
+        leave_report(events_path)
 
 
 def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show) -> Outcome:

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from autohet.driver.ray import cluster as ray_cluster
 
+SILENT_S = 10.0
+"""A driver publishes every second; a tick that waits for Ray or the planner may take some. After this its job counts as silent."""
+
+
+def with_liveness(status: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """The status with `age_s`, seconds since the driver left it (None: it does not say), and `liveness`: ended, alive or silent."""
+    published_at = status.get("published_at")
+    age_s = None if published_at is None else max(0.0, now - published_at)
+    silent = age_s is None or age_s > SILENT_S
+    liveness = "ended" if status["state"] == "ended" else "silent" if silent else "alive"
+    return {**status, "age_s": None if age_s is None else round(age_s, 3), "liveness": liveness}
+
 
 def read_status(address: str | None) -> dict[str, dict[str, Any]]:
-    """Job name -> status, of every job that has run on this Ray cluster.
+    """Job name -> status, of every job that has run on this Ray cluster, with its age and liveness.
 
     Raises:
         ConfigError: there is no such cluster.
     """
     ray_cluster.connect(address)
     try:
-        return ray_cluster.read_statuses()
+        now = time.time()
+        return {name: with_liveness(status, now) for name, status in ray_cluster.read_statuses().items()}
     finally:
         ray.shutdown()

@@ -77,6 +77,7 @@ class Desk:
                     node_type=kind.name,
                     gpu_type=kind.gpu_type,
                     num_gpus=kind.num_gpus,
+                    usd_per_hour=kind.usd_per_hour,
                 )
 
     def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:

@@ -129,6 +129,10 @@ class Rebuild(Desk):
             step=change.restore_step,
             bytes_by_tier=change.bytes_by_tier(),
             steps_lost=change.steps_lost,
+            workers_restored={
+                worker: {"seconds": round(record.restore_s, 4), "bytes_by_tier": dict(record.bytes_by_tier)}
+                for worker, record in change.restores.items()
+            },
             cause=change.cause,
         )
         return Training(state.generation, seen.now)

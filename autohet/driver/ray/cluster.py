@@ -173,8 +173,9 @@ def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | No
 
 
 def publish_status(job: str, status: Mapping[str, Any]) -> None:
-    """Leave a job's status in Ray's key-value store."""
-    internal_kv._internal_kv_put(STATUS_KEY + job.encode(), json.dumps(status).encode(), overwrite=True)
+    """Leave a job's status in Ray's key-value store, with the time."""
+    document = {**status, "published_at": time.time()}
+    internal_kv._internal_kv_put(STATUS_KEY + job.encode(), json.dumps(document).encode(), overwrite=True)
 
 
 def read_statuses() -> dict[str, dict[str, Any]]:

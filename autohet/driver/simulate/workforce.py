@@ -16,6 +16,7 @@ from typing import Any
 from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.manifest import SimulatedManifest
+from autohet.driver.simulate.order_bytes import push_s, upload_s
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.spot_trace import TraceEvent
 from autohet.driver.simulate.stretch import Stretch
@@ -279,7 +280,7 @@ class SimulatedWorkforce:
         restore_s = 0.0 if transfers is None else transfers.makespan_s
         ready_at = self.now + self.costs.rebuild_s + self.costs.nccl_s(len(orders)) + restore_s
         step_s, sync_s = self._pace(order.plan)
-        upload_s, push_s = self._upload_s(orders), _push_s(orders)
+        uploading_s, pushing_s = upload_s(orders, self.costs.s3_bytes_per_s), push_s(orders)
         network = min(
             self._nodes[node_of(w)].node.node_type.inter_node_bytes_per_s
             for w in order.plan.workers
@@ -289,9 +290,9 @@ class SimulatedWorkforce:
             step_s,
             sync_s,
             network,
-            upload_s=upload_s,
+            upload_s=uploading_s,
             every_steps=self._every,
-            push_s=push_s,
+            push_s=pushing_s,
             push_share=self._replication_share,
         )
         self._cut_stretches(order.start_step)
@@ -301,7 +302,7 @@ class SimulatedWorkforce:
         self.stretches.append(stretch)
         members = order.plan.workers
         self._run = _Run(
-            orders, order, ready_at, step_s, upload_s, push_s, stretch,
+            orders, order, ready_at, step_s, uploading_s, pushing_s, stretch,
             step=order.start_step, members=frozenset(members), first_member=members[0],
         )  # fmt: skip
         tiers = {} if transfers is None else dict(transfers.bytes_by_tier)
@@ -320,14 +321,6 @@ class SimulatedWorkforce:
         """Steps from this one on are lost."""
         for stretch in self.stretches:
             stretch.num_steps = max(0, min(stretch.num_steps, step - stretch.first_step))
-
-    def _upload_s(self, orders: Mapping[str, GenerationOrder]) -> float:
-        """The slowest node's part of a checkpoint on its way to storage."""
-        by_node: dict[str, int] = {}
-        for worker, order in orders.items():
-            num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
-            by_node[node_of(worker)] = by_node.get(node_of(worker), 0) + num_bytes
-        return max(by_node.values()) / self.costs.s3_bytes_per_s
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         if self._run is not None:
@@ -386,15 +379,3 @@ class SimulatedWorkforce:
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Nobody looks."""
-
-
-def _push_s(orders: Mapping[str, GenerationOrder]) -> float:
-    """Seconds of one round of copies to other nodes: the slowest worker's."""
-    seconds = [0.0]
-    for order in orders.values():
-        num_bytes = sum(
-            order.layout.shard_bytes(shard) for target in order.replication_targets for shard in target.shards
-        )
-        if num_bytes and order.replicate_bytes_per_s:
-            seconds.append(num_bytes / order.replicate_bytes_per_s)
-    return max(seconds)

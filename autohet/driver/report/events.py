@@ -1,0 +1,75 @@
+"""The events of a run as a report reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ConfigError
+
+Event = dict[str, Any]
+Points = list[tuple[float, float]]
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """Every event of the file, in order; a last line that was cut off, as a killed driver leaves it, is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no file of events.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read events '{path}': {getattr(error, 'strerror', None) or error}") from None
+    found: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict) or "kind" not in event or "time" not in event:
+                raise ValueError("no 'kind' and 'time'")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"line {number} of '{path}' is no event: {error}") from None
+        found.append(event)
+    if not found:
+        raise ConfigError(f"'{path}' has no event")
+    return found
+
+
+def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["kind"] == kind]
+
+
+def kept_steps(events: Sequence[Event]) -> list[Event]:
+    """Each step as it was run last: what a death took back and was run again counts once."""
+    by_step = {int(event["step"]): event for event in of_kind(events, "step")}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def fleet_over_time(events: Sequence[Event], begin: float) -> tuple[dict[str, Points], Points]:
+    """(GPU type -> (seconds, GPUs alive), (seconds, dollars an hour of nodes whose price is known)), by arrivals, deaths and releases."""
+    alive: dict[str, Event] = {}
+    leaving: dict[str, float] = {}
+    gpus: dict[str, Points] = {event["gpu_type"]: [(0.0, 0.0)] for event in of_kind(events, "arrival")}
+    dollars: Points = [(0.0, 0.0)]
+    for event in events:
+        gone = [name for name, at in leaving.items() if at <= event["time"]]
+        if event["kind"] == "arrival":
+            alive[event["node"]] = event
+        elif event["kind"] == "notice" and event.get("deadline_s") is not None:
+            leaving[event["node"]] = event["time"] + event["deadline_s"]
+        elif event["kind"] == "death":
+            gone += event.get("nodes", ())
+        changed = event["kind"] == "arrival" or any(name in alive for name in gone)
+        for name in gone:
+            alive.pop(name, None)
+            leaving.pop(name, None)
+        if changed:
+            at = event["time"] - begin
+            for gpu_type, points in gpus.items():
+                points.append((at, float(sum(n["num_gpus"] for n in alive.values() if n["gpu_type"] == gpu_type))))
+            dollars.append((at, float(sum(n.get("usd_per_hour") or 0.0 for n in alive.values()))))
+    return gpus, dollars

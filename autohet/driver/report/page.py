@@ -1,0 +1,186 @@
+"""The report of a run: one HTML page that opens by itself, without a network: curves as inline SVG, each change with its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
+from autohet.driver.report.timeline import PARTS
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 980, 210, 74, 26, 12
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MOST_POINTS = 2000
+Place = Callable[[float, float], tuple[float, float]]
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding:0 1em;color:#222}
+h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.1em;margin:1.4em 0 .3em}svg{width:100%;height:auto}
+table{border-collapse:collapse;width:100%;font-size:13px}td,th{padding:.25em .5em;border-bottom:1px solid #ddd;text-align:right}
+td.text,th.text{text-align:left}.facts{display:flex;flex-wrap:wrap;gap:1.6em;margin:.8em 0}.facts b{display:block;font-size:1.3em}
+text{font:12px system-ui,sans-serif;fill:#555}li{margin:.15em 0}
+"""
+
+
+def report_page(events: Sequence[Event], title: str) -> str:
+    """The page of a run's events; losses by step, all else by seconds since the first event."""
+    begin = events[0]["time"]
+    steps, changes = kept_steps(events), of_kind(events, "reconfigure")
+    gpus, dollars = fleet_over_time(events, begin)
+    end = events[-1]["time"] - begin
+    marks = [(event["time"] - begin, str(event["cause"])) for event in changes]
+    losses = {"loss": [(float(step["step"]), float(step["loss"])) for step in steps if step["loss"] is not None]}
+    prices = {"USD an hour": [*dollars, (end, dollars[-1][1])]} if any(usd for _, usd in dollars) else {}
+    return "".join(
+        (
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
+            f"<h1>{escape(title)}</h1>", _outcome(events), _facts(events, steps, changes, end),
+            _section("Loss by step", chart(losses, x_unit="step")),
+            _section("Tokens a second", chart({"tokens/s": throughput(steps, begin)}, marks, from_zero=True)),
+            _section("GPUs alive, by type", chart(_held(gpus, end), marks, from_zero=True, stepped=True)),
+            _section("Price of the living nodes", chart(prices, marks, from_zero=True, stepped=True)),
+            _section("Changes", _changes(changes, begin)), _section("Decisions", _decisions(events, begin)), "</html>",
+        )
+    )  # fmt: skip
+
+
+def throughput(steps: Sequence[Event], begin: float) -> Points:
+    """Tokens of a step over the time since the one before, so that what a change took shows."""
+    found: Points = []
+    for before, step in pairwise(steps):
+        seconds = step["time"] - before["time"]
+        if seconds > 0:
+            found.append((step["time"] - begin, step["tokens"] / seconds))
+    return found
+
+
+def _held(gpus: Mapping[str, Points], end: float) -> dict[str, Points]:
+    return {name: [*points, (end, points[-1][1])] for name, points in gpus.items()}
+
+
+def _outcome(events: Sequence[Event]) -> str:
+    last = next((event for event in reversed(events) if event["kind"] in ("finished", "failed")), None)
+    said = (
+        "The run has not ended, or its driver died."
+        if last is None
+        else f"{last['kind'].capitalize()}: {last['reason']}"
+    )
+    return f"<p>{escape(said)}</p>"
+
+
+def _facts(events: Sequence[Event], steps: Sequence[Event], changes: Sequence[Event], end: float) -> str:
+    tokens = sum(step["tokens"] for step in steps)
+    changing = sum(event["seconds"]["total"] for event in changes)
+    loss = steps[-1]["loss"] if steps else None
+    facts = {
+        "steps": f"{len(steps):,}",
+        "tokens": f"{tokens:,}",
+        "seconds": f"{end:,.0f}",
+        "tokens a second": f"{tokens / end if end else 0:,.0f}",
+        "final loss": "-" if loss is None else f"{loss:.4f}",
+        "changes": str(len(changes)),
+        "seconds in changes": f"{changing:,.1f}",
+        "steps lost": str(sum(event["steps_lost"] for event in changes)),
+        "checkpoints": str(len(of_kind(events, "checkpoint"))),
+    }
+    return (
+        "<div class=facts>" + "".join(f"<span><b>{value}</b>{name}</span>" for name, value in facts.items()) + "</div>"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
+def _changes(changes: Sequence[Event], begin: float) -> str:
+    if not changes:
+        return "<p>None.</p>"
+    head = "".join(f"<th>{name}</th>" for name in ("at, s", *PARTS, "total, s", "steps lost", "moved, MB"))
+    rows = []
+    for event in changes:
+        moved = (
+            ", ".join(f"{tier} {count / 1e6:,.1f}" for tier, count in event["bytes_by_tier"].items() if count) or "-"
+        )
+        seconds = [event["time"] - begin, *(event["seconds"][name] for name in (*PARTS, "total"))]
+        cells = "".join(f"<td>{value:,.2f}</td>" for value in seconds)
+        why = f"<td class=text title='{escape(event['reason'], quote=True)}'>{escape(event['cause'])}: {escape(event['reason'][:90])}</td>"
+        rows.append(f"<tr>{why}{cells}<td>{event['steps_lost']}</td><td>{moved}</td></tr>")
+    return f"<table><tr><th class=text>cause</th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _decisions(events: Sequence[Event], begin: float) -> str:
+    said = [
+        f"<li>{event['time'] - begin:,.1f} s: {escape(event['reason'])}</li>" for event in of_kind(events, "decision")
+    ]
+    return f"<ul>{''.join(said)}</ul>" if said else "<p>None.</p>"
+
+
+# curves ---------------------------------------------------------------------------------------------------------------
+
+
+def chart(
+    series: Mapping[str, Points],
+    marks: Sequence[tuple[float, str]] = (),
+    *,
+    x_unit: str = "s",
+    from_zero: bool = False,
+    stepped: bool = False,
+) -> str:
+    """An SVG of curves over one axis; `marks` are dashed lines with a word. Empty without points."""
+    series = {name: _thinned(points) for name, points in series.items() if points}
+    points = [point for of in series.values() for point in of]
+    if not points:
+        return ""
+    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+    low_y, high_y = (0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points)
+    span_x, span_y = (high_x - low_x) or 1.0, (high_y - low_y) or 1.0
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return LEFT + (x - low_x) / span_x * (WIDTH - LEFT - 12), HEIGHT - BOTTOM - (y - low_y) / span_y * (
+            HEIGHT - BOTTOM - TOP
+        )
+
+    parts = [_axis(place, low_x, span_x, low_y, span_y, x_unit)]
+    for x, word in marks:
+        if low_x <= x <= high_x:
+            at, _ = place(x, low_y)
+            parts.append(
+                f"<line x1={at:.1f} x2={at:.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke=#bbb stroke-dasharray='3 3'/>"
+            )
+            parts.append(f"<text x={at + 3:.1f} y={TOP + 9}>{escape(word)}</text>")
+    for index, (name, of) in enumerate(series.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        placed = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in (_stepped(of) if stepped else of)))
+        parts.append(f"<polyline points='{placed}' fill=none stroke='{colour}' stroke-width=1.8 />")
+        if len(series) > 1:
+            parts.append(
+                f"<text x={LEFT + 8 + 110 * index} y={HEIGHT - BOTTOM - 6} style='fill:{colour}'>{escape(name)}</text>"
+            )
+    return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role=img>{''.join(parts)}</svg>"
+
+
+def _axis(place: Place, low_x: float, span_x: float, low_y: float, span_y: float, x_unit: str) -> str:
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, _ = place(low_x + share * span_x, low_y)
+        _, y = place(low_x, low_y + share * span_y)
+        anchor = "end" if share == 1.0 else "middle"
+        parts.append(f"<line x1={LEFT} x2={WIDTH - 12} y1={y:.1f} y2={y:.1f} stroke=#eee />")
+        parts.append(f"<text x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{low_y + share * span_y:,.4g}</text>")
+        parts.append(
+            f"<text x={x:.1f} y={HEIGHT - 8} text-anchor={anchor}>{low_x + share * span_x:,.4g} {x_unit}</text>"
+        )
+    return "".join(parts)
+
+
+def _stepped(points: Points) -> Points:
+    found = points[:1]
+    for (_, before), (x, y) in pairwise(points):
+        found += [(x, before), (x, y)]
+    return found
+
+
+def _thinned(points: Points) -> Points:
+    """Of very many points every so-manieth, and the last."""
+    stride = -(-len(points) // MOST_POINTS)
+    return points if stride == 1 else [*points[::stride], points[-1]]

@@ -1,0 +1,48 @@
+"""Writes the report and the timeline of a run beside its events."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from autohet.driver.report.events import read_events
+from autohet.driver.report.page import report_page
+from autohet.driver.report.timeline import timeline
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+
+
+def write_report(events: str | Path, directory: Path | None = None) -> tuple[Path, Path]:
+    """Paths of the page and the timeline, `<events' stem>-report.html` and `-timeline.json` in `directory` (default: beside the events);
+    `events.jsonl` gives `report.html` and `timeline.json`.
+
+    Raises:
+        ConfigError: the events cannot be read, or the files cannot be written.
+    """
+    path = Path(events)
+    found = read_events(path)
+    job = next((event["job"] for event in found if event.get("job")), path.stem)
+    folder = path.parent if directory is None else directory
+    prefix = "" if path.stem == "events" else f"{path.stem}-"
+    page, trace = folder / f"{prefix}report.html", folder / f"{prefix}timeline.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        page.write_text(report_page(found, f"Run {job}"), encoding="utf-8")
+        trace.write_text(json.dumps(timeline(found)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the report to '{folder}': {error.strerror}") from None
+    return page, trace
+
+
+def leave_report(events: Path | None) -> None:
+    """At a run's end: what cannot be written is said, and harms nothing."""
+    if events is None or not events.exists():
+        return
+    try:
+        page, trace = write_report(events)
+    except ConfigError as error:
+        logger.warning("No report: %s", error)
+        return
+    logger.info("Report: %s; timeline, for ui.perfetto.dev: %s", page, trace)

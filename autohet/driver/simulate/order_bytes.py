@@ -1,0 +1,29 @@
+"""How long what a generation's orders say of checkpoints and copies takes on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autohet.runtime.messages import GenerationOrder
+from planner.cluster import node_of
+
+
+def upload_s(orders: Mapping[str, GenerationOrder], bytes_per_s: float) -> float:
+    """Seconds of a checkpoint on its way to storage: the slowest node's part of it."""
+    by_node: dict[str, int] = {}
+    for worker, order in orders.items():
+        num_bytes = sum(order.layout.shard_bytes(shard) for shard in order.checkpoint_shards)
+        by_node[node_of(worker)] = by_node.get(node_of(worker), 0) + num_bytes
+    return max(by_node.values()) / bytes_per_s
+
+
+def push_s(orders: Mapping[str, GenerationOrder]) -> float:
+    """Seconds of one round of copies to other nodes: the slowest worker's."""
+    seconds = [0.0]
+    for order in orders.values():
+        num_bytes = sum(
+            order.layout.shard_bytes(shard) for target in order.replication_targets for shard in target.shards
+        )
+        if num_bytes and order.replicate_bytes_per_s:
+            seconds.append(num_bytes / order.replicate_bytes_per_s)
+    return max(seconds)

@@ -1,0 +1,154 @@
+"""The report and the timeline of a run, from its events alone; and how alive a job's status says that it is."""
+
+import json
+import re
+
+import pytest
+
+from autohet.cli.main import main
+from autohet.cli.status import describe
+from autohet.driver.report.events import fleet_over_time, kept_steps, read_events
+from autohet.driver.report.page import chart, report_page
+from autohet.driver.report.timeline import timeline
+from autohet.driver.report.write import leave_report, write_report
+from autohet.driver.status import SILENT_S, with_liveness
+from planner.errors import ConfigError
+
+SECONDS = {"detect": 1.0, "replan": 0.5, "rebuild": 1.0, "restore": 2.0, "first_step": 0.5, "total": 5.0}
+TIERS = {"memory": 0, "disk": 0, "peer": 2_000_000, "s3": 0}
+
+
+def step(time, number, loss, generation=1):
+    facts = {"loss": loss, "gradient_norm": 1.0, "tokens": 100, "seconds": 1.0}
+    return {"time": time, "generation": generation, "kind": "step", "step": number, **facts}
+
+
+def arrival(time, node, gpu_type, usd=2.0):
+    facts = {"node": node, "node_type": "t", "gpu_type": gpu_type, "num_gpus": 4, "usd_per_hour": usd}
+    return {"time": time, "generation": 0, "kind": "arrival", **facts}
+
+
+def run_events():
+    """Four steps, a death at 104 s that takes step 3 back, and again."""
+    restored = {"b/0": {"seconds": 2.0, "bytes_by_tier": TIERS}, "a/1": {"seconds": 1.5, "bytes_by_tier": TIERS}}
+    return [
+        {"time": 100.0, "generation": 0, "kind": "started", "job": "toy <1>", "step": 0, "checkpoint": None},
+        arrival(100.0, "a", "A100"), arrival(100.0, "b", "T4"),
+        step(101.0, 0, 3.0), step(102.0, 1, 2.8), step(103.0, 2, 2.6), step(104.0, 3, 9.9),
+        {"time": 105.0, "generation": 1, "kind": "death", "nodes": ["b"], "workers": ["b/0"], "reason": "lost b"},
+        {"time": 105.5, "generation": 1, "kind": "decision", "reason": "Deciding to <shrink>", "cause": "lost b"},
+        {"time": 108.5, "generation": 2, "kind": "restore", "step": 3, "bytes_by_tier": TIERS, "workers_restored": restored},
+        step(109.0, 3, 2.4, 2),
+        {"time": 109.0, "generation": 2, "kind": "reconfigure", "cause": "death", "nodes": ["b"], "reason": "lost <b>", "step": 3,
+         "steps_lost": 1, "bytes_by_tier": TIERS, "seconds": SECONDS, "attempts": 0},
+        {"time": 110.0, "generation": 2, "kind": "finished", "reason": "trained to the last step", "ok": True, "step": 4},
+    ]  # fmt: skip
+
+
+def write_events(path, events):
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def test_a_step_that_was_taken_back_counts_once():
+    assert [event["loss"] for event in kept_steps(run_events())] == [3.0, 2.8, 2.6, 2.4]
+
+
+def test_the_fleet_and_its_price_over_time():
+    gpus, dollars = fleet_over_time(run_events(), 100.0)
+    assert gpus["A100"][-1] == (5.0, 4.0)
+    assert gpus["T4"] == [(0.0, 0.0), (0.0, 0.0), (0.0, 4.0), (5.0, 0.0)]
+    assert [usd for _, usd in dollars] == [0.0, 2.0, 4.0, 2.0]
+
+
+def test_a_node_with_a_notice_is_gone_when_its_deadline_has_passed():
+    notice = {"time": 101.0, "generation": 1, "kind": "notice", "node": "a", "source": "aws", "deadline_s": 2.0}
+    gpus, _ = fleet_over_time([arrival(100.0, "a", "T4"), notice, step(102.0, 0, 1.0), step(104.0, 1, 1.0)], 100.0)
+    assert gpus["T4"][-1] == (4.0, 0.0)
+
+
+def test_the_page_stands_alone_and_what_users_wrote_is_escaped():
+    page = report_page(run_events(), "Run toy <1>")
+    assert "toy &lt;1&gt;" in page
+    assert "&lt;shrink&gt;" in page
+    assert "lost &lt;b&gt;" in page
+    assert not re.search(r"<(script|link|img)|https?://", page)
+    for heading in ("Loss by step", "Tokens a second", "GPUs alive, by type", "Price of the living nodes", "Changes"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "Finished: trained to the last step" in page
+    assert "<td>2.00</td>" in page  # the restore's seconds
+    assert "peer 2.0" in page
+
+
+def test_a_run_whose_driver_died_has_a_report_too(tmp_path):
+    path = write_events(tmp_path / "events.jsonl", run_events()[:6])
+    with path.open("a") as file:
+        file.write('{"time": 103.0, "kind": "st')  # cut off
+    assert len(read_events(path)) == 6
+    page, trace = write_report(path)
+    assert (page.name, trace.name) == ("report.html", "timeline.json")
+    assert "The run has not ended, or its driver died." in page.read_text()
+
+
+def test_a_curve_goes_where_its_points_do():
+    drawn = chart({"loss": [(0.0, 1.0), (10.0, 3.0)]}, x_unit="step")
+    (placed,) = re.findall(r"points='([^']*)'", drawn)
+    (x0, y0), (x1, y1) = (tuple(float(v) for v in point.split(",")) for point in placed.split())
+    assert x0 < x1
+    assert y0 > y1  # larger is higher
+    assert chart({"loss": []}) == ""
+
+
+def test_the_timeline_has_steps_changes_by_part_and_restores_by_worker():
+    document = timeline(run_events())
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert [s["name"] for s in spans if s["tid"] == 1 and s["pid"] == 1] == [f"step {n}" for n in (0, 1, 2, 3, 3)]
+    parts = [s for s in spans if s["tid"] == 2 and s["pid"] == 1]
+    assert [s["name"] for s in parts] == ["change: death", "detect", "replan", "rebuild", "restore", "first_step"]
+    assert parts[0]["ts"] == pytest.approx(4.0e6)
+    assert parts[-1]["ts"] + parts[-1]["dur"] == pytest.approx(9.0e6)
+    named = [e for e in document["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 2]
+    names = {event["tid"]: event["args"]["name"] for event in named}
+    restores = {names[s["tid"]]: (s["ts"], s["dur"]) for s in spans if s["pid"] == 2}
+    assert restores == {"a/1": (pytest.approx(7.0e6), 1.5e6), "b/0": (pytest.approx(6.5e6), 2e6)}
+    assert all(event["ts"] >= 0 for event in document["traceEvents"] if "ts" in event)
+
+
+def test_the_command_and_what_is_no_file_of_events(tmp_path, capsys):
+    path = write_events(tmp_path / "events.jsonl", run_events())
+    assert main(["report", "--events", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
+    assert found["report"].endswith("report.html")
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    assert main(["report", "--events", str(tmp_path / "other.jsonl")]) == 2
+    assert "line 1 of" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="cannot read events"):
+        read_events(tmp_path / "none.jsonl")
+
+
+def test_a_report_that_cannot_be_made_ends_no_run(tmp_path):
+    leave_report(None)
+    leave_report(tmp_path / "none.jsonl")
+    (tmp_path / "events.jsonl").write_text("")
+    leave_report(tmp_path / "events.jsonl")
+    assert not (tmp_path / "report.html").exists()
+
+
+STATUS = {"step": 5, "steps": 10, "loss": 2.5, "workers": ["a/0"], "generation": 1}
+
+
+@pytest.mark.parametrize(
+    ("state", "published_at", "now", "liveness", "text"),
+    [
+        ("training", 1000.0, 1002.0, "alive", "alive, 2 s ago"),
+        ("training", 1000.0, 1000.0 + SILENT_S + 90, "silent", "SILENT: its driver last said this 100 s ago"),
+        ("ended", 1000.0, 9000.0, "ended", "ended, 8000 s ago"),
+        ("training", 1000.0, 999.0, "alive", "alive, 0 s ago"),
+        ("training", None, 999.0, "silent", "at an unknown time"),
+    ],
+)
+def test_a_status_says_how_old_it_is(state, published_at, now, liveness, text):
+    status = with_liveness({**STATUS, "state": state, "published_at": published_at}, now)
+    assert status["liveness"] == liveness
+    assert text in describe("toy", status)
