@@ -6,6 +6,7 @@ import pytest
 
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
 from autohet.bench.recovery.simulated import PAPER
+from autohet.bench.recovery.sweep import s3_sweep
 from autohet.cli.main import main
 from recovery.transfer.links import Links
 
@@ -89,3 +90,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_benchmark(tmp_path,
     monkeypatch.setattr("autohet.bench.recovery.report.benchmark", lambda options: pytest.fail("it ran first"))
     assert main(["bench", "recovery", option, str(tmp_path / name)]) == 2
     assert f"{option} is" in capsys.readouterr().err
+
+
+def test_the_gain_over_s3_ends_with_the_network():
+    """At 25 Gb/s: a ratio of links as long as S3 is the slower one, and no better for an S3 that the card does not let through."""
+    ratios = {}
+    for entry in s3_sweep(Links(network_bytes_per_s=25e9 / 8), ["a", "e"]):
+        ratios.setdefault(entry["scenario"], {})[entry["s3_bytes_per_s"]] = entry["bound_ratio"]
+    assert ratios["e"][0.25e9] == pytest.approx(25e9 / 8 / 0.25e9)
+    assert ratios["a"][0.5e9] == pytest.approx(ratios["a"][0.25e9] / 2), "twice the speed, half the gain"
+    for of_scenario in ratios.values():
+        assert of_scenario[4e9] == of_scenario[25e9]
+    assert ratios["e"][25e9] == pytest.approx(1.0)

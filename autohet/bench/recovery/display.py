@@ -28,6 +28,7 @@ def show(document: dict[str, Any]) -> None:
             console.print(_table(title, found, console.width))
             for scenario in found:
                 console.print(f"  {scenario['scenario']}: {scenario['what']}", highlight=False)
+    console.print(_sweep(document["s3_sweep"]))
     console.print(
         f"S3: {document['durable_storage']}. Other parts: {document['method']['detect, replan, rebuild, first_step']}"
     )
@@ -49,6 +50,18 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
         for policy, result in scenario["policies"].items():
             row = _row(scenario, policy, result, (*parts, "total"))
             table.add_row(*row, end_section=policy == list(scenario["policies"])[-1])
+    return table
+
+
+def _sweep(found: Sequence[dict[str, Any]]) -> Table:
+    """Ratios of bounds: a row for each speed of S3."""
+    names = list(dict.fromkeys(entry["scenario"] for entry in found))
+    table = Table(title="NOT measured: bound of s3_only over ours, by S3's speed a node", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("S3 GB/s", *names):
+        table.add_column(heading, justify="right")
+    for speed in dict.fromkeys(entry["s3_bytes_per_s"] for entry in found):
+        ratios = [entry["bound_ratio"] for entry in found if entry["s3_bytes_per_s"] == speed]
+        table.add_row(f"{speed / 1e9:g}", *(_number(value) for value in ratios))
     return table
 
 

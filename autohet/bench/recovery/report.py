@@ -31,6 +31,8 @@ METHOD = {
     "a new fleet": "where no process stays (d), rebuild is that of the baselines for ours too: its processes have to start",
     "ray_train_elastic": "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same model, data parallel; "
     "the time without a step is measured, its parts are not",
+    "s3_sweep": "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a ratio of links, so it ends "
+    "where S3 is as fast as the network (or faster than a disk that holds the copies)",
     "steps_lost": "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at step 16",
     "ratio_vs_limit": "measured restore over the time that the bytes to move need at the links' speeds (lower bound over all schedules)",
     "total": "sum of the measured parts",
@@ -84,6 +86,8 @@ def _options(args: argparse.Namespace) -> Options:
 
 def benchmark(options: Options) -> dict[str, Any]:
     """The whole document; see the module and METHOD for what is measured where."""
+    from autohet.bench.recovery.sweep import s3_sweep
+
     load_before = os.getloadavg()[0]
     fleet, other_parts = _fleet(options)
     scenarios, facts = _real(options, other_parts)
@@ -94,6 +98,7 @@ def benchmark(options: Options) -> dict[str, Any]:
         scenarios += simulated_scenarios()
     return {
         "scenarios": scenarios,
+        "s3_sweep": s3_sweep(options.cloud, options.scenarios),
         "method": METHOD,
         "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
         "links_scale": _describe(options.cloud, options.scale),
