@@ -73,7 +73,13 @@ def test_the_page_stands_alone_and_what_users_wrote_is_escaped():
     assert "&lt;shrink&gt;" in page
     assert "lost &lt;b&gt;" in page
     assert not re.search(r"<(script|link|img)|https?://", page)
-    for heading in ("Loss by step", "Tokens a second", "GPUs alive, by type", "Price of the living nodes", "Changes"):
+    for heading in (
+        "Loss by step",
+        "Tokens a second",
+        "GPUs alive, by type",
+        "Price of the living nodes, USD an hour",
+        "Changes",
+    ):
         assert f"<h2>{heading}</h2>" in page
     assert "Finished: trained to the last step" in page
     assert "<td>2.00</td>" in page  # the restore's seconds

@@ -149,7 +149,7 @@ def test_the_ratio_is_against_the_strongest_and_s3_only_is_not_among_them():
     assert found["best_baseline"] == "checkpoint_restart"
     assert found["tokens_ratio"] == pytest.approx(1.05)
     assert found["factors"]["useful_share"] * found["factors"]["tokens_per_useful_s"] == pytest.approx(1.05)
-    assert found["parts"] == {"recovery": pytest.approx(1.05), "mixed_fleet": pytest.approx(1.25)}
+    assert found["parts"] == {"recovery": pytest.approx(1.05), "plans": pytest.approx(1.25)}
     assert found["cheapest_baseline"] == "homogeneous_elastic"
     assert found["usd_per_million_tokens_ratio"] < 1
     assert "checkpoint_restart spends 5.0% of the time outside steps" in found["why"]

@@ -38,7 +38,7 @@ def report_page(events: Sequence[Event], title: str) -> str:
             _section("Loss by step", chart(losses, x_unit="step")),
             _section("Tokens a second", chart({"tokens/s": throughput(steps, begin)}, marks, from_zero=True)),
             _section("GPUs alive, by type", chart(_held(gpus, end), marks, from_zero=True, stepped=True)),
-            _section("Price of the living nodes", chart(prices, marks, from_zero=True, stepped=True)),
+            _section("Price of the living nodes, USD an hour", chart(prices, marks, from_zero=True, stepped=True)),
             _section("Changes", _changes(changes, begin)), _section("Decisions", _decisions(events, begin)), "</html>",
         )
     )  # fmt: skip

@@ -39,14 +39,15 @@ def compare(ours: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]) -> 
 
 
 def _parts(ours: Mapping[str, Any], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """What local recovery adds to the same plans, and what using all GPU types adds to one type's."""
+    """`recovery`: what local recovery adds to restarts with the same plans; `plans`: what AutoHet's plans on all GPUs add to symmetric
+    grids of one type, with restarts both."""
     parts = {}
     mixed = by_name.get("checkpoint_restart")
     one_type = [baseline for name, baseline in by_name.items() if name.startswith("homogeneous")]
     if mixed is not None:
         parts["recovery"] = ours["tokens"] / mixed["tokens"]
     if mixed is not None and one_type:
-        parts["mixed_fleet"] = mixed["tokens"] / max(float(baseline["tokens"]) for baseline in one_type)
+        parts["plans"] = mixed["tokens"] / max(float(baseline["tokens"]) for baseline in one_type)
     return parts
 
 
