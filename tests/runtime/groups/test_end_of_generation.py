@@ -49,11 +49,12 @@ class Watched(DeferredGroup):
     """Notes, when it is aborted, what the generation had written down by then; waits for its fellow's abort, as a stuck kernel may."""
 
     seen: list[tuple[bool, float]]
+    met: list[int]
     barrier: threading.Barrier
 
     def _abort(self) -> None:
         self.seen.append((GROUPS.over.is_set(), float(GROUPS.alive)))
-        self.barrier.wait(20)
+        self.met.append(self.barrier.wait(20))
 
 
 GROUPS: GenerationGroups
@@ -62,11 +63,12 @@ GROUPS: GenerationGroups
 def test_the_flags_come_first_and_aborts_wait_for_one_another() -> None:
     global GROUPS
     GROUPS = GenerationGroups(HashStore(), 1, "a", CPU, 5.0, 5.0, Watched)
-    Watched.seen, Watched.barrier = [], threading.Barrier(2)
+    Watched.seen, Watched.met, Watched.barrier = [], [], threading.Barrier(2)
     for name in ("one", "other"):
         GROUPS._groups[name, ("a", "b")] = Watched(name, ("a", "b"), "a", HashStore(), CPU, 5.0)
     GROUPS.interrupt()
-    assert GROUPS.aborted.wait(30), "one abort was waited for before the other began"
+    assert GROUPS.aborted.wait(60)
+    assert len(Watched.met) == 2, "one abort was waited for before the other began"
     assert Watched.seen == [(True, 0.0)] * 2
 
 
