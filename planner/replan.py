@@ -4,7 +4,8 @@ For a plan with step time t that needs m seconds to move to and is expected to l
 (h - m) / t steps of one batch each. m counts the bytes that workers must fetch because they do not hold them yet.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,18 +14,15 @@ from planner.cost.model import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
+from planner.search import limits
+from planner.search.autohet import search_autohet
 from planner.search.bound import NO_PROOF, proof_of
+from planner.search.cost_tables import tables_of
+from planner.search.improve import Improver, Judge, walker
+from planner.search.judge import costed, least_ahead, settled, unacceptable
+from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
-from planner.strategies.ahead import least_ahead, settled
-from planner.strategies.autohet import effort_for, search_autohet, unacceptable
-from planner.strategies.effort import Effort
-from planner.strategies.extension import extend
-from planner.strategies.recut import recut
 
-# a step's share above what the previous plan's rate lets expect: from where on new pipelines, a whole search are tried
-_CLEARLY = 0.06
-_SYNC_SHARE = 0.07
-_TRIES = 600
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
 
@@ -76,37 +74,29 @@ def replan(
     horizon_s: float = 3600.0,
     migration: MigrationCost | None = None,
     thorough: bool | None = None,
-    search_s: float = 10.0,
     known: Sequence[Plan] = (),
 ) -> ReplanDecision:
     """The choice for the fleet in `request`. InfeasibleError where no plan fits it.
 
     holders: what each live worker holds (`holders_of` of the previous plan by default). Candidates: the previous plan if all its
-    workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left and nodes that others
-    lend to them; the batch shared anew); on fleets of up to 64 GPUs, and on larger ones where the best of these is clearly slower
-    than whole pipelines' share of the work lets expect, the repair with new pipelines of the GPUs that are left over (`extend`);
-    with `thorough`, by default in the same cases, a whole search seeded with these; and plans that are `known` of the fleet from
-    elsewhere. On larger fleets that takes about `search_s` seconds of the request's clock at most.
+    workers live; its repairs (lost pipelines dropped, or cut again over the workers that they have left; the batch shared anew); the
+    best of these improved by moves that begin at pipelines that lost something and at free workers, with the move's cost in what is
+    judged; plans that are `known` of the fleet from elsewhere; and with `thorough`, by default on fleets of up to 64 GPUs and where
+    nothing else fits, a whole search seeded with these.
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
     migration = migration or MigrationCost()
     alive = set(request.fleet.workers)
     held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
-    begin = request.clock()
-    candidates = list(dict.fromkeys([*_candidates(previous, request, alive), *known]))
-    scored = _scores(candidates, previous, request, held, horizon_s, migration)
-    small = len(alive) <= 64
-    if small or _slow(scored, previous, request, alive):
-        added = [plan for plan in extend(candidates[0] if candidates else None, request) if plan not in candidates]
-        candidates += added
-        scored += _scores(added, previous, request, held, horizon_s, migration)
+    begin, judged = request.clock(), _Judged(previous, request, held, horizon_s, migration)
+    scored = judged.scores([*_candidates(previous, request, alive, judged), *known])
     if thorough is None:
-        thorough = small or _slow(scored, previous, request, alive)
-    searched = _search(request, candidates, None if small else search_s) if thorough else None
+        thorough = len(alive) <= limits.WHOLE_SEARCH_GPUS or not scored
+    searched = _search(request, [each.plan for each in scored]) if thorough else None
     if searched is not None:
-        more = [align(searched.plan, request, held), searched.plan]
-        scored += _scores([p for p in more if p not in candidates], previous, request, held, horizon_s, migration)
+        seen = {each.plan for each in scored}
+        scored += judged.scores(p for p in (align(searched.plan, request, held), searched.plan) if p not in seen)
     if not scored:
         raise InfeasibleError("no plan fits the fleet that is left; see the plan command for the tightest limit")
     scored.sort(key=lambda s: (-s.useful, s.seconds))
@@ -115,7 +105,7 @@ def replan(
         best = kept
     if best.plan != previous:
         plan = least_ahead(request.cost, best.plan)
-        best = replace(best, plan=plan, prediction=request.cost.predict(plan))
+        best = replace(best, plan=plan, prediction=costed(request, plan).prediction)
     return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
 
 
@@ -127,70 +117,87 @@ class _Scored:
     useful: float
 
 
-def _search(request: Request, seeds: Sequence[Plan], search_s: float | None) -> Answer | None:
-    """A whole search, of a small fleet a shorter one, since workers wait; with `search_s` one that stops about then and proves nothing."""
-    if search_s is None:
-        effort = replace(effort_for(len(request.fleet.workers)), tries=_TRIES)
-    else:
-        request, effort = replace(request, time_limit_s=search_s), Effort(bounded=False)
+@dataclass(frozen=True)
+class _Judged:
+    """What plans earn on one fleet."""
+
+    previous: Plan
+    request: Request
+    held: Holders
+    horizon_s: float
+    migration: MigrationCost
+
+    def scores(self, plans: Iterable[Plan]) -> list[_Scored]:
+        """Of each plan once that may be chosen."""
+        found = (self.score(plan) for plan in dict.fromkeys(plans))
+        return [scored for scored in found if scored is not None]
+
+    def score(self, plan: Plan) -> _Scored | None:
+        request = self.request
+        if plan != self.previous:
+            plan = settled(request.cost, plan)
+        prediction = request.cost.predict(plan)
+        if unacceptable(request, plan, prediction) is not None:
+            return None
+        seconds = 0.0 if plan == self.previous else migration_s(plan, request, self.held, self.migration)
+        useful = max(0.0, self.horizon_s - seconds) / prediction.step_time_s * request.global_batch_sequences
+        return _Scored(plan, prediction, seconds, useful)
+
+    def seconds_a_batch(self, plan: Plan) -> float:
+        """Of the horizon, the move included; infinite where the plan may not be chosen."""
+        prediction = self.request.cost.predict(plan)
+        left = self.horizon_s - migration_s(plan, self.request, self.held, self.migration)
+        if left <= 0 or unacceptable(self.request, plan, prediction) is not None:
+            return math.inf
+        return prediction.step_time_s * self.horizon_s / left
+
+
+def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
     try:
-        return search_autohet(request, seeds, effort)
+        return search_autohet(request, seeds)
     except InfeasibleError:
         return None
 
 
-def _scores(
-    plans: Sequence[Plan], previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
-) -> list["_Scored"]:
-    """Of all that may be the best: others take too long by what nothing beats."""
-    found, cost = list[_Scored](), request.cost
-    at_least = {plan: 0.0 if plan == previous else cost.pipelines_at_least_s(plan) for plan in _unique(plans)}
-    for plan, seconds in sorted(at_least.items(), key=lambda item: item[1]):
-        best = max((scored.useful for scored in found), default=0.0)
-        if horizon_s * request.global_batch_sequences >= best * seconds:
-            scored = _score(plan, previous, request, held, horizon_s, migration)
-            found += [scored] if scored is not None else []
-    return found
-
-
-def _slow(scored: Sequence["_Scored"], previous: Plan, request: Request, alive: set[str]) -> bool:
-    """Whether the best candidate takes clearly longer than all GPUs would at the rate at which the previous plan used those
-    of its whole pipelines."""
-    whole = [p for p in previous.pipelines if set(p.workers) <= alive]
-    if not scored or not whole:
-        return True
-    best = min(scored, key=lambda s: s.prediction.step_time_s)
-    speed = _speeds(request)
-    rate = sum(p.num_sequences for p in whole) / sum(speed[worker] for p in whole for worker in p.workers)
-    seconds = max(request.cost.pipelines_s(replace(previous, pipelines=tuple(whole))))
-    expected = seconds * request.global_batch_sequences / (rate * sum(speed.values()))
-    after = best.prediction.step_time_s - best.prediction.breakdown_s["pipeline"]
-    return best.prediction.step_time_s > expected * (1 + _CLEARLY) + min(after, expected * _SYNC_SHARE)
-
-
-def _speeds(request: Request) -> dict[str, float]:
-    """Blocks a second that each GPU does alone, one sequence at a time."""
-    cost = request.cost
-    known = {
-        kind: 1.0 / max(float((c.forward_s + c.backward_s).sum()), 1e-30)
-        for kind in dict.fromkeys(node.node_type for node in request.fleet.nodes)
-        for c in [cost.layer_costs(kind, 1, 1)]
-    }
-    return {worker: known[node.node_type] for node in request.fleet.nodes for worker in node.workers}
-
-
-def _unique(plans: Sequence[Plan]) -> list[Plan]:
-    return list(dict.fromkeys(plans))
-
-
-def _candidates(previous: Plan, request: Request, alive: set[str]) -> list[Plan]:
-    """The previous plan where its workers live and its batch is the request's, and its repairs."""
-    out = []
+def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judged) -> list[Plan]:
+    """The previous plan where its workers live and its batch is the request's; its repairs; the best of these improved."""
+    out = list[Plan]()
     if set(previous.workers) <= alive and previous.global_batch_sequences == request.global_batch_sequences:
         out.append(previous)
-    repaired = [repair(previous, request, alive), *recut(previous, request, alive)]
-    out += [plan for plan in repaired if plan is not None and plan not in out]
-    return out
+    sizes = sorted({pipeline.microbatch_sequences for pipeline in previous.pipelines})
+    tables = tables_of(request, sizes)
+    moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
+    repaired = [repair(previous, request, alive), recut(previous, request, alive, moves)]
+    out += [settled(request.cost, plan) for plan in repaired if plan is not None]
+    cost = request.cost
+    judge = Judge(judged.seconds_a_batch, cost.pipelines_at_least_s, cost.working_ahead, cost.pipelines_s)
+    best = min(out, key=judged.seconds_a_batch, default=None)
+    if best is None or (set(best.workers) == alive and best == previous):
+        return out
+    touched = {worker for p in previous.pipelines if not set(p.workers) <= alive for worker in p.workers}
+
+    def broken(plan: Plan) -> list[int]:
+        return [i for i, pipeline in enumerate(plan.pipelines) if not touched.isdisjoint(pipeline.workers)]
+
+    tries = max(limits.FEWEST_REPAIRS, limits.REPAIRS_GPUS // len(alive))
+    return [*out, Improver(moves, judge).walk(best, tries, broken)]
+
+
+def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Plan | None:
+    """The previous plan with each pipeline that lost a worker cut anew over its whole groups, or where these cannot hold the model
+    without it; the groups of those and free nodes, in groups as large, make new pipelines where they can."""
+    made, left = list[Pipeline](), list[Group]()
+    for pipeline in previous.pipelines:
+        groups = [group for group in groups_of(pipeline) if alive.issuperset(group)]
+        whole = len(groups) == len(pipeline.stages)
+        anew = pipeline if whole else moves.cut(groups, pipeline.microbatch_sequences)
+        made += [] if anew is None else [anew]
+        left += groups if anew is None else []
+    pipelines = [replace(pipeline, most_in_flight=()) for pipeline in made]
+    several = moves.cut(left[: moves.deepest], previous.microbatch_sequences) if left else None
+    pipelines += [] if several is None else [several]
+    plan = replace(previous, global_batch_sequences=request.global_batch_sequences)
+    return moves.shared(plan, pipelines) if pipelines else None
 
 
 def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
@@ -241,19 +248,6 @@ def _share(pipelines: Sequence[Pipeline], seconds: Sequence[tuple[float, float]]
         left -= size
         heapq.heappush(heap, (end + seconds[i][1], i))
     return counts if left == 0 else None
-
-
-def _score(
-    plan: Plan, previous: Plan, request: Request, held: Holders, horizon_s: float, migration: MigrationCost
-) -> _Scored | None:
-    if plan != previous:
-        plan = settled(request.cost, plan)
-    prediction = request.cost.predict(plan)
-    if unacceptable(request, plan, prediction) is not None:
-        return None
-    seconds = 0.0 if plan == previous else migration_s(plan, request, held, migration)
-    useful = max(0.0, horizon_s - seconds) / prediction.step_time_s * request.global_batch_sequences
-    return _Scored(plan, prediction, seconds, useful)
 
 
 def migration_s(plan: Plan, request: Request, held: Holders, migration: MigrationCost) -> float:

@@ -17,8 +17,9 @@ GIB = 2**30
 FEW_GPUS = 16  # up to so many every set of a few pipelines is compared
 
 
-def tables_of(request: Request) -> Tables:
-    """Tables of a request. InfeasibleError names the tightest limit where no GPU can hold any part of the model."""
+def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
+    """Tables of a request, of these microbatch sizes (none: of all that it allows). InfeasibleError names the tightest
+    limit where no GPU can hold any part of the model."""
     cost = request.cost
     resources = _resources(request)
     kinds = tuple(_kinds(request, resources))
@@ -27,7 +28,7 @@ def tables_of(request: Request) -> Tables:
     rows = []
     for index, kind in enumerate(kinds):
         node_type = resources[kind.resource].node_type
-        for size in microbatch_sizes(request):
+        for size in sizes or microbatch_sizes(request):
             costs = cost.layer_costs(node_type, kind.tp_degree, size)
             if _block_bytes(costs) <= costs.limit_bytes:
                 tied = _tied_bytes(cost, kind, node_type, size)

@@ -349,3 +349,24 @@ def _trim(estimator: Estimator, shapes: Sequence[Shape], seconds: float, totals:
             if counts[i] > 1:
                 heapq.heappush(heap, (-estimator.pipeline_s(shapes[i], counts[i]), i))
     return counts
+
+
+def well_formed(shape: Shape) -> bool:
+    """Whether every stage has at least one block: the embedding comes before the first, the head after the last."""
+    layers = shape.ends[-1]
+    bounds = [1, *shape.ends[:-1], layers - 1]
+    return all(a < b for a, b in itertools.pairwise(bounds))
+
+
+def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
+    """Whether each stage's memory holds what 1F1B keeps in flight there."""
+    tables, depth = estimator.tables, len(shape.rows)
+    for stage, (row, start, end) in enumerate(zip(shape.rows, shape.starts, shape.ends)):
+        if tables.memory_bytes(row, start, end, min(microbatches, depth - stage)) > tables.rows[row].limit_bytes:
+            return False
+    return True
+
+
+def draft_fits(estimator: Estimator, draft: Draft) -> bool:
+    """Whether each of its pipelines does."""
+    return all(fits(estimator, shape, microbatches) for shape, microbatches in set(draft.pipelines))

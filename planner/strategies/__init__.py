@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from planner.errors import ConfigError
+from planner.search.autohet import search_autohet
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
-from planner.strategies.autohet import search_autohet
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
 from planner.strategies.grids import search_megatron, search_varuna

@@ -3,8 +3,8 @@
 from planner.errors import InfeasibleError
 from planner.search.cost_tables import check_request, tables_of
 from planner.search.draft import Estimator
+from planner.search.judge import choose, idle_workers, why_infeasible
 from planner.search.problem import Answer, Request, SearchReport
-from planner.strategies.autohet import choose, idle_workers, why_infeasible
 from planner.strategies.symmetric import grids_of, ranked_grids
 
 _CANDIDATES = 8

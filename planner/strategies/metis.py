@@ -17,9 +17,9 @@ import numpy as np
 from planner.errors import InfeasibleError
 from planner.search.cost_tables import check_request, tables_of
 from planner.search.draft import Estimator
+from planner.search.judge import choose, idle_workers, why_infeasible
 from planner.search.problem import Answer, Request, SearchReport
 from planner.search.tables import Floats, Tables
-from planner.strategies.autohet import choose, idle_workers, why_infeasible
 from planner.strategies.shortlist import Groups, Shortlist
 from planner.strategies.staged import Staged, Stager
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from planner.cluster import Fleet, node_of
 from planner.plan import Pipeline, Plan
-from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
 from planner.search.place import stages_on
 from planner.search.tables import Tables
-from planner.strategies.refine import draft_fits
 
 Group = tuple[str, ...]
 

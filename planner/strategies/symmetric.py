@@ -13,10 +13,10 @@ import numpy as np
 
 from planner.cluster import Fleet, NodeType
 from planner.plan import Pipeline, Plan, Stage
-from planner.search.draft import Draft, Estimator, Shape
+from planner.search.draft import Draft, Estimator, Shape, draft_fits
+from planner.search.limits import FAR_BEHIND
 from planner.search.problem import Request
 from planner.search.tables import Tables
-from planner.strategies.refine import FAR_BEHIND, draft_fits
 
 _SIMULATED = 2
 

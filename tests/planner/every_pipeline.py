@@ -3,9 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from planner.search.draft import Shape
+from planner.search.draft import Shape, well_formed
 from planner.search.tables import Ints, Tables
-from planner.strategies.refine import well_formed
 
 
 def arrangements(tables: Tables, rows: list[int], gpus: Ints) -> Iterator[tuple[int, ...]]:

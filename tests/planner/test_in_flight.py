@@ -11,7 +11,7 @@ from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD, one_each, period_s, working_ahead
 from planner.plan import Pipeline, Plan, Stage, check_plan
-from planner.strategies.ahead import least_ahead
+from planner.search.judge import least_ahead
 from tests.planner.cases import fleet, model, request, with_nics
 
 

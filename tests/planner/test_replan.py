@@ -8,13 +8,16 @@ import pytest
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
-from planner.replan import MigrationCost, replan
+from planner.replan import MigrationCost, recut, replan
 from planner.search.cost_tables import tables_of
-from planner.strategies import plan_with
-from planner.strategies.lend import Crew, Lender, Roster
-from planner.strategies.recut import recut
-from planner.strategies.staged import Stager
+from planner.search.improve import walker
+from planner.search.moves import Moves
+from planner.strategies import Request, plan_with
 from tests.planner.cases import DEMO, fleet, request
+
+
+def moves_of(asked: Request) -> Moves:
+    return Moves(tables_of(asked), 8, walker())
 
 
 def without(of: Fleet, *names: str) -> Fleet:
@@ -84,10 +87,13 @@ def test_a_pipeline_that_lost_a_node_is_cut_again_over_its_other_workers() -> No
     stages = tuple(Stage(2 * i, 2, (f"a10g-{i}/0",)) for i in range(4))
     previous = Plan("tiny", 16, 1, 128, (Pipeline(stages, 16, 1),))
     smaller = request(without(whole, "a10g-2"), 16)
-    (plan,) = recut(previous, smaller, set(smaller.fleet.workers))
+    plan = recut(previous, smaller, set(smaller.fleet.workers), moves_of(smaller))
+    assert plan is not None
     check_plan(plan, 8)
     assert [stage.workers for stage in plan.pipelines[0].stages] == [("a10g-0/0",), ("a10g-1/0",), ("a10g-3/0",)]
-    assert recut(previous, asked, set(whole.workers)) == []
+    same = recut(previous, asked, set(whole.workers), moves_of(asked))
+    assert same is not None
+    assert same.pipelines == previous.pipelines
     decision = replan(previous, smaller, thorough=False)
     assert len(decision.answer.plan.workers) == 3
     assert decision.answer.prediction.step_time_s <= smaller.cost.predict(plan).step_time_s
@@ -106,14 +112,13 @@ def test_a_whole_pipeline_lends_a_node_to_one_that_lost_most_of_its_own() -> Non
     names = [node.name for node in whole.nodes]
     previous = Plan("tiny", 64, 1, 128, (_chain(names[:4], 32), _chain(names[4:], 32)))
     smaller = request(without(whole, names[4], names[5]), 64)
-    own, lent = recut(previous, smaller, set(smaller.fleet.workers))
+    own = recut(previous, smaller, set(smaller.fleet.workers), moves_of(smaller))
+    assert own is not None
     assert sorted(len(p.stages) for p in own.pipelines) == [2, 4]
-    assert sorted(len(p.stages) for p in lent.pipelines) == [3, 3]
-    assert set(lent.workers) == set(smaller.fleet.workers)
-    check_plan(lent, 8)
-    assert smaller.cost.predict(lent).step_time_s < smaller.cost.predict(own).step_time_s
-    decision = replan(previous, smaller, thorough=False)
-    assert decision.answer.prediction.step_time_s <= smaller.cost.predict(lent).step_time_s
+    lent = replan(previous, smaller, thorough=False).answer
+    assert sorted(len(p.stages) for p in lent.plan.pipelines) == [3, 3]
+    check_plan(lent.plan, 8)
+    assert lent.prediction.step_time_s < smaller.cost.predict(own).step_time_s
 
 
 def test_a_free_node_that_holds_no_model_alone_joins_a_pipeline() -> None:
@@ -121,19 +126,7 @@ def test_a_free_node_that_holds_no_model_alone_joins_a_pipeline() -> None:
     names = [node.name for node in whole.nodes]
     previous = Plan("tiny", 32, 1, 128, (_chain(names[:2], 16), _chain(names[2:4], 16)))
     asked = request(whole, 32)
-    (plan,) = recut(previous, asked, set(whole.workers))
+    plan = replan(previous, asked, thorough=False).answer.plan
     assert set(plan.workers) == set(whole.workers)
     check_plan(plan, 8)
     assert asked.cost.predict(plan).step_time_s < asked.cost.predict(previous).step_time_s
-
-
-def test_equal_pipelines_that_both_lost_workers_may_lend_to_each_other() -> None:
-    asked = request(fleet(("A10G", 6, 1)), 16)
-    tables = tables_of(asked)
-    stager = Stager(tables, asked.fleet)
-    groups = [(f"a10g-{i}/0",) for i in range(6)]
-    row = stager.row(groups[0], 1)
-    assert row is not None
-    crews = tuple(Crew(tuple(some), (row,) * 3) for some in (groups[:3], groups[3:]))
-    lender = Lender(tables, stager, 16, 8)
-    assert any(move.giver is not None for move in lender.moves(Roster(crews)))

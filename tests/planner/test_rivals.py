@@ -10,7 +10,6 @@ from planner.cluster import cluster_from_yaml
 from planner.errors import InfeasibleError
 from planner.strategies import STRATEGIES, plan_with
 from planner.strategies.fasop import node_orders
-from planner.strategies.rivals import fastest_types
 from tests.planner.cases import fleet
 
 pytestmark = pytest.mark.thorough
@@ -33,14 +32,6 @@ def test_no_other_strategy_is_faster(job, cluster):
             assert ours <= plan_with(strategy, request).prediction.step_time_s * (1 + 1e-9), strategy
         except InfeasibleError:
             continue
-
-
-def test_the_slowest_types_are_left_out_one_after_another():
-    fleets = fastest_types(request_of("llama-1b-bf16", "aws-mixed-spot"))
-    assert [sorted({n.node_type.gpu_type for n in fleet.nodes}) for fleet in fleets] == [
-        ["A100-40"],
-        ["A100-40", "L40S"],
-    ]
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 100])

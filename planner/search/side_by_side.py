@@ -66,7 +66,7 @@ class SideBySide:
         return np.asarray(late + self._updated_s(rows, held_bytes))
 
     def after_kinds_s(
-        self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Ints, back_s: Floats
+        self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats
     ) -> Floats:
         """As `after_s`, where each entry stands for so many equal stages, one after the other: early_s of the first, back_s a stage."""
         latency, byte_s, stages = self._rates_of(number, rows)
@@ -117,7 +117,7 @@ class SideBySide:
         if (number, row) not in self._rates:
             kind = self._tables.kinds[self._tables.rows[row].kind]
             node, held = self._tables.resources[kind.resource].node_type, int(self._tables.groups_a_node[row])
-            sizes = [len(part) for part in parted(number, self._parts)]
+            sizes = [len(part) for part in parted(number, min(number, self._parts))]
             members = [(f"{part}-{i // held}", node) for part, size in enumerate(sizes) for i in range(size)]
             if held % max(sizes):
                 members[-1] = ("last", node)

@@ -1,0 +1,70 @@
+"""The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under the prediction."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from planner.errors import InfeasibleError
+from planner.plan import Plan
+from planner.search import limits
+from planner.search.bound import NO_PROOF, prove
+from planner.search.cost_tables import check_request, tables_of
+from planner.search.families import Drafter, Proposal
+from planner.search.improve import Improver, Judge, tries_for, walker
+from planner.search.judge import Costed, choose, idle_workers, rank, seconds_of, slower, why_infeasible
+from planner.search.moves import Moves
+from planner.search.place import place, place_by_stage
+from planner.search.problem import Answer, Request, SearchReport
+from planner.search.tables import Tables
+
+
+def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
+    """The best plan of unequal pipelines. seeds: plans to compare with as well. InfeasibleError names the tightest limit."""
+    check_request(request)
+    begin = request.clock()
+    tables = tables_of(request)
+    known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
+    ranked, rejected = rank(request, [*known, *_placed(request, tables)])
+    if not ranked:
+        raise InfeasibleError(why_infeasible(request, tables, rejected))
+    best, _ = choose(request, [_improved(request, tables, ranked)])
+    assert best is not None, "it is no slower than what was chosen before"
+    proof = prove(request, tables, best.step_time_s) if request.prove else NO_PROOF
+    tried = len(ranked) + len(rejected)
+    report = SearchReport(request.clock() - begin, tried, proof.lower_bound_s, proof.gap, proof.says)
+    idle = idle_workers(request, tables, best.plan)
+    return Answer("autohet", best.plan, best.prediction, report, (*rejected, *slower(ranked[1:])), idle)
+
+
+def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
+    """The drafts proposed, on the fleet's workers."""
+    deepest = request.deepest(tables.num_blocks)
+    batch = request.global_batch_sequences
+    drafter = Drafter(tables, batch, deepest, request, request.mixed_tp, request.mixed_microbatch)
+    for number, proposal in enumerate(drafter.proposals()):
+        parts = limits.PARTS if number < limits.PARTED or request.min_node_disjoint_holders > 1 else limits.PARTS[:1]
+        yield from placements(tables, proposal, request.spec.name, batch, request.sequence_length, parts)
+
+
+def placements(
+    tables: Tables, proposal: Proposal, model: str, batch: int, length: int, parts: Iterable[int]
+) -> Iterator[Plan]:
+    """Each pipeline on nodes of its own; or the same stages of all side by side, or of as many as are in each of so many parts."""
+    draft = proposal.draft
+    if not proposal.side_by_side:
+        plans = [place(tables, draft, model, batch, length)]
+    else:
+        possible = [number for number in parts if number <= len(draft.pipelines)]
+        plans = [place_by_stage(tables, draft, number, model, batch, length) for number in possible]
+    yield from (plan for plan in plans if plan is not None)
+
+
+def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> Plan:
+    """From the best plans of several sets of depths."""
+    starts: dict[tuple[int, ...], Plan] = {}
+    for each in ranked:
+        if each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s and len(starts) < limits.WALKS:
+            starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
+    moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
+    cost = request.cost
+    judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead, cost.pipelines_s)
+    return Improver(moves, judge).best_of(list(starts.values()), tries_for(len(request.fleet.workers)))

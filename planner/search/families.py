@@ -1,0 +1,376 @@
+"""Drafts of near-equal pipelines: n pipelines share the groups of each node type as evenly as whole groups can be.
+
+A family is a number of pipelines, a microbatch size and for each node type one TP degree, or none. A closed form ranks all families, those
+ranked first are cut exactly (`cut.py`), in several orders of their node types, and timed with the gradient sync that their placement
+leaves: the same stages of all pipelines side by side (gradients are summed inside nodes, transfers share network cards), or each pipeline
+on nodes of its own (the other way round).
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.search import limits
+from planner.search.cut import Balancer
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
+from planner.search.problem import Request
+from planner.search.side_by_side import SideBySide, beside
+from planner.search.tables import Floats, Ints, Tables
+
+
+@dataclass(frozen=True)
+class Families:
+    """number: (n,) pipelines. rows: (n, R) table row of each node type, -1 where it is not used. groups: (n, R) of it in the fleet."""
+
+    number: Ints
+    rows: Ints
+    groups: Ints
+
+    def take(self, index: Ints) -> "Families":
+        return Families(self.number[index], self.rows[index], self.groups[index])
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft, its estimated seconds a step, and whether its pipelines are to lie side by side."""
+
+    seconds: float
+    draft: Draft
+    side_by_side: bool
+
+
+@dataclass(frozen=True)
+class _Arranged:
+    """So many pipelines before they are cut: the rows of each kind of pipeline, and how many there are of each."""
+
+    number: int
+    pipelines: tuple[tuple[tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """With the shape of each kind of pipeline and the estimated seconds of the steady state and the sync after it."""
+
+    seconds: float
+    arranged: _Arranged
+    shapes: tuple[Shape, ...]
+
+    def each(self) -> list[Shape]:
+        return [s for s, (_, n) in zip(self.shapes, self.arranged.pipelines, strict=True) for _ in range(n)]
+
+
+def families(tables: Tables, batch: int, deepest: int, mixed_tp: bool) -> Families:
+    """All of them."""
+    degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows] + [0])
+    counts = np.array([tables.kinds[row.kind].count for row in tables.rows] + [0])
+    supply = [resource.num_gpus for resource in tables.resources]
+    node = max(resource.node_type.num_gpus for resource in tables.resources)
+    found = []
+    for size in sorted({row.microbatch for row in tables.rows}):
+        options = [[-1] for _ in supply]
+        for r, row in enumerate(tables.rows):
+            if row.microbatch == size:
+                options[tables.kinds[row.kind].resource].append(r)
+        rows = np.array(list(itertools.product(*options)), dtype=np.int64)
+        used = np.where(rows >= 0, degrees[rows], 0)
+        one_degree = (np.where(used > 0, used, used.max(axis=1, keepdims=True)) == used.max(axis=1, keepdims=True)).all(
+            axis=1
+        )
+        rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
+        for number in _numbers(supply, node):
+            total = counts[rows].sum(axis=1)
+            enough = np.flatnonzero(total >= number) if number * size <= batch else np.zeros(0, dtype=np.int64)
+            # no pipeline deeper than asked: the same share of each node type is left idle
+            share = np.minimum(1.0, number * deepest / np.maximum(total[enough], 1))[:, None]
+            groups = np.floor(counts[rows[enough]] * share + 1e-9).astype(np.int64)
+            some = np.flatnonzero(groups.any(axis=1))
+            chosen = np.where(groups > 0, rows[enough], -1)[some]
+            found.append(Families(np.full(len(some), number), chosen, groups[some]))
+    return Families(*(np.concatenate([getattr(f, name) for f in found]) for name in ("number", "rows", "groups")))
+
+
+def _numbers(supply: list[int], node: int) -> list[int]:
+    """Numbers of pipelines: all small ones, and beyond those that leave no GPU of a type over or fill nodes, if well apart."""
+    found = set(range(1, min(sum(supply), limits.EVERY_NUMBER) + 1))
+    for gpus in supply:
+        last = 2.0 * gpus
+        for share in range(1, gpus // limits.EVERY_NUMBER + 1):
+            number = gpus // share
+            if number * limits.NUMBERS_APART <= last or share & (share - 1) == 0:
+                found |= {number, number - number % node}
+                last = number
+    return sorted(found - {0})
+
+
+class Drafter:
+    """Proposes drafts over one set of tables. request: None where the tables are all that is known of links and sync."""
+
+    def __init__(
+        self, tables: Tables, batch: int, deepest: int, request: Request | None, mixed_tp: bool = True, mixed_sizes: bool = True
+    ):  # fmt: skip
+        self.tables, self.batch, self.deepest, self.request = tables, batch, deepest, request
+        self.mixed_sizes = mixed_sizes
+        self.families = families(tables, batch, deepest, mixed_tp)
+        self.groups = int(tables.groups_a_node.max())
+        self._timings: dict[int, Estimator] = {1: Estimator(tables)}
+        tables.fitting(deepest)  # once for all
+
+    def proposals(self) -> list[Proposal]:
+        """The best of either placement, fastest first."""
+        found = [p for together in ((True, False) if self.request else (False,)) for p in self._proposals(together)]
+        return sorted(found, key=lambda proposal: proposal.seconds)
+
+    def _proposals(self, together: bool) -> list[Proposal]:
+        sync = None if self.request is None else SideBySide(self.request, self.tables, 1 if together else 10**6)
+        all_of, sides = self.families, np.ones(len(self.families.number), dtype=np.int64)
+        if together:
+            all_of = all_of.take(np.flatnonzero(all_of.number > 1))
+            sides = np.minimum(all_of.number, self.groups)
+        seconds = np.full(len(sides), np.inf)
+        for side in np.unique(sides).tolist():
+            mine = np.flatnonzero(sides == side)
+            seconds[mine] = _roughly_s(self._timing(side).tables, self.batch, self.deepest, all_of.take(mine), sync)
+        order, found = np.argsort(seconds, kind="stable"), list[Proposal]()
+        for begin in range(0, limits.FAMILIES, limits.FAMILIES_TOGETHER):
+            best_s = min((proposal.seconds for proposal in found), default=np.inf)
+            first = order[begin : begin + limits.FAMILIES_TOGETHER]
+            first = first[np.isfinite(seconds[first]) & (seconds[first] <= best_s * limits.FAR_BEHIND)]
+            for side in np.unique(sides[first]).tolist():
+                some = all_of.take(first[sides[first] == side])
+                arranged = {f: list(self._arranged(some, f, together)) for f in range(len(some.number))}
+                found += self._timed(arranged, self._timing(side), sync, together)
+        apart = self.request is not None and self.request.min_node_disjoint_holders > 1
+        best = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
+        return sorted(best.values(), key=lambda proposal: proposal.seconds)[: limits.DRAFTS * (4 if apart else 1)]
+
+    def _timing(self, side: int) -> Estimator:
+        """What times pipelines of which so many share each node."""
+        if side not in self._timings:
+            assert self.request is not None
+            self._timings[side] = Estimator(beside(self.request, self.tables, side))
+        return self._timings[side]
+
+    def _timed(
+        self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None, together: bool
+    ) -> list[Proposal]:
+        """Of each family the best order by the steady state, the best of these also with other groups; then the estimated step."""
+        best = self._quickest(arranged, timing, sync)
+        held = {_likeness(timing.tables, each.arranged) for each in best}
+        lost = {_likeness(timing.tables, a): a for some in reversed(arranged.values()) for a in some[:1]}
+        tried = [each for key, each in reversed(lost.items()) if key not in held][: limits.REGROUPED]
+        for _ in range(limits.REGROUPINGS):
+            tried += [each.arranged for each in best[: limits.REGROUPED]]
+            better = self._quickest({i: list(self._regrouped(a)) for i, a in enumerate(tried)}, timing, sync)
+            best, tried = sorted([*best, *better], key=lambda cut: cut.seconds), []
+        proposed = (self._proposal(cut.each(), timing, sync, together) for cut in best[: 4 * limits.DRAFTS])
+        return [proposal for proposal in proposed if proposal is not None]
+
+    def _quickest(self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
+        """The best of each list, fastest first."""
+        every = [(key, each) for key, some in arranged.items() for each in some]
+        best: dict[int, _Cut] = {}
+        for ahead in (True, False) if timing.tables.begun_ahead > 1 else (False,):
+            cuts = self._cut([each for _, each in every], timing.tables, ahead) if every else []
+            for (key, each), shapes in zip(every, cuts, strict=True):
+                if shapes is None:
+                    continue
+                seconds = _steady_s(timing, shapes, [n for _, n in each.pipelines], self.batch)
+                if sync is not None:
+                    seconds += max(sync.after_one_s(timing, each.number, shape) for shape in shapes)
+                if key not in best or seconds < best[key].seconds:
+                    best[key] = _Cut(seconds, each, tuple(shapes))
+        return sorted(best.values(), key=lambda cut: cut.seconds)
+
+    def _regrouped(self, arranged: _Arranged) -> Iterator[_Arranged]:
+        """Some groups of one row in groups of half or twice the size, at either end of their run: where one degree leaves blocks that do
+        not divide well, or more memory than early stages need."""
+        tables, depth = self.tables, max(len(rows) for rows, _ in arranged.pipelines)
+        for row, larger in itertools.product(dict.fromkeys(arranged.pipelines[0][0]), (False, True)):
+            of, kind = tables.rows[row], tables.kinds[tables.rows[row].kind]
+            degree = kind.tp_degree * 2 if larger else kind.tp_degree // 2
+            other = tables.row_of.get((tables.resources[kind.resource].node_type, degree, of.microbatch))
+            if other is None:
+                continue
+            for many, first in itertools.product(_steps(depth), (False, True)):
+                changed = [(_with_groups(rows, row, other, many, larger, first), n) for rows, n in arranged.pipelines]
+                if all(rows is not None and len(rows) <= self.deepest for rows, _ in changed):
+                    yield _Arranged(arranged.number, tuple((rows, n) for rows, n in changed if rows is not None))
+
+    def _proposal(
+        self, shapes: list[Shape], timing: Estimator, sync: SideBySide | None, together: bool
+    ) -> Proposal | None:
+        shapes = self._with_odd_one(shapes)
+        draft = assign_microbatches(timing, shapes, self.batch) if shapes else None
+        if draft is None or not draft_fits(timing, draft):
+            return None
+        if sync is None:
+            return Proposal(timing.draft_s(draft), draft, together)
+        seconds = max(timing.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
+        after = max(sync.after_one_s(timing, len(shapes), shape) for shape in set(shapes))
+        return Proposal(seconds + after, draft, together)
+
+    def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
+        """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it."""
+        tables, size = self.tables, self.tables.rows[shapes[0].rows[0]].microbatch
+        if self.batch % size == 0:
+            return shapes
+        smaller = [b for b in sorted({row.microbatch for row in tables.rows}) if b < size and self.batch % b == 0]
+        if not smaller or not self.mixed_sizes or len(shapes) == 1:
+            return []
+        of_kind = {(row.kind, row.microbatch): r for r, row in enumerate(tables.rows)}
+        rows = tuple(of_kind[tables.rows[row].kind, smaller[-1]] for row in shapes[-1].rows)
+        return [*shapes[:-1], Shape(rows, shapes[-1].ends)]
+
+    def _arranged(self, some: Families, f: int, together: bool) -> Iterator[_Arranged]:
+        """Node types one after the other, in several orders, and the first one's last stage at the end, where the head is."""
+        used = np.flatnonzero(some.rows[f] >= 0).tolist()
+        number, groups = int(some.number[f]), some.groups[f].tolist()
+        speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
+        shares = Counter(_shares(number, {r: groups[r] for r in used}, {} if together else speeds))
+        if not together:
+            yield from self._by_type(some, f)
+        if any(not 0 < sum(share) <= self.deepest for share in shares):
+            return
+        for order in itertools.islice(itertools.permutations(range(len(used))), limits.TYPE_ORDERS):
+            rows = {
+                share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j])) for share in shares
+            }
+            yield _Arranged(number, tuple((rows[share], n) for share, n in shares.items()))
+            if len(order) > 1:
+                yield _Arranged(number, tuple(((*rows[share][1:], rows[share][0]), n) for share, n in shares.items()))
+
+    def _by_type(self, some: Families, f: int) -> Iterator[_Arranged]:
+        """Each pipeline on one node type, as many on each as its speed earns."""
+        used = np.flatnonzero(some.rows[f] >= 0).tolist()
+        number, left = int(some.number[f]), list[tuple[tuple[int, ...], int]]()
+        speeds = {r: int(some.groups[f, r]) / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
+        counts = {r: max(1, round(number * speeds[r] / sum(speeds.values()))) for r in used}
+        if len(used) < 2 or sum(counts.values()) != number:
+            return
+        for r, count in counts.items():
+            each, more = divmod(int(some.groups[f, r]), count)
+            if each == 0 or each + (more > 0) > self.deepest:
+                return
+            row = int(some.rows[f, r])
+            left += [((row,) * (each + longer), n) for longer, n in ((0, count - more), (1, more)) if n]
+        yield _Arranged(number, tuple(left))
+
+    def _cut(self, arranged: list[_Arranged], tables: Tables, ahead: bool) -> list[list[Shape] | None]:
+        """The shapes of each; None where one of its pipelines cannot hold the model."""
+        pipelines = [rows for each in arranged for rows, _ in each.pipelines]
+        sequences = np.array([self.batch / each.number for each in arranged for _ in each.pipelines])
+        microbatches = np.maximum(sequences / [tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
+        cuts = Balancer(tables, self.deepest).cut_each(pipelines, microbatches if ahead else None)
+        held, ends, at, out = np.isfinite(cuts.bottleneck_s), cuts.ends.tolist(), 0, list[list[Shape] | None]()
+        for each in arranged:
+            mine = range(at, at := at + len(each.pipelines))
+            shapes = [Shape(pipelines[i], tuple(ends[i][: len(pipelines[i])])) for i in mine]
+            out.append(shapes if held[mine].all() else None)
+        return out
+
+
+def _likeness(tables: Tables, arranged: _Arranged) -> tuple[object, ...]:
+    """Number of pipelines, microbatch size and node types in use."""
+    rows = [tables.rows[row] for row in arranged.pipelines[0][0]]
+    return arranged.number, rows[0].microbatch, frozenset(tables.kinds[row.kind].resource for row in rows)
+
+
+def _steps(most: int) -> list[int]:
+    """One, two, and on in steps of about a half."""
+    out = [1]
+    while out[-1] < most:
+        out.append(out[-1] + max(1, out[-1] // 2))
+    return out
+
+
+def _with_groups(
+    rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool
+) -> tuple[int, ...] | None:
+    """With `many` groups of `other` instead of as many GPUs' of `row`, before or after what is left of these; None where there are
+    fewer."""
+    taken = 2 * many if larger else -(-many // 2)
+    given = many if larger else 2 * taken
+    if (count := rows.count(row)) < taken:
+        return None
+    at, rest = rows.index(row), tuple(r for r in rows if r != row)
+    left, new = (row,) * (count - taken), (other,) * given
+    before = sum(r != row for r in rows[:at])
+    return (*rest[:before], *(new + left if first else left + new), *rest[before:])
+
+
+def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> list[tuple[int, ...]]:
+    """Groups of each node type of each pipeline; what even shares leave over goes, the fastest groups first, to whichever pipeline is
+    slowest so far, or where no speeds are given to none."""
+    shares = [[count // number for count in groups.values()] for _ in range(number)]
+    if speeds:
+        slowest = [
+            (sum(n * speeds[r] for n, r in zip(share, groups, strict=True)), i) for i, share in enumerate(shares)
+        ]
+        heapq.heapify(slowest)
+        for j, (r, count) in sorted(enumerate(groups.items()), key=lambda item: -speeds[item[1][0]]):
+            for _ in range(count % number):
+                speed, i = heapq.heappop(slowest)
+                shares[i][j] += 1
+                heapq.heappush(slowest, (speed + speeds[r], i))
+    return [tuple(share) for share in shares]
+
+
+def _steady_s(timing: Estimator, shapes: list[Shape], numbers: list[int], batch: int) -> float:
+    """When all pipelines would end together in the steady state, microbatches not rounded."""
+    ways = [(n * timing.microbatch(shape), *timing.affine(shape)) for shape, n in zip(shapes, numbers, strict=True)]
+    return (batch + sum(size * (fill / step - 1) for size, fill, step in ways)) / sum(
+        size / step for size, _, step in ways
+    )
+
+
+def _roughly_s(tables: Tables, batch: int, deepest: int, some: Families, sync: SideBySide | None) -> Floats:
+    """(n,) a step if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least sync first;
+    infinite where all stages hold too few blocks."""
+    used, rows, counts = some.rows >= 0, some.rows, some.groups / some.number[:, None]
+    blocks, block = tables.num_blocks, np.where(used, _a_block(tables.time_sums, rows), 1e30)
+    hop = np.where(used, tables.busiest_hop[rows], 0.0)
+    toll = 2 * tables.boundary_share * hop
+    # microbatches that a stage not far from the end keeps beside its own
+    ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), deepest - 1)
+    most = np.where(used, tables.fitting(deepest)[rows, ahead, 1] - 1, 0)
+    alive = ((counts * most).sum(axis=1) >= blocks) & ((most > 0) | ~used).all(axis=1)
+    one = np.where(used, block + toll, 0.0).max(axis=1)  # each stage holds a block
+    low = np.maximum(1.0 / np.where(used, counts / block, 0.0).sum(axis=1), one)
+    high = np.maximum(low * blocks + toll.max(axis=1), one)
+    for _ in range(limits.BISECTIONS):
+        middle = np.sqrt(low * high)
+        good = (counts * _blocks(middle, toll, block, most)).sum(axis=1) >= blocks
+        low, high = np.where(good, low, middle), np.where(good, middle, high)
+    held = _blocks(high, toll, block, most)
+    fill = (counts * (np.where(used, held * block, 0.0) + hop)).sum(axis=1)
+    size = np.array([row.microbatch for row in tables.rows])[rows.max(axis=1)]
+    further = np.maximum(batch / some.number / size, 1.0) - 1
+    share = np.where(used, tables.forward_share[rows], 1.0).min(axis=1)
+    hidden = share * np.minimum((tables.begun_ahead - 1) * np.maximum(counts.sum(axis=1) - 1, 0.0) / 2, further)
+    after = 0.0 if sync is None else _least_sync(tables, some, np.maximum(1.0, counts), held, sync)
+    return np.where(alive, fill + (further - hidden) * high + after, np.inf)
+
+
+def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
+    """(n, R) blocks that a stage of each kind does in the period, and holds."""
+    return np.minimum(np.floor(np.maximum(period[:, None] - toll, 0.0) / block + 1e-9), most)
+
+
+def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sync: SideBySide) -> Floats:
+    """(n,) sync after the pipelines if stages of so many blocks follow each other by what they hold."""
+    num_bytes = held * _a_block(tables.sync_sums, some.rows)
+    back_s = held * _a_block(tables.time_sums - tables.forward_sums, some.rows)
+    order = np.argsort(np.where(some.rows >= 0, num_bytes, np.inf), axis=1, kind="stable")
+    groups, num_bytes, back_s = (np.take_along_axis(each, order, 1) for each in (groups, num_bytes, back_s))
+    early = np.cumsum(back_s * groups, axis=1) - back_s * groups
+    rows = np.take_along_axis(some.rows, order, 1)
+    return sync.after_kinds_s(some.number, rows, num_bytes, early, groups, back_s)
+
+
+def _a_block(sums: Floats, rows: Ints) -> Floats:
+    """(n, R) the mean block's of each row, from sums over layers; 0 where no row is used."""
+    return np.where(rows >= 0, ((sums[:, -2] - sums[:, 1]) / (sums.shape[1] - 3))[rows], 0.0)

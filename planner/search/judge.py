@@ -1,0 +1,189 @@
+"""What the prediction says of plans: which may be chosen, which is best, and in words why others are not and what is left idle."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.cluster import node_of
+from planner.cost.model import CostModel, Prediction
+from planner.plan import Plan, check_plan
+from planner.redundancy import redundancy
+from planner.search.limits import AS_FAST
+from planner.search.problem import Idle, Rejected, Request
+from planner.search.tables import Tables
+
+GIB = 2**30
+_FEW_MICROBATCHES = 4  # a stage: with fewer too many forwards first may hold backwards up
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A plan with its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def step_time_s(self) -> float:
+        return self.prediction.step_time_s
+
+
+def least_ahead(cost: CostModel, plan: Plan) -> Plan:
+    """The plan with the fewest microbatches in flight with which it is as fast as with any number, or very nearly."""
+    ways = cost.ways_ahead(plan)
+    seconds = [cost.predict(way).step_time_s for way in ways]
+    return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * AS_FAST)
+
+
+def settled(cost: CostModel, plan: Plan) -> Plan:
+    """The plan as it competes with others: as far ahead as memory allows, or where some pipeline has few microbatches for its stages as
+    far as is best."""
+    few = any(1 < len(p.stages) > p.num_microbatches / _FEW_MICROBATCHES for p in plan.pipelines)
+    return least_ahead(cost, plan) if few else cost.working_ahead(plan)
+
+
+def costed(request: Request, plan: Plan) -> Costed:
+    """With its prediction."""
+    return Costed(plan, request.cost.predict(plan))
+
+
+def seconds_of(request: Request, plan: Plan) -> float:
+    """The predicted step time; infinite where the plan may not be chosen."""
+    prediction = request.cost.predict(plan)
+    return math.inf if unacceptable(request, plan, prediction) else prediction.step_time_s
+
+
+def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Rejected]]:
+    """Those that may be chosen, fastest first, the first of equals first; and those that may not."""
+    found, rejected = list[Costed](), list[Rejected]()
+    for plan in dict.fromkeys(settled(request.cost, each) for each in plans):
+        check_plan(plan, request.spec.num_layers)
+        each = costed(request, plan)
+        why = unacceptable(request, plan, each.prediction)
+        if why is None:
+            found.append(each)
+        else:
+            rejected.append(Rejected(describe(plan), why))
+    return sorted(found, key=lambda each: each.step_time_s), rejected
+
+
+def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list[Rejected]]:
+    """The fastest plan that may be chosen, with no more microbatches in flight than help; why not the others."""
+    ranked, rejected = rank(request, plans)
+    if not ranked:
+        return None, rejected
+    best, *others = ranked
+    return costed(request, least_ahead(request.cost, best.plan)), rejected + slower(others)
+
+
+def slower(others: Sequence[Costed]) -> list[Rejected]:
+    """In words."""
+    return [Rejected(describe(o.plan), f"{o.step_time_s:.4g} s a step, slower than the chosen plan") for o in others]
+
+
+def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
+    """Why a plan may not be chosen, or None."""
+    if not prediction.fits:
+        worker, share = prediction.tightest_worker
+        return f"worker {worker} would need {share:.0%} of its memory"
+    limit, price = request.max_usd_per_hour, prediction.usd_per_hour
+    if limit is not None and price is not None and price > limit:
+        return f"{price:.2f} $/h, above the limit of {limit:.2f}"
+    deepest = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    if request.max_stages is not None and deepest > request.max_stages:
+        return f"{deepest} stages, at most {request.max_stages} are asked for"
+    degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
+    if not request.mixed_tp and len(degrees) > 1:
+        return f"TP {_either(sorted(degrees))}, one degree is asked for"
+    sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
+    if not request.mixed_microbatch and len(sizes) > 1:
+        return f"microbatches of {_either(sorted(sizes))} sequences, one size is asked for"
+    return _too_few_holders(request, plan)
+
+
+def _too_few_holders(request: Request, plan: Plan) -> str | None:
+    """That some layer lies on fewer nodes than asked for, or None."""
+    wanted = request.min_node_disjoint_holders
+    if wanted < 2:
+        return None
+    weakest = redundancy(plan, request.fleet, request.spec.num_layers).weakest
+    return f"some layer lies on {weakest} node only, {wanted} are asked for" if weakest < wanted else None
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words."""
+    depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
+    degrees = sorted({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages})
+    sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
+    text = [
+        f"{len(plan.pipelines)} pipelines",
+        f"{_either(depths)} stages",
+        f"TP {_either(degrees)}",
+        f"microbatch {_either(sizes)}",
+    ]
+    return ", ".join(text)
+
+
+def _either(numbers: list[int]) -> str:
+    return "/".join(map(str, numbers))
+
+
+def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ...]:
+    """What the plan leaves unused, by node type, with the reason."""
+    used = set(plan.workers)
+    usable = {tables.kinds[row.kind].resource for row in tables.rows}
+    out = []
+    for index, resource in enumerate(tables.resources):
+        workers = tuple(
+            f"{name}/{gpu}"
+            for name in resource.node_names
+            for gpu in range(resource.node_type.num_gpus)
+            if f"{name}/{gpu}" not in used
+        )
+        if not workers:
+            continue
+        gpu = resource.node_type.gpu_type
+        if index not in usable:
+            why = f"{resource.node_type.gpu_memory_bytes / GIB:.0f} GiB of a {gpu} hold no layer of this model at any allowed TP degree"
+        elif not any(node_of(worker) in resource.node_names for worker in used):
+            why = f"a stage on {gpu} would slow its pipeline or the gradient sync more than it would add"
+        else:
+            why = f"{len(workers)} {gpu} left over: neither one more pipeline nor one more stage with them shortens the step"
+        out.append(Idle(workers, why))
+    return tuple(out)
+
+
+def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected] = ()) -> str:
+    """The tightest limit and by how much it is broken; where plans were found but refused, why the first of them was."""
+    wanted = request.min_node_disjoint_holders
+    if wanted > len(request.fleet.nodes):
+        count = len(request.fleet.nodes)
+        return (
+            f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the fleet has {count},"
+            f" {wanted - count} too few"
+        )
+    if request.max_usd_per_hour is not None:
+        prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
+        if prices and min(prices) > request.max_usd_per_hour:
+            over = min(prices) - request.max_usd_per_hour
+            return f"the cheapest node costs {min(prices):.2f} $/h, {over:.2f} above max_usd_per_hour"
+    if rejected:
+        return f"every plan found is refused, the first ({rejected[0].what}) since {rejected[0].why}"
+    have = sum(r.num_gpus * float(r.node_type.gpu_memory_bytes) for r in tables.resources)
+    need = []
+    for row in tables.rows:
+        kind = tables.kinds[row.kind]
+        room = (row.limit_bytes - row.fixed_bytes) / row.limit_bytes
+        whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes) * kind.tp_degree
+        need.append((whole / room, kind.tp_degree, row.microbatch))
+    least, tp, size = min(need)
+    lack = (
+        f"{(least - have) / GIB:.1f} GiB too little"
+        if least > have
+        else "enough in sum, but no cut of the layers fits each GPU"
+    )
+    return (
+        f"the model does not fit: with TP {tp} and microbatch {size} one copy needs {least / GIB:.1f} GiB of GPU memory, the fleet's"
+        f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB:"
+        f" {lack}. Add GPUs, or use recomputation or a shorter sequence"
+    )

@@ -1,0 +1,310 @@
+"""Random moves from one placed plan to another near it, drawn from one stream of random numbers.
+
+Where the groups of a pipeline change it is cut anew with the least bottleneck; after each move microbatches are shared anew by the tables.
+Equal pipelines often move together, or plans of many would never leave their shape.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cluster import Node, NodeType, node_of
+from planner.plan import Pipeline, Plan, Stage
+from planner.search import limits
+from planner.search.cut import Balancer
+from planner.search.draft import Estimator, Shape, assign_microbatches
+from planner.search.place import stages_on
+from planner.search.tables import Tables
+
+Group = tuple[str, ...]
+Pipelines = list[Pipeline]
+
+
+class Moves:
+    """Of plans over one set of tables. deepest: stages of a pipeline at most; mixed_sizes: whether pipelines may differ in microbatches."""
+
+    def __init__(self, tables: Tables, deepest: int, rng: random.Random, mixed_sizes: bool = True):
+        self.tables, self.deepest, self.rng, self.mixed_sizes = tables, deepest, rng, mixed_sizes
+        self.estimator, self.balancer = Estimator(tables), Balancer(tables, deepest)
+        self.sizes = sorted({row.microbatch for row in tables.rows})
+        self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
+        self._types = {name: resource.node_type for resource in tables.resources for name in resource.node_names}
+        self._nodes = [Node(name, node_type) for name, node_type in self._types.items()]
+        self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
+        self._share = 0.0  # sequences of a pipeline, on average
+        self._ways: dict[Callable[[Pipelines, list[int]], Pipelines | None], float] = {
+            self._move_blocks: 0.35,
+            self._reorder: 0.12,
+            self._exchange: 0.15,
+            self._hand_over: 0.10,
+            self._split_or_merge: 0.14,
+            self._resize: 0.12,
+            self._join_or_leave: 0.12,
+            self._deal_anew: 0.04,
+        }
+
+    def draw(self, plan: Plan, broken: Collection[int] | None = None) -> Plan | None:
+        """A plan a move away, now and then two; None where what was drawn cannot be made. broken: pipelines with which a move begins
+        (None: any)."""
+        if self.rng.random() < limits.PASSED_ON:
+            return self._passed_on(plan)
+        self._share = plan.global_batch_sequences / len(plan.pipelines)
+        made: Pipelines | None = list(plan.pipelines)
+        ways = self.rng.choices(
+            list(self._ways), list(self._ways.values()), k=1 + (self.rng.random() < limits.TWO_AT_ONCE)
+        )
+        for way in ways:
+            if not made:
+                return None
+            alike = self._alike(made, [i for i in (range(len(made)) if broken is None else broken) if i < len(made)])
+            made = way(made, alike if self.rng.random() < 0.5 else [self.rng.choice(alike)])
+        return self.shared(plan, made) if made else None
+
+    def shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
+        """With microbatches so that the slowest pipeline ends earliest by the tables; None where sizes cannot meet the batch."""
+        shapes = [self.shape(pipeline) for pipeline in pipelines]
+        known = [shape for shape in shapes if shape is not None]
+        draft = (
+            assign_microbatches(self.estimator, known, plan.global_batch_sequences)
+            if len(known) == len(shapes)
+            else None
+        )
+        if draft is None:
+            return None
+        counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
+        return replace(plan, pipelines=tuple(counted))
+
+    def shape(self, pipeline: Pipeline) -> Shape | None:
+        """None where the tables do not know its groups or its microbatch size."""
+        rows = self.rows(groups_of(pipeline), pipeline.microbatch_sequences)
+        ends = [stage.end_layer + 1 for stage in pipeline.stages]
+        return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
+
+    def rows(self, groups: Sequence[Group], microbatch: int) -> tuple[int, ...] | None:
+        """The table row of each group; None where one would leave its node or is not in the tables."""
+        rows = []
+        for group in groups:
+            node = node_of(group[0])
+            row = self.tables.row_of.get((self._types[node], len(group), microbatch))
+            if row is None or any(node_of(worker) != node for worker in group[1:]):
+                return None
+            rows.append(row)
+        return tuple(rows)
+
+    def cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
+        """A pipeline of these groups in this order; None where it cannot hold the model."""
+        rows = self.rows(groups, size) if 0 < len(groups) <= self.deepest else None
+        if rows is None:
+            return None
+        sloped = self.tables.begun_ahead > 1 and self.rng.random() < 0.5
+        key = (rows, max(1, round(self._share / size)) if sloped else None)
+        if key not in self._cuts:
+            cuts = self.balancer.cut_each([rows], None if key[1] is None else np.array([float(key[1])]))
+            held = bool(np.isfinite(cuts.bottleneck_s[0]))
+            self._cuts[key] = Shape(rows, tuple(cuts.ends[0, : len(rows)].tolist())) if held else None
+        shape = self._cuts[key]
+        return None if shape is None else Pipeline(stages_on(self.tables, shape, groups), 1, size)
+
+    def _alike(self, pipelines: Pipelines, among: Sequence[int]) -> list[int]:
+        """All pipelines among those with the cut and the node types of one drawn at random."""
+        looks = {i: self._look(pipelines[i]) for i in among or range(len(pipelines))}
+        wanted = self.rng.choice(list(dict.fromkeys(looks.values())))
+        return [i for i, look in looks.items() if look == wanted]
+
+    def _look(self, pipeline: Pipeline) -> tuple[object, ...]:
+        stages = tuple((s.num_layers, s.tp_degree, self._type_of(s.workers).name) for s in pipeline.stages)
+        return (pipeline.microbatch_sequences, *stages)
+
+    def _type_of(self, group: Group) -> NodeType:
+        return self._types[node_of(group[0])]
+
+    def _with_groups(self, pipeline: Pipeline, groups: list[Group]) -> Pipeline | None:
+        """With the cut as it is, where the stages are as many, or anew."""
+        if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5:
+            return self.cut(groups, pipeline.microbatch_sequences)
+        stages = [replace(stage, workers=group) for stage, group in zip(pipeline.stages, groups, strict=True)]
+        return replace(pipeline, stages=tuple(stages))
+
+    def _regrouped(self, pipelines: Pipelines, groups: dict[int, list[Group]]) -> Pipelines | None:
+        """With these groups; a pipeline that has none left is no more."""
+        made = {i: self._with_groups(pipelines[i], mine) if mine else None for i, mine in groups.items()}
+        if any(made[i] is None for i, mine in groups.items() if mine):
+            return None
+        changed = (made.get(i, pipeline) for i, pipeline in enumerate(pipelines))
+        return [pipeline for pipeline in changed if pipeline is not None]
+
+    def _each(
+        self, pipelines: Pipelines, chosen: Sequence[int], change: Callable[[list[Group]], list[Group] | None]
+    ) -> Pipelines | None:
+        """The same change to the groups of each of the chosen."""
+        changed = {i: change(groups_of(pipelines[i])) for i in chosen}
+        found = {i: groups for i, groups in changed.items() if groups is not None}
+        return self._regrouped(pipelines, found) if len(found) == len(chosen) else None
+
+    # -- one pipeline or equal ones ------------------------------------------------------------------------------------
+
+    def _move_blocks(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """One or two from one stage to another; those between pass as many on."""
+        depth = len(pipelines[chosen[0]].stages)
+        if depth < 2:
+            return None
+        giver, taker = self.rng.sample(range(depth), 2)
+        if self.rng.random() < 0.5:
+            taker = giver + 1 if giver + 1 < depth else giver - 1
+        many = self.rng.choice((1, 1, 1, 2))
+        for i in chosen:
+            sizes = [stage.num_layers for stage in pipelines[i].stages]
+            if sizes[giver] <= many:
+                return None
+            sizes[giver] -= many
+            sizes[taker] += many
+            starts = itertools.accumulate(sizes, initial=0)
+            pipelines[i] = replace(pipelines[i], stages=tuple(map(Stage, starts, sizes, groups_of(pipelines[i]))))
+        return pipelines
+
+    def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """A few neighbouring groups go to another place, or all are reversed, or node types follow each other in another order."""
+        depth, way = len(pipelines[chosen[0]].stages), self.rng.choice("mmmrs")
+        start, many, place = self.rng.randrange(depth), self.rng.choice((1, 1, 2, 3, 4)), self.rng.randrange(depth)
+        types = [resource.node_type for resource in self.tables.resources]
+        self.rng.shuffle(types)
+
+        def change(groups: list[Group]) -> list[Group]:
+            if way == "s":
+                return sorted(groups, key=lambda group: types.index(self._type_of(group)))
+            if way == "r":
+                return groups[::-1]
+            moved, rest = groups[start : start + many], groups[:start] + groups[start + many :]
+            return [*rest[:place], *moved, *rest[place:]]
+
+        return self._each(pipelines, chosen, change)
+
+    def _split_or_merge(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """A group becomes two of half the size, or two neighbours on a node one; or all of a node type in a pipeline do."""
+        groups = groups_of(pipelines[chosen[0]])
+        at, split, whole = self.rng.randrange(len(groups)), self.rng.random() < 0.5, self.rng.random() < 0.3
+        kind = (self._type_of(groups[at]), len(groups[at]))
+
+        def change(groups: list[Group]) -> list[Group] | None:
+            out, i = list[Group](), 0
+            while i < len(groups):
+                mine, two = groups[i], groups[i : i + 2]
+                if i == at or (whole and (self._type_of(mine), len(mine)) == kind):
+                    if split:
+                        out += [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+                    elif len(two) == 2 and len(two[0]) == len(two[1]):
+                        out.append(two[0] + two[1])
+                        i += 1
+                    else:
+                        return None
+                else:
+                    out.append(mine)
+                i += 1
+            return out if all(out) else None
+
+        return self._each(pipelines, chosen, change)
+
+    def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """Microbatches of another size, with the cut as it is or anew."""
+        size, keep = self.rng.choice(self.sizes), self.rng.random() < 0.5
+        made = list(pipelines)
+        for i in chosen if self.mixed_sizes else range(len(pipelines)):
+            groups = groups_of(pipelines[i])
+            known = self.rows(groups, size) is not None
+            new = replace(pipelines[i], microbatch_sequences=size) if keep and known else self.cut(groups, size)
+            if new is None:
+                return None
+            made[i] = new
+        return made
+
+    def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """Idle workers of a node become a stage, double a group there or become a pipeline; or a group becomes idle."""
+        used = {worker for pipeline in pipelines for worker in pipeline.workers}
+        idle = [free for node in self._nodes if (free := tuple(w for w in node.workers if w not in used))]
+        depth = len(pipelines[chosen[0]].stages)
+        place, way = self.rng.randrange(depth + 1), self.rng.random()
+        if not idle or way >= 0.8:
+            return self._each(pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :])
+        free = self.rng.choice(idle)
+        degree = self.rng.choice([d for d in self.degrees if d <= len(free)] or [1])
+        if way < 0.25:
+            return self._each(pipelines, chosen[:1], lambda groups: self._doubled(groups, free))
+        if way < 0.35:
+            several = list(itertools.chain.from_iterable(_split(of, degree) for of in idle))
+            new = self.cut(several[: self.deepest], pipelines[chosen[0]].microbatch_sequences)
+            return None if new is None else [*pipelines, new]
+        return self._each(pipelines, chosen[:1], lambda groups: [*groups[:place], free[:degree], *groups[place:]])
+
+    def _doubled(self, groups: list[Group], idle: Group) -> list[Group] | None:
+        """A group on these workers' node with as many of them as it has."""
+        there = [i for i, g in enumerate(groups) if len(g) <= len(idle) and node_of(g[0]) == node_of(idle[0])]
+        if not there:
+            return None
+        at = self.rng.choice(there)
+        return [*groups[:at], groups[at] + idle[: len(groups[at])], *groups[at + 1 :]]
+
+    # -- two pipelines -------------------------------------------------------------------------------------------------
+
+    def _exchange(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """Two stages exchange their workers, in one pipeline or two."""
+        p, q = self.rng.choice(chosen), self.rng.randrange(len(pipelines))
+        groups = {i: groups_of(pipelines[i]) for i in (p, q)}
+        one, other = self.rng.randrange(len(groups[p])), self.rng.randrange(len(groups[q]))
+        if len(groups[p][one]) != len(groups[q][other]) or (p, one) == (q, other):
+            return None
+        groups[p][one], groups[q][other] = groups[q][other], groups[p][one]
+        return self._regrouped(pipelines, groups)
+
+    def _hand_over(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """A few neighbouring groups go to another pipeline."""
+        if len(pipelines) < 2:
+            return None
+        giver = self.rng.choice(chosen)
+        taker = self.rng.choice([i for i in range(len(pipelines)) if i != giver])
+        left, taken = groups_of(pipelines[giver]), groups_of(pipelines[taker])
+        start, many, place = (
+            self.rng.randrange(len(left)),
+            self.rng.choice((1, 1, 2, 4)),
+            self.rng.randrange(len(taken) + 1),
+        )
+        moved, left = left[start : start + many], left[:start] + left[start + many :]
+        return self._regrouped(pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]})
+
+    def _deal_anew(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
+        """The groups of two or three pipelines are dealt out among them, node types in the order of the first one; or all become one."""
+        others = [i for i in range(len(pipelines)) if i != chosen[0]]
+        if not others:
+            return None
+        some = [chosen[0], *self.rng.sample(others, min(len(others), self.rng.choice((1, 1, 2))))]
+        groups = [group for i in some for group in groups_of(pipelines[i])]
+        types = list(dict.fromkeys(map(self._type_of, groups)))
+        groups.sort(key=lambda group: (types.index(self._type_of(group)), -len(group)))
+        many = len(some) if self.rng.random() < 0.7 else 1
+        dealt = {i: groups[n::many] if n < many else [] for n, i in enumerate(some)}
+        return self._regrouped(pipelines, dealt)
+
+    def _passed_on(self, plan: Plan) -> Plan | None:
+        """A microbatch goes to another pipeline of its size: what ends sooner is summed sooner, which tables do not know."""
+        pipelines = list(plan.pipelines)
+        if len(pipelines) == 1:
+            return None
+        giver, taker = self.rng.sample(range(len(pipelines)), 2)
+        one, other = pipelines[giver], pipelines[taker]
+        if one.num_microbatches == 1 or one.microbatch_sequences != other.microbatch_sequences:
+            return None
+        pipelines[giver] = replace(one, num_microbatches=one.num_microbatches - 1)
+        pipelines[taker] = replace(other, num_microbatches=other.num_microbatches + 1)
+        return replace(plan, pipelines=tuple(pipelines))
+
+
+def groups_of(pipeline: Pipeline) -> list[Group]:
+    """Workers of each stage."""
+    return [stage.workers for stage in pipeline.stages]
+
+
+def _split(workers: Group, degree: int) -> list[Group]:
+    """As many groups of that degree as there are in them."""
+    return [workers[i : i + degree] for i in range(0, len(workers) - degree + 1, degree)]
