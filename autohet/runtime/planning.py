@@ -1,12 +1,14 @@
 """From a job document to what the planner needs: model spec, profile, links, precision."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
-from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cluster import Fleet
 from planner.cost.links import LinkTable, read_links
 from planner.cost.model import CostModel
@@ -73,7 +75,7 @@ def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str |
     source = model.config if model.config is not None else model.pretrained
     if source is None:
         raise ConfigError("model needs config or pretrained")
-    spec = model_spec_from_config(job.name, source, precision=job.training.precision, revision=model.revision)
+    spec = spec_by_formula(job.name, source, job.training.precision) or _derived_spec(job, source)
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(CostParameters(), context_bytes=float(job.parallelism.memory_reserve_bytes))
@@ -82,6 +84,14 @@ def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str |
         table = table or _emulated(job)
         parameters = replace(parameters, context_bytes=0.0, context_share=0.0)
     return PlanningInputs(job, spec, table, read_links(links) if links else None, parameters)
+
+
+def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec:
+    from autohet.runtime.models.model_spec import (
+        model_spec_from_config,  # imports torch and transformers: three seconds
+    )
+
+    return model_spec_from_config(job.name, source, precision=job.training.precision, revision=job.model.revision)
 
 
 def _emulated(job: Job) -> ProfileTable:
