@@ -69,7 +69,7 @@ class Scenario:
 
     def prepare(self) -> None:
         self.seen["prepared"] = json.loads(self.run(sys.executable, "scripts/aws/prepare", "--bucket", BUCKET))
-        self.run("ray", "get-auth-token", "--generate")
+        self.run("bash", "-c", "ray get-auth-token --generate > /dev/null")  # it prints the token
         self.token = (self.home / ".ray" / "auth_token").read_text().strip()
         self.mark("prepared")
 
@@ -120,13 +120,15 @@ class Scenario:
     def told(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events() if event["kind"] == kind]
 
-    def trains_on(self, workers: int) -> Callable[[], bool]:
-        """A condition: from now on five steps of one generation are committed by this many workers."""
-        known = max((event["generation"] for event in self.events()), default=0)
+    def generation(self) -> int:
+        return max((event["generation"] for event in self.events()), default=0)
+
+    def trains_on(self, workers: int, after: int = 0) -> Callable[[], bool]:
+        """A condition: five steps of one generation later than `after` are committed by this many workers."""
 
         def condition() -> bool:
             steps = [event["generation"] for event in self.told("step")]
-            generations = [g for g in set(steps) if steps.count(g) >= 5 and g > known]
+            generations = [g for g in set(steps) if steps.count(g) >= 5 and g > after]
             return any(self.workers_of(generation) == workers for generation in generations)
 
         return condition
@@ -179,19 +181,20 @@ def long(scenario: Scenario) -> None:
     )  # fmt: skip
     cloud = scenario.cloud
     scenario.until("two nodes train", scenario.trains_on(2), 300)
-    victim = cloud.living("g5")[0]
+    victim, before = cloud.living("g5")[0], scenario.generation()
     victim.interrupt(110.0)
     scenario.mark("interruption notice")
     scenario.until("the notice is taken", lambda: scenario.told("notice"), 60)
     newer = lambda: [m for m in cloud.living("g5") if m.launched_at > victim.launched_at]  # noqa: E731
     second = scenario.until("a replacement is launched", newer, 120)[0]
     scenario.until("the interrupted node is given back", lambda: victim not in cloud.living(), 200)
-    scenario.until("the replacement trains", scenario.trains_on(2), 240)
+    scenario.until("the replacement trains", scenario.trains_on(2, before), 240)
+    before = scenario.generation()
     cloud.terminate(second)
     scenario.mark("terminated without notice")
     scenario.until("the death is known", lambda: scenario.told("death"), 60)
     scenario.until("another one is launched", lambda: [m for m in newer() if m is not second], 180)
-    scenario.until("the second replacement trains", scenario.trains_on(2), 240)
+    scenario.until("the second replacement trains", scenario.trains_on(2, before), 240)
     scenario.run("ray", "job", "stop", "--address", scenario.address, "job", timeout_s=120)
     scenario.mark("stopped")
     found = [line for line in scenario.logs().splitlines() if line.startswith('{"steps"')]
