@@ -9,7 +9,7 @@ on nodes of its own (the other way round).
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,14 +170,18 @@ class Drafter:
         return [proposal for proposal in proposed if proposal is not None]
 
     def _quickest(self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
-        """The best of each list, fastest first."""
-        every = [(key, each) for key, some in arranged.items() for each in some]
+        """The best of each list, fastest first: a closed form ranks those of a list, what is known of links and sync those ranked first."""
         best: dict[int, _Cut] = {}
-        for ahead in (True, False) if timing.tables.begun_ahead > 1 else (False,):
-            cuts = self._cut([each for _, each in every], timing.tables, ahead) if every else []
-            for (key, each), shapes in zip(every, cuts, strict=True):
-                if shapes is None:
+        every = [(key, each) for key, some in arranged.items() for each in some]
+        for ahead in (True, False) if timing.tables.begun_ahead > 1 and every else (False,) * bool(every):
+            cut_s, shapes_of = self._cut([each for _, each in every], timing.tables, ahead)
+            seen = dict.fromkeys(arranged, 0)
+            for i in np.argsort(cut_s, kind="stable")[: np.isfinite(cut_s).sum()].tolist():
+                key, each = every[i]
+                seen[key] += 1
+                if seen[key] > limits.CUTS_TIMED:
                     continue
+                shapes = shapes_of(i)
                 seconds = _steady_s(timing, shapes, [n for _, n in each.pipelines], self.batch)
                 if sync is not None:
                     seconds += max(sync.after_one_s(timing, each.number, shape) for shape in shapes)
@@ -259,18 +263,24 @@ class Drafter:
             left += [((row,) * (each + longer), n) for longer, n in ((0, count - more), (1, more)) if n]
         yield _Arranged(number, tuple(left))
 
-    def _cut(self, arranged: list[_Arranged], tables: Tables, ahead: bool) -> list[list[Shape] | None]:
-        """The shapes of each; None where one of its pipelines cannot hold the model."""
+    def _cut(
+        self, arranged: list[_Arranged], tables: Tables, ahead: bool
+    ) -> tuple[Floats, Callable[[int], list[Shape]]]:
+        """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite where one cannot hold the model; and what
+        makes the shapes of one."""
         pipelines = [rows for each in arranged for rows, _ in each.pipelines]
+        begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
         sequences = np.array([self.batch / each.number for each in arranged for _ in each.pipelines])
         microbatches = np.maximum(sequences / [tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
         cuts = Balancer(tables, self.deepest).cut_each(pipelines, microbatches if ahead else None)
-        held, ends, at, out = np.isfinite(cuts.bottleneck_s), cuts.ends.tolist(), 0, list[list[Shape] | None]()
-        for each in arranged:
-            mine = range(at, at := at + len(each.pipelines))
-            shapes = [Shape(pipelines[i], tuple(ends[i][: len(pipelines[i])])) for i in mine]
-            out.append(shapes if held[mine].all() else None)
-        return out
+
+        def shapes(i: int) -> list[Shape]:
+            mine = range(begins[i], begins[i + 1])
+            return [Shape(pipelines[j], tuple(cuts.ends[j, : len(pipelines[j])].tolist())) for j in mine]
+
+        seconds = cuts.fill_s + (microbatches - 1) * np.where(np.isfinite(cuts.bottleneck_s), cuts.bottleneck_s, 1e300)
+        slowest = np.maximum.reduceat(np.where(np.isfinite(cuts.bottleneck_s), seconds, np.inf), begins[:-1])
+        return slowest, shapes
 
 
 def _likeness(tables: Tables, arranged: _Arranged) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ TYPE_ORDERS = 6  # orders of the node types along a pipeline: all of three types
 # ---- drafts: families of near-equal pipelines ----
 FAMILIES = 240  # families at most whose cuts are computed, those first that a closed form ranks first
 FAMILIES_TOGETHER = 60  # of these as many at a time: more only while the closed form lets hope for a better one
+CUTS_TIMED = 4  # of the orders of one family, or of its other groups, with their links and sync
 DRAFTS = 12  # drafts that are placed and predicted: the estimate is within 3% of the prediction in nine cases of ten
 PARTS = (1, 2, 3, 4, 6, 8)  # parts into which pipelines side by side are divided, so that fewer share a card
 PARTED = 3  # drafts that are placed in all of these
