@@ -166,7 +166,7 @@ class Drafter:
             tried += [each.arranged for each in best[: limits.REGROUPED]]
             better = self._quickest({i: list(self._regrouped(a)) for i, a in enumerate(tried)}, timing, sync)
             best, tried = sorted([*best, *better], key=lambda cut: cut.seconds), []
-        proposed = (self._proposal(cut.each(), timing, sync, together) for cut in best[: 4 * limits.DRAFTS])
+        proposed = (self._proposal(cut.each(), timing, sync, together) for cut in best[: 2 * limits.DRAFTS])
         return [proposal for proposal in proposed if proposal is not None]
 
     def _quickest(self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
