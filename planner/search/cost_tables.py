@@ -14,7 +14,6 @@ from planner.search.problem import Request
 from planner.search.tables import Kind, Resource, Row, SyncShape, Tables
 
 GIB = 2**30
-FEW_GPUS = 16  # up to so many every set of a few pipelines is compared
 
 
 def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
@@ -41,7 +40,7 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
         _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows), least_boundary_s=_least_boundary(cost, resources, kinds, rows),
         least_ring_s=_least_ring(cost, resources, holders > 1), least_nics_s=_least_nics(cost, resources, holders),
-        ring_s=_ring(cost, resources) if sum(r.num_gpus for r in resources) > FEW_GPUS else None,
+        ring_s=_ring(cost, resources),
     )  # fmt: skip
 
 

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search import limits
 from planner.search.slopes import memory_holds, slopes_of
 from planner.search.tables import Floats, Ints, Tables
-
-_AT_ONCE = 700
-_NEAR = 1.4
-_CLOSE = 1.001
 
 
 @dataclass(frozen=True)
@@ -121,22 +118,22 @@ class Balancer:
         high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
         best = self._greedy(rows, num_stages, high, own, scale)
         dead = best[:, 0] < 0
-        near = np.minimum(_NEAR * low, high)
+        near = np.minimum(limits.NEAR_EVEN * low, high)
         ends = self._greedy(rows, num_stages, near, own, scale)
         good = ends[:, 0] >= 0
         best[good] = ends[good]
         low, high = np.where(good, low, near), np.where(good, near, high)
-        while len(left := np.flatnonzero(~dead & (high > low * _CLOSE))):
-            levels = max(1, int(np.log2(1 + _AT_ONCE / len(left))))
+        while len(left := np.flatnonzero(~dead & (high > low * limits.CUT_TOLERANCE))):
+            levels = max(1, int(np.log2(1 + limits.CUTS_AT_ONCE / len(left))))
             copies = np.repeat(left, 2**levels - 1)
-            limits = low[left, None] * (high[left] / low[left])[:, None] ** (np.arange(2**levels + 1) / 2**levels)
-            ends = self._greedy(rows[copies], num_stages[copies], limits[:, 1:-1].ravel(), own[copies], scale[copies])
+            trials = low[left, None] * (high[left] / low[left])[:, None] ** (np.arange(2**levels + 1) / 2**levels)
+            ends = self._greedy(rows[copies], num_stages[copies], trials[:, 1:-1].ravel(), own[copies], scale[copies])
             ends = ends.reshape(len(left), -1, rows.shape[1])
             good = ends[:, :, 0] >= 0
             first = np.where(good.any(axis=1), good.argmax(axis=1), good.shape[1])
             some = np.flatnonzero(first < good.shape[1])
             best[left[some]] = ends[some, first[some]]
-            low[left], high[left] = limits[np.arange(len(left)), first], limits[np.arange(len(left)), first + 1]
+            low[left], high[left] = trials[np.arange(len(left)), first], trials[np.arange(len(left)), first + 1]
         return best
 
     def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:

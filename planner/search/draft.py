@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from planner.cost.schedule import run_1f1b
 from planner.in_flight import one_each, period_s, working_ahead
+from planner.search import limits
 from planner.search.sync_load import Member, block_bytes, sync_end_s
 from planner.search.tables import SyncShape, Tables
 
-_LONGER = 1.01
 # A time, and the totals of microbatches of each size with which the batch is met in it.
 _Trial = tuple[float, dict[int, int]]
 
@@ -267,7 +267,7 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
 
 def _soon(estimator: Estimator, shapes: Sequence[Shape], batch: int, most: _Trial) -> _Trial:
     """A time near the steady state's in which the batch is met. With one microbatch size any will do: trimming shortens it."""
-    seconds, longer = _steady_s(estimator, shapes, batch), _LONGER
+    seconds, longer = _steady_s(estimator, shapes, batch), limits.LONGER
     while seconds < most[0]:
         totals = _totals(estimator, shapes, batch, seconds)
         if totals is not None:

@@ -8,12 +8,11 @@ from planner.cluster import node_of
 from planner.cost.model import CostModel, Prediction
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
-from planner.search.limits import AS_FAST
+from planner.search.limits import AS_FAST, FEW_MICROBATCHES
 from planner.search.problem import Idle, Rejected, Request
 from planner.search.tables import Tables
 
 GIB = 2**30
-_FEW_MICROBATCHES = 4  # a stage: with fewer too many forwards first may hold backwards up
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def least_ahead(cost: CostModel, plan: Plan) -> Plan:
 def settled(cost: CostModel, plan: Plan) -> Plan:
     """The plan as it competes with others: as far ahead as memory allows, or where some pipeline has few microbatches for its stages as
     far as is best."""
-    few = any(1 < len(p.stages) > p.num_microbatches / _FEW_MICROBATCHES for p in plan.pipelines)
+    few = any(1 < len(p.stages) > p.num_microbatches / FEW_MICROBATCHES for p in plan.pipelines)
     return least_ahead(cost, plan) if few else cost.working_ahead(plan)
 
 

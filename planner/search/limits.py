@@ -2,7 +2,6 @@
 so that the same mechanisms run on three GPUs and on a thousand; all are counts, since a result must not depend on the machine's speed."""
 
 # ---- what there is to choose from ----
-MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # sequences; kernels gain little between powers of two
 EVERY_NUMBER = 16  # pipelines: up to so many every number of them is tried
 NUMBERS_APART = 9 / 8  # beyond, numbers of pipelines at least that far apart, since near ones make nearly equal plans
 TYPE_ORDERS = 6  # orders of the node types along a pipeline: all of three types
@@ -17,6 +16,8 @@ PARTED = 3  # drafts that are placed in all of these
 FAR_BEHIND = 1.15  # times the best: what is slower is not made best by single moves
 BISECTIONS = 12  # steps of the closed form's bottleneck: to a thousandth of its range
 CUT_TOLERANCE = 1.001  # ratio of bottlenecks at which a bisection stops: a block more or less is a hundredth
+NEAR_EVEN = 1.4  # times an even share of the work: most bottlenecks lie below
+LONGER = 1.01  # ratio of the first two times tried in sharing microbatches
 CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same however short it is
 
 # ---- improvement ----
@@ -28,7 +29,7 @@ HOT = 1e-3  # share of the step time that a change may cost at first
 COLD = 1e-6  # and in the end
 HOPELESS = 12.0  # heats: a worse change is taken once in 160,000 tries
 STRAYED = 1.03  # times the best: from there a walk returns to it
-PLAIN = 1.005  # times the best: within it the plan with fewer kinds of pipelines is chosen
+FEW_MICROBATCHES = 4  # a stage: with fewer, too many forwards first may hold backwards up
 AS_FAST = 1.0005  # times the best: within it fewer microbatches are kept in flight
 PASSED_ON = 0.06  # share of the moves that pass a microbatch on
 TWO_AT_ONCE = 0.12  # share of the moves that are two
