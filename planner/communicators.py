@@ -13,10 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from planner.plan import Plan, Stage
 
-MAX_SYNC_GROUPS = 4
-"""Communicators of one worker for gradient sync. With the world of the generation, one for each direction between stages and that of
-its tensor-parallel group a worker has at most MAX_COMMUNICATORS."""
-MAX_COMMUNICATORS = MAX_SYNC_GROUPS + 4
+MAX_COMMUNICATORS = 8
+"""Of one worker: the world of the generation, `num_border_groups`, its tensor-parallel group, and what is left for gradient sync."""
 COMMUNICATOR_BYTES = 512 * 2**20
 """Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear in its channels."""
 
@@ -45,7 +43,7 @@ def holder_sets(plan: Plan, *, tied: bool) -> Counter[Members]:
     return Counter({members: count for members, count in found.items() if len(members) > 1})
 
 
-def merged_groups(weights: Mapping[Members, float], most: int | None = MAX_SYNC_GROUPS) -> dict[Members, Members]:
+def merged_groups(weights: Mapping[Members, float], most: int | None) -> dict[Members, Members]:
     """The group over which each set of holders is summed: itself, or a superset where some worker would be in more than `most` groups.
 
     weights: by set, in proportion to its bytes. While a worker has too many, those two of its groups become one that add the fewest
@@ -69,7 +67,20 @@ def merged_groups(weights: Mapping[Members, float], most: int | None = MAX_SYNC_
     }
 
 
-def sync_groups(plan: Plan, *, tied: bool, most: int | None = MAX_SYNC_GROUPS) -> dict[Members, Members]:
+def num_border_groups(plan: Plan) -> int:
+    """How many groups carry messages between stages: for each direction one, or two, in turns over a pipeline's borders, where a stage has
+    neighbours on both sides. A communicator runs its operations in one order, so a stage that received and sent over the same one would
+    send only once it had received what may come later: four stages and eight microbatches stand still so.
+    """
+    return 4 if any(len(pipeline.stages) > 2 for pipeline in plan.pipelines) else 2
+
+
+def max_sync_groups(plan: Plan) -> int:
+    """How many communicators a worker may have for gradient sync."""
+    return MAX_COMMUNICATORS - 2 - num_border_groups(plan)
+
+
+def sync_groups(plan: Plan, *, tied: bool, most: int | None) -> dict[Members, Members]:
     """`merged_groups` of a plan's sets of holders."""
     return merged_groups(holder_sets(plan, tied=tied), most)
 
@@ -80,12 +91,12 @@ def communicators_by_worker(plan: Plan, *, tied: bool) -> dict[str, int]:
     """
     if len(plan.workers) == 1:
         return dict.fromkeys(plan.workers, 0)
-    counts = dict.fromkeys(plan.workers, 3)  # the generation's world, and a group for each direction between stages
+    counts = dict.fromkeys(plan.workers, 1 + num_border_groups(plan))
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             for worker in stage.workers:
                 counts[worker] += stage.tp_degree > 1
-    for group in set(sync_groups(plan, tied=tied).values()):
+    for group in set(sync_groups(plan, tied=tied, most=max_sync_groups(plan)).values()):
         for worker in group:
             counts[worker] += 1
     return counts

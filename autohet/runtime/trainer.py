@@ -28,6 +28,7 @@ from autohet.runtime.parallel.executor import Batch, Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.state.optimizer import clip_factor, update
+from planner.communicators import num_border_groups
 from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
 
@@ -130,8 +131,12 @@ class StageTrainer:
         dtype = COMPUTE_DTYPE[training.precision]
         tensor = self._tensor_group(groups)
         self._tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
-        forward, backward = groups.group(plan.workers, "forward"), groups.group(plan.workers, "backward")
-        self._world = backward  # for the vote: it starts after the last message of a step; one communicator fewer
+        borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
+        forward, backward = (
+            [groups.group(plan.workers, f"{direction}/{border}") for border in borders]
+            for direction in ("forward", "backward")
+        )
+        self._world = backward[0]  # for the vote: it starts after the last message of a step; one communicator fewer
         build = getattr(
             family_of(config), "build_stage", build_stage
         )  # a family may bring stages of its own (the tests' exact model)

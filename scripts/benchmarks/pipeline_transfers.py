@@ -138,7 +138,7 @@ def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], o
     assert place is not None
     ranks = groups.group(place.stage.workers) if case.ranks > 1 else None
     pacer = Pacer(Pace(FORWARD_S, BACKWARD_S), lambda: False)
-    executor = Executor(place, _Identity(), everyone, everyone, ranks, HIDDEN, torch.float32, CPU, pacer)
+    executor = Executor(place, _Identity(), [everyone] * 2, [everyone] * 2, ranks, HIDDEN, torch.float32, CPU, pacer)
     tokens = torch.zeros(HIDDEN[:2], dtype=torch.int64)
     return lambda: executor.run(lambda m: (tokens, tokens), lambda phase: None)
 

@@ -255,7 +255,6 @@ class DeferredGroup(Group):
     """As NcclGroup, on the CPU."""
 
     in_stream_order = True
-    max_sync_groups = 4
     clock = _DeferredClock()
 
     def _create(self, store: Store) -> Any:

@@ -89,7 +89,7 @@ def first_stage_of(before: int, nodes: str, gathered: list[Tensor] | None) -> tu
     """Rank 0 of `before` ranks of a first stage; four ranks follow. Its hidden states, [3, 4, 8], are its one layer's values."""
     place = two_stages(before, 4, nodes)["a/0"]
     layer = torch.nn.Linear(5, 8)
-    wires = Wire(), Wire(), Wire(gathered)
+    wires = [Wire()] * 2, [Wire()] * 2, Wire(gathered)
     return Executor(place, layer, *wires, (3, 4, 8), torch.float32, torch.device("cpu")), layer  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(before: i
     started = time.perf_counter()
     executor.run(lambda m: (tokens[m], torch.zeros(3, 4, dtype=torch.int64)), lambda phase: None)
     took = time.perf_counter() - started
-    forward, backward = executor._forward_group, executor._backward_group
+    forward, backward = executor._activations_to, executor._gradients_from
     served = range(4 // before)
     for number, (to, tag, sent) in enumerate(forward.sent):  # type: ignore[attr-defined]
         m, j = divmod(number, len(served))
@@ -130,7 +130,7 @@ def test_what_was_sent_leaves_memory_before_its_gradient_comes() -> None:
         made.append(StorageWeakRef(out.untyped_storage()))
         return out
 
-    executor = Executor(place, stage, Wire(), Wire(), None, (1, 4, 8), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    executor = Executor(place, stage, [Wire()] * 2, [Wire()] * 2, None, (1, 4, 8), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     executor.run(lambda m: (torch.randn(1, 4, 5), torch.zeros(1, 4, dtype=torch.int64)), lambda phase: None)
     assert alive == [0, 1, 2, 2, 2, 2], "only those whose send may be under way"
     assert layer.weight.grad is not None

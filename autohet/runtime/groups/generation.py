@@ -31,8 +31,9 @@ BACK_ENDS: dict[str, type[Group]] = {"cpu": GlooGroup, "cuda": NcclGroup}
 
 
 class GenerationGroups:
-    """All groups of one worker in one generation. `world` has every participant; p2p of activations and of gradients go over
-    `forward` and `backward` (one and the same where messages have tags), and the vote, when all of these have ended, over `backward`.
+    """All groups of one worker in one generation. `world` has every participant; messages of activations and of gradients go over
+    `forward` and `backward`, in turns over a pipeline's borders (one and the same group where messages have tags), and the vote, when all
+    of these have ended, over `backward`.
 
     back_end: what makes the groups; by default the device's.
     """

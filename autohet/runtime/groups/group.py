@@ -22,6 +22,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, St
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
 from autohet.runtime.groups.errors import Interrupted, PeerLost
+from planner.communicators import max_sync_groups
+from planner.plan import Plan
 
 HOST_POLL_S = 2e-4
 
@@ -40,8 +42,6 @@ class Group(ABC):
     """Whether a group's operations run one after the other, in the order of a stream. Then each purpose needs a group of its own, all
     workers must start operations of several groups in one order, and only the order matches messages. Else they have tags.
     """
-    max_sync_groups: ClassVar[int | None] = None
-    """How many groups of one worker gradient sync may have (None: one for each set of holders)."""
     abort_may_hang: ClassVar[bool] = False
     clock: ClassVar[StreamClock] = HostClock()
 
@@ -84,6 +84,11 @@ class Group(ABC):
     def is_healthy(cls, device: torch.device, limit_s: float) -> bool:
         """Whether the device still computes after an abort, asked so that no call blocks for good."""
         return True
+
+    @classmethod
+    def max_sync_groups(cls, plan: Plan) -> int | None:
+        """How many groups of one worker gradient sync may have (None: one for each set of holders)."""
+        return max_sync_groups(plan) if cls.in_stream_order else None
 
     # operations ------------------------------------------------------------------------------------------------------
 

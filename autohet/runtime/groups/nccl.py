@@ -20,7 +20,6 @@ from torch.distributed.distributed_c10d import Store
 from autohet.runtime.groups.clock import EventClock
 from autohet.runtime.groups.errors import PeerLost
 from autohet.runtime.groups.group import HOST_POLL_S, Group
-from planner.communicators import MAX_SYNC_GROUPS
 
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a watchdog ends the process when a peer is lost
@@ -50,7 +49,6 @@ class NcclGroup(Group):
     """
 
     in_stream_order = True
-    max_sync_groups = MAX_SYNC_GROUPS
     abort_may_hang = True
     clock = EventClock()
 

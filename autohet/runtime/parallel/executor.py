@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,16 +38,23 @@ class Stage(Protocol):
 class Executor:
     """One worker's part of a pipeline's forward and backward passes. Called by every worker of the pipeline once a step; blocks.
 
+    forward, backward: the groups over which hidden states and gradients cross even and odd borders (border s is behind stage s).
     tensor_group: the ranks of this worker's stage, in their order; None where it has one. hidden_shape: (b, S, H) of a microbatch.
     """
 
     def __init__(
-        self, place: Place, stage: Stage, forward_group: Group, backward_group: Group, tensor_group: Group | None,
+        self, place: Place, stage: Stage, forward: Sequence[Group], backward: Sequence[Group], tensor_group: Group | None,
         hidden_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
         pacer: Pacer | None = None, check: Callable[[], None] = lambda: None, clock: StreamClock | None = None,
     ) -> None:  # fmt: skip
         self.place, self.stage, self.pacer = place, stage, pacer
-        self._forward_group, self._backward_group, self._tensor_group = forward_group, backward_group, tensor_group
+        ahead, behind = (
+            place.stage_index % 2,
+            (place.stage_index - 1) % 2,
+        )  # the borders to the next stage, and to the one before
+        self._activations_from, self._activations_to = forward[behind], forward[ahead]
+        self._gradients_from, self._gradients_to = backward[ahead], backward[behind]
+        self._tensor_group = tensor_group
         self._shape, self._dtype, self._device = hidden_shape, dtype, device
         self._check = (
             check  # raises Interrupted once the generation is over: between actions, for stages that wait for nobody
@@ -105,12 +112,12 @@ class Executor:
     def _recv_activation(self, m: int) -> None:
         transfer = self.place.takes_forward
         assert transfer is not None
-        self._inputs[m] = self._take(Kind.RECV_ACTIVATION, m, self._forward_group, transfer, 2 * m).requires_grad_()
+        self._inputs[m] = self._take(Kind.RECV_ACTIVATION, m, self._activations_from, transfer, 2 * m).requires_grad_()
 
     def _recv_gradient(self, m: int) -> None:
         transfer = self.place.takes_backward
         assert transfer is not None
-        self._gradients[m] = self._take(Kind.RECV_GRADIENT, m, self._backward_group, transfer, 2 * m + 1)
+        self._gradients[m] = self._take(Kind.RECV_GRADIENT, m, self._gradients_from, transfer, 2 * m + 1)
 
     def _take(self, kind: Kind, m: int, group: Group, transfer: Transfer, tag: int) -> Tensor:
         """Wait for what microbatch m brings, after posting the receive of the next one: it may come while this one computes.
@@ -174,11 +181,11 @@ class Executor:
 
     def _send_activation(self, m: int) -> None:
         tensor = self._outputs.pop(m).contiguous()
-        self._send(Kind.SEND_ACTIVATION, self._forward_group, tensor, self.place.gives_forward, 2 * m)
+        self._send(Kind.SEND_ACTIVATION, self._activations_to, tensor, self.place.gives_forward, 2 * m)
 
     def _send_gradient(self, m: int) -> None:
         tensor = self._gradients.pop(m).contiguous()
-        self._send(Kind.SEND_GRADIENT, self._backward_group, tensor, self.place.gives_backward, 2 * m + 1)
+        self._send(Kind.SEND_GRADIENT, self._gradients_to, tensor, self.place.gives_backward, 2 * m + 1)
 
     def _send(self, kind: Kind, group: Group, tensor: Tensor, to: tuple[Transfer, ...], tag: int) -> None:
         """Start to send the slice that each target takes; `tensor` is whole, [b, S, H].

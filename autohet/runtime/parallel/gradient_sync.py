@@ -165,7 +165,7 @@ class GradientSync:
         *, overlap: bool = True,
     ) -> None:  # fmt: skip
         self._me, self._parameters, self._overlap = me, dict(parameters), overlap
-        members = groups_by_holders(plan, config, groups.back_end.max_sync_groups)
+        members = groups_by_holders(plan, config, groups.back_end.max_sync_groups(plan))
         built = {each: groups.group(each) for each in sorted(set(members.values())) if me in each}
         self.buckets = tuple(
             bucket for bucket in plan_buckets(plan, config) if me in members.get(bucket.holders, bucket.holders)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models import family_of, stage_parameter_names
 from autohet.runtime.parallel.gradient_sync import Bucket, GradientSync, groups_by_holders, plan_buckets
-from planner.communicators import MAX_SYNC_GROUPS, holder_sets
+from planner.communicators import holder_sets, max_sync_groups
 from planner.plan import Plan
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
@@ -80,7 +80,7 @@ class FakeGroups:
     device = torch.device("cpu")
 
     def __init__(self, most: int | None = None) -> None:
-        self.back_end = SimpleNamespace(max_sync_groups=most)
+        self.back_end = SimpleNamespace(max_sync_groups=lambda plan: most)
         self.made: list[tuple[str, ...]] = []
         self.given: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
 
@@ -212,10 +212,10 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
 def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool) -> None:
     """And merges them as the runtime does: one list of groups, in one order at every worker."""
     config = tiny_config("llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, tie_word_embeddings=tied)
-    found = groups_by_holders(drawn, config, MAX_SYNC_GROUPS)
+    found = groups_by_holders(drawn, config, max_sync_groups(drawn))
     assert set(found) <= set(holder_sets(drawn, tied=tied))
     counts = Counter(worker for group in set(found.values()) for worker in group)
-    assert max(counts.values(), default=0) <= MAX_SYNC_GROUPS
+    assert max(counts.values(), default=0) <= max_sync_groups(drawn)
 
 
 def test_it_goes_when_it_is_dropped() -> None:
