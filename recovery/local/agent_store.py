@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
-from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter, has_writer
+from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter, has_writer
+from recovery.local.snapshot_format import SUFFIX, FileMap
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
 

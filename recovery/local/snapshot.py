@@ -20,7 +20,8 @@ import torch
 
 from recovery.errors import RecoveryError, SnapshotError
 from recovery.local.snapshot_buffer import SnapshotBuffer
-from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_format import SUFFIX, FileMap
 from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, ShardId, units_by_tensor
 

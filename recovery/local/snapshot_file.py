@@ -1,14 +1,5 @@
 """The file that holds one worker's state at one step, in host memory or on disk: written in place, valid only once
-committed.
-
-    offset 0        prefix: magic, version, where the parts are, CRC of the static header offset 256      commit
-    record: sequence, step, generation, CRC of the checksums; CRC over itself. Zero while being written.
-    4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit, offset, bytes)
-    ...             checksums: one u64 (see `recovery.state.checksum`) for each shard, in the table's order
-    page aligned    payload: each shard's elements, row-major, 64-byte aligned
-
-A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is never read. What
-the record cannot know (bytes that rot later, an overwrite during a read) each shard's checksum tells.
+committed, read while it is mapped. `recovery.local.snapshot_format` says how it is laid out.
 """
 
 from __future__ import annotations
@@ -20,29 +11,28 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.local.snapshot_format import (
+    HEADER_OFFSET,
+    RECORD,
+    RECORD_OFFSET,
+    Commit,
+    Extent,
+    FileMap,
+    encode_commit,
+    read_map,
+)
 from recovery.state.checksum import BLOCK_BYTES, RunningChecksum, checksum
 from recovery.state.holdings import Holding, Source
-from recovery.state.layout import ShardId, TensorSpec
+from recovery.state.layout import ShardId
 
-MAGIC = b"AHSNAP03"
-SUFFIX = ".snapshot"
-_PREFIX = struct.Struct("<8sQQIIQQQI")
-_RECORD = struct.Struct("<QqqII")
-_RECORD_OFFSET = 256
-_HEADER_OFFSET = 4096
-_ALIGNMENT = 64
 MADV_POPULATE_WRITE = 23
 POPULATE_BYTES = 64 << 20
 CLAIM_BYTES = 256 << 20
@@ -51,62 +41,6 @@ _READ_BYTES = 8 * BLOCK_BYTES
 _LIBC = ctypes.CDLL(None)
 
 Checksums = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Which state a file holds; `sequence` rises with every commit to the same file."""
-
-    sequence: int
-    step: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Where a shard lies in the file, in bytes."""
-
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class FileMap:
-    """The static part of a snapshot file: whose state, which shards, and where each lies."""
-
-    worker: str
-    tensors: Mapping[str, TensorSpec]
-    extents: Mapping[ShardId, Extent]
-    checksums_offset: int
-    payload_offset: int
-    file_bytes: int
-
-    @staticmethod
-    def of(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> FileMap:
-        """Lay `shards` out, in their order, in a new file."""
-        header = _encode_header(worker, tensors, shards)
-        checksums_offset = _HEADER_OFFSET + _aligned(len(header), _ALIGNMENT)
-        payload_offset = _aligned(checksums_offset + 8 * len(shards), mmap.PAGESIZE)
-        extents: dict[ShardId, Extent] = {}
-        position = payload_offset
-        for shard in shards:
-            num_bytes = tensors[shard.tensor].unit_bytes(shard.unit)
-            extents[shard] = Extent(position, num_bytes)
-            position += _aligned(num_bytes, _ALIGNMENT)
-        used = {shard.tensor: tensors[shard.tensor] for shard in shards}
-        return FileMap(worker, used, extents, checksums_offset, payload_offset, max(position, payload_offset + 1))
-
-    def prefix_and_header(self) -> tuple[bytes, bytes]:
-        header = _encode_header(self.worker, self.tensors, tuple(self.extents))
-        fields = (MAGIC, _HEADER_OFFSET, len(header), zlib.crc32(header), len(self.extents))
-        places = (self.checksums_offset, self.payload_offset, self.file_bytes)
-        prefix = _PREFIX.pack(*fields, *places, 0)
-        return prefix[:-4] + struct.pack("<I", zlib.crc32(prefix[:-4])), header
-
-
-def encode_commit(commit: Commit, checksums: bytes) -> bytes:
-    body = _RECORD.pack(commit.sequence, commit.step, commit.generation, zlib.crc32(checksums), 0)
-    return body[:-4] + struct.pack("<I", zlib.crc32(body[:-4]))
 
 
 class _Descriptor:
@@ -132,14 +66,14 @@ class SnapshotFile:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
                 self.num_bytes, self.identity = status.st_size, (status.st_dev, status.st_ino)
-                if self.num_bytes < _HEADER_OFFSET:
+                if self.num_bytes < HEADER_OFFSET:
                     raise SnapshotError(str(path), f"is truncated: {self.num_bytes} bytes")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 self._descriptor = _Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise SnapshotError(str(path), f"cannot be opened: {error}") from error
         try:
-            self.map = _read_map(path, self._map)
+            self.map = read_map(path, self._map)
             self._positions = {shard: number for number, shard in enumerate(self.map.extents)}
             self.commit, self._checksums = self._read_commit()
         except BaseException:
@@ -253,16 +187,16 @@ class SnapshotFile:
             return False
 
     def _read_commit(self) -> tuple[Commit, Checksums]:
-        raw = self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size]
-        sequence, step, generation, checksums_crc, crc = _RECORD.unpack(raw)
-        if raw == bytes(_RECORD.size):
+        raw = self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size]
+        sequence, step, generation, checksums_crc, crc = RECORD.unpack(raw)
+        if raw == bytes(RECORD.size):
             raise SnapshotUncommitted(str(self.path), "nothing is committed in it (its writer was at work or died)")
         if zlib.crc32(raw[:-4]) != crc:
             raise SnapshotError(str(self.path), "the commit record is damaged")
         start = self.map.checksums_offset
         checksums = self._map[start : start + 8 * len(self.map.extents)]
         if zlib.crc32(checksums) != checksums_crc:
-            if self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] != raw:
+            if self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size] != raw:
                 raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
             raise SnapshotError(str(self.path), "the table of checksums is damaged")
         return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u8")
@@ -313,7 +247,7 @@ class SnapshotFileWriter:
 
     def begin(self) -> None:
         """Declare what the file holds void; from here until `commit` a reader finds nothing in it."""
-        self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] = bytes(_RECORD.size)
+        self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size] = bytes(RECORD.size)
 
     def commit(self, step: int, generation: int) -> None:
         """Checksum the payload and make it what the file holds."""
@@ -329,7 +263,7 @@ class SnapshotFileWriter:
         self._map[start : start + len(raw)] = raw
         self._sequence += 1
         record = encode_commit(Commit(self._sequence, step, generation), raw)
-        self._map[_RECORD_OFFSET : _RECORD_OFFSET + _RECORD.size] = record
+        self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size] = record
 
     def checksums(self) -> list[int]:
         """Those of the last commit, in the table's order."""
@@ -368,41 +302,7 @@ def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> mma
                 raise OSError(errno.ECANCELED, "it is not wanted any more")
             os.posix_fallocate(file.fileno(), start, min(CLAIM_BYTES, file_map.file_bytes - start))
         file.write(prefix)
-        file.seek(_HEADER_OFFSET)
+        file.seek(HEADER_OFFSET)
         file.write(header)
         file.flush()
         return mmap.mmap(file.fileno(), file_map.file_bytes)
-
-
-def _encode_header(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> bytes:
-    used = {shard.tensor: tensors[shard.tensor] for shard in shards}
-    document = {"worker": worker, "tensors": [spec.to_document() for spec in used.values()], "shards": list(shards)}
-    return msgspec.msgpack.encode(document)
-
-
-def _read_map(path: Path, content: mmap.mmap) -> FileMap:
-    prefix = content[: _PREFIX.size]
-    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = _PREFIX.unpack(
-        prefix
-    )
-    if magic != MAGIC:
-        raise SnapshotError(str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})")
-    if zlib.crc32(prefix[:-4]) != crc:
-        raise SnapshotError(str(path), "the prefix is damaged")
-    if len(content) < file_bytes:
-        raise SnapshotError(str(path), f"is truncated: {len(content)} of {file_bytes} bytes")
-    header = content[at : at + length]
-    if zlib.crc32(header) != header_crc:
-        raise SnapshotError(str(path), "the header is damaged")
-    document: dict[str, Any] = msgspec.msgpack.decode(header)
-    tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
-    shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
-    file_map = FileMap.of(str(document["worker"]), tensors, shards)
-    places = (len(shards), file_map.checksums_offset, file_map.payload_offset, file_map.file_bytes)
-    if places != (num_shards, checksums_offset, payload_offset, file_bytes):
-        raise SnapshotError(str(path), "its parts do not lie where its header says")
-    return file_map
-
-
-def _aligned(number: int, alignment: int) -> int:
-    return -(-number // alignment) * alignment

@@ -20,7 +20,8 @@ import msgspec
 
 from recovery.errors import ShardUnavailable, SnapshotError
 from recovery.local.agent_store import AgentStore
-from recovery.local.snapshot_file import FileMap, SnapshotFileWriter
+from recovery.local.snapshot_file import SnapshotFileWriter
+from recovery.local.snapshot_format import FileMap
 from recovery.peers.client import ShardClient
 from recovery.peers.protocol import (
     CORRUPT,

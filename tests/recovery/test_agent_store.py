@@ -11,7 +11,7 @@ import pytest
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter, file_name
-from recovery.local.snapshot_file import FileMap
+from recovery.local.snapshot_format import FileMap
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from tests.harness.state_cases import placed, state_of, tensors_of, unit

@@ -16,7 +16,8 @@ import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
-from recovery.local.snapshot_file import FileMap, SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
+from recovery.local.snapshot_format import FileMap
 from recovery.state.borrowed import BorrowedState
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source

@@ -33,7 +33,8 @@ from autohet.bench.recovery.links import (
     ThrottledStore,
 )
 from recovery.checkpoint.durable_reads import DurableReads
-from recovery.local.snapshot_file import SUFFIX, FileMap, SnapshotFileWriter
+from recovery.local.snapshot_file import SnapshotFileWriter
+from recovery.local.snapshot_format import SUFFIX, FileMap
 from recovery.peers.server import ShardServer
 from recovery.state.layout import Layout, ShardId
 from recovery.storage.open import open_storage

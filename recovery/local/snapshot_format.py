@@ -1,0 +1,124 @@
+"""How a snapshot file is laid out: the values that its parts hold, encoded and read back.
+
+    offset 0        prefix: magic, version, where the parts are, CRC of the static header offset 256      commit
+    record: sequence, step, generation, CRC of the checksums; CRC over itself. Zero while being written.
+    4096            static header (msgpack): worker, tensor specs, shard table (tensor, unit, offset, bytes)
+    ...             checksums: one u64 (see `recovery.state.checksum`) for each shard, in the table's order
+    page aligned    payload: each shard's elements, row-major, 64-byte aligned
+
+A crash of the writer leaves the old commit record zeroed or the new one whole: a torn snapshot is never read. What
+the record cannot know (bytes that rot later, an overwrite during a read) each shard's checksum tells.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from recovery.errors import SnapshotError
+from recovery.state.layout import ShardId, TensorSpec
+
+MAGIC = b"AHSNAP03"
+SUFFIX = ".snapshot"
+PREFIX = struct.Struct("<8sQQIIQQQI")
+RECORD = struct.Struct("<QqqII")
+RECORD_OFFSET = 256
+HEADER_OFFSET = 4096
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Which state a file holds; `sequence` rises with every commit to the same file."""
+
+    sequence: int
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a shard lies in the file, in bytes."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class FileMap:
+    """The static part of a snapshot file: whose state, which shards, and where each lies."""
+
+    worker: str
+    tensors: Mapping[str, TensorSpec]
+    extents: Mapping[ShardId, Extent]
+    checksums_offset: int
+    payload_offset: int
+    file_bytes: int
+
+    @staticmethod
+    def of(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> FileMap:
+        """Lay `shards` out, in their order, in a new file."""
+        header = _encode_header(worker, tensors, shards)
+        checksums_offset = HEADER_OFFSET + _aligned(len(header), _ALIGNMENT)
+        payload_offset = _aligned(checksums_offset + 8 * len(shards), mmap.PAGESIZE)
+        extents: dict[ShardId, Extent] = {}
+        position = payload_offset
+        for shard in shards:
+            num_bytes = tensors[shard.tensor].unit_bytes(shard.unit)
+            extents[shard] = Extent(position, num_bytes)
+            position += _aligned(num_bytes, _ALIGNMENT)
+        used = {shard.tensor: tensors[shard.tensor] for shard in shards}
+        return FileMap(worker, used, extents, checksums_offset, payload_offset, max(position, payload_offset + 1))
+
+    def prefix_and_header(self) -> tuple[bytes, bytes]:
+        header = _encode_header(self.worker, self.tensors, tuple(self.extents))
+        fields = (MAGIC, HEADER_OFFSET, len(header), zlib.crc32(header), len(self.extents))
+        places = (self.checksums_offset, self.payload_offset, self.file_bytes)
+        prefix = PREFIX.pack(*fields, *places, 0)
+        return prefix[:-4] + struct.pack("<I", zlib.crc32(prefix[:-4])), header
+
+
+def encode_commit(commit: Commit, checksums: bytes) -> bytes:
+    body = RECORD.pack(commit.sequence, commit.step, commit.generation, zlib.crc32(checksums), 0)
+    return body[:-4] + struct.pack("<I", zlib.crc32(body[:-4]))
+
+
+def _encode_header(worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> bytes:
+    used = {shard.tensor: tensors[shard.tensor] for shard in shards}
+    document = {"worker": worker, "tensors": [spec.to_document() for spec in used.values()], "shards": list(shards)}
+    return msgspec.msgpack.encode(document)
+
+
+def read_map(path: Path, content: mmap.mmap) -> FileMap:
+    prefix = content[: PREFIX.size]
+    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = PREFIX.unpack(
+        prefix
+    )
+    if magic != MAGIC:
+        raise SnapshotError(str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})")
+    if zlib.crc32(prefix[:-4]) != crc:
+        raise SnapshotError(str(path), "the prefix is damaged")
+    if len(content) < file_bytes:
+        raise SnapshotError(str(path), f"is truncated: {len(content)} of {file_bytes} bytes")
+    header = content[at : at + length]
+    if zlib.crc32(header) != header_crc:
+        raise SnapshotError(str(path), "the header is damaged")
+    document: dict[str, Any] = msgspec.msgpack.decode(header)
+    tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
+    shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
+    file_map = FileMap.of(str(document["worker"]), tensors, shards)
+    places = (len(shards), file_map.checksums_offset, file_map.payload_offset, file_map.file_bytes)
+    if places != (num_shards, checksums_offset, payload_offset, file_bytes):
+        raise SnapshotError(str(path), "its parts do not lie where its header says")
+    return file_map
+
+
+def _aligned(number: int, alignment: int) -> int:
+    return -(-number // alignment) * alignment
