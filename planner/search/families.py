@@ -114,7 +114,11 @@ class Drafter:
     ):  # fmt: skip
         self.tables, self.batch, self.deepest, self.request = tables, batch, deepest, request
         self.mixed_sizes = mixed_sizes
-        self.families = families(tables, batch, deepest, mixed_tp)
+        all_of, self.holders = (
+            families(tables, batch, deepest, mixed_tp),
+            request.min_node_disjoint_holders if request else 1,
+        )
+        self.families = all_of.take(np.flatnonzero(all_of.number >= self.holders))
         self.groups = int(tables.groups_a_node.max())
         self._timings: dict[int, Estimator] = {1: Estimator(tables)}
         tables.fitting(deepest)  # once for all
@@ -142,10 +146,12 @@ class Drafter:
             for side in np.unique(sides[first]).tolist():
                 some = all_of.take(first[sides[first] == side])
                 arranged = {f: list(self._arranged(some, f, together)) for f in range(len(some.number))}
+                arranged |= {} if together else {~f: list(self._by_type(some, f)) for f in range(len(some.number))}
                 found += self._timed(arranged, self._timing(side), sync, together)
-        apart = self.request is not None and self.request.min_node_disjoint_holders > 1
         best = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
-        return sorted(best.values(), key=lambda proposal: proposal.seconds)[: limits.DRAFTS * (4 if apart else 1)]
+        return sorted(best.values(), key=lambda proposal: proposal.seconds)[
+            : limits.DRAFTS * (4 if self.holders > 1 else 1)
+        ]
 
     def _timing(self, side: int) -> Estimator:
         """What times pipelines of which so many share each node."""
@@ -235,8 +241,6 @@ class Drafter:
         number, groups = int(some.number[f]), some.groups[f].tolist()
         speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
         shares = Counter(_shares(number, {r: groups[r] for r in used}, {} if together else speeds))
-        if not together:
-            yield from self._by_type(some, f)
         if any(not 0 < sum(share) <= self.deepest for share in shares):
             return
         for order in itertools.islice(itertools.permutations(range(len(used))), limits.TYPE_ORDERS):

@@ -1,0 +1,64 @@
+"""What moves, walks and families keep: whole plans, tensor-parallel groups inside nodes, the batch, every group shared out."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import node_of
+from planner.plan import check_plan
+from planner.search.autohet import placements
+from planner.search.cost_tables import tables_of
+from planner.search.families import Drafter, _shares
+from planner.search.improve import Improver, Judge, walker
+from planner.search.moves import Moves
+from tests.planner.cases import fleet, model, request
+
+SOME = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+fleets = st.lists(
+    st.tuples(st.sampled_from(("A100", "A10G", "T4")), st.integers(1, 2), st.sampled_from((1, 2, 3, 4))),
+    min_size=1, max_size=3, unique_by=lambda t: t[0],
+)  # fmt: skip
+
+
+def _start(types, batch):
+    asked = request(fleet(*types), batch, model(6))
+    tables = tables_of(asked)
+    proposals = Drafter(tables, batch, 6, asked).proposals()
+    plans = (plan for each in proposals for plan in placements(tables, each, asked.spec.name, batch, 128, (1,)))
+    return asked, tables, next(plans)
+
+
+@SOME
+@given(types=fleets, batch=st.integers(2, 40), seed=st.integers(0, 99))
+def test_a_moved_plan_is_whole_and_meets_the_batch_with_groups_inside_nodes(types: list, batch: int, seed: int) -> None:
+    asked, tables, plan = _start(types, batch)
+    moves, made = Moves(tables, 6, walker(seed)), 0
+    for _ in range(150):
+        drawn = moves.draw(plan)
+        if drawn is None:
+            continue
+        made, plan = made + 1, drawn
+        check_plan(plan, 6)
+        assert set(plan.workers) <= set(asked.fleet.workers)
+        assert all(len({node_of(w) for w in s.workers}) == 1 for p in plan.pipelines for s in p.stages)
+    assert made > 0
+
+
+def test_a_walk_ends_no_worse_than_it_began_and_the_same_each_time() -> None:
+    asked, tables, plan = _start([("A100", 1, 2), ("T4", 2, 2)], 17)
+
+    def walked() -> tuple[float, str]:
+        cost = asked.cost
+        judge = Judge(lambda p: cost.predict(p).step_time_s, cost.pipelines_at_least_s, ends_s=cost.pipelines_s)
+        found = Improver(Moves(tables, 6, walker()), judge).best_of([plan], 200)
+        return cost.predict(found).step_time_s, found.to_json()
+
+    assert walked() == walked()
+    assert walked()[0] <= asked.cost.predict(plan).step_time_s
+
+
+@given(number=st.integers(1, 20), groups=st.lists(st.integers(0, 50), min_size=1, max_size=4))
+def test_shares_hand_out_every_group(number: int, groups: list[int]) -> None:
+    speeds = {r: 1.0 + r for r in range(len(groups))}
+    shares = _shares(number, dict(enumerate(groups)), speeds)
+    assert [sum(column) for column in zip(*shares, strict=True)] == groups
+    assert len(shares) == number
