@@ -1,0 +1,243 @@
+"""A model's training loss as a typed graph: `torch.export` without decomposition, so that linear, attention and norms stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from autohet.runtime.spmd.operators import ALIASES, HANDLERS, Operation, Ref, forward_flops
+from planner.errors import ConfigError
+from planner.spmd.graph import Graph, Node
+
+IGNORED_TARGET = -100
+_DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
+_RANDOM = frozenset({"dropout", "bernoulli", "rand_like", "randn_like", "native_dropout", "multinomial"})
+_IDENTITIES = frozenset({"to", "_to_copy", "contiguous", "clone", "alias", "lift_fresh_copy", "dropout", "type_as", "expand"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """How an operator is run: Ref stands for an input, `item` picks one of several outputs."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    item: int | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        args, kwargs = pytree.tree_map_only(Ref, lambda ref: tensors[ref.index], (self.args, dict(self.kwargs)))
+        result = self.function(*args, **kwargs)
+        return result if self.item is None else result[self.item]
+
+
+@dataclass
+class Captured:
+    """graph: for the planner. calls: by node. constants: what does not depend on data or weights. parameters: the model's names, which are
+    the nodes' names too. inputs: nodes in the order of the model's arguments. dtypes: of operators' outputs."""
+
+    graph: Graph
+    calls: Mapping[str, Call]
+    constants: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    dtypes: Mapping[str, torch.dtype]
+
+
+def capture(model: nn.Module, example: tuple[Tensor, ...], *, strict: bool = False) -> Captured:
+    """The graph of `model(*example)`, a scalar loss of a whole global batch. strict: an operator without rules is an error; else it is
+    computed on every rank, and the graph's notes say so.
+
+    ConfigError names the operator where it is random or changes its inputs, or where the model cannot be exported.
+    """
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(model, example)
+    except Exception as error:  # noqa: BLE001  whatever the exporter raises, it is about the user's model
+        raise ConfigError(f"the model cannot be exported: {str(error).splitlines()[0][:300]}") from None
+    return _Reader(model, exported, strict).read()
+
+
+@dataclass
+class _Reader:
+    model: nn.Module
+    exported: Any
+    strict: bool
+    nodes: dict[str, Node] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    """Of each exported node: the name of a node of ours, a constant's value, or a pending call with several outputs."""
+    notes: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def read(self) -> Captured:
+        with torch.no_grad():
+            for node in self.exported.graph.nodes:
+                match node.op:
+                    case "placeholder":
+                        self._placeholder(node)
+                    case "get_attr":
+                        self.values[node] = getattr(self.exported.graph_module, node.target)
+                    case "call_function":
+                        self._call(node)
+                    case "output":
+                        self._output(node)
+        graph = Graph(list(self.nodes.values()), tuple(dict.fromkeys(self.notes)))
+        used = {node.name for node in graph.nodes}
+        constants = {name: value for name, value in self.constants.items() if name in used}
+        return Captured(graph, self.calls, constants, self.parameters, tuple(self.inputs), self.dtypes)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        signature, name = self.exported.graph_signature, node.name
+        if parameter := signature.inputs_to_parameters.get(name):
+            self._parameter(node, parameter)
+        elif buffer := signature.inputs_to_buffers.get(name):
+            self.values[node] = self.model.get_buffer(buffer).detach()
+        elif constant := signature.inputs_to_lifted_tensor_constants.get(name):
+            self.values[node] = self.exported.constants[constant]
+        else:
+            value = node.meta["val"]
+            self.nodes[name] = Node(name, "input", "", (), tuple(value.shape), value.element_size(), False)
+            self.inputs.append(name)
+            self.values[node] = name
+
+    def _parameter(self, node: fx.Node, name: str) -> None:
+        """Tied parameters are one node, under the first name that the model gives."""
+        tensor = self.model.get_parameter(name)
+        first = next(known for known, value in self.model.named_parameters() if value is tensor)
+        if first not in self.nodes:
+            shape, size = tuple(tensor.shape), tensor.element_size()
+            self.nodes[first] = Node(first, "parameter", "", (), shape, size, tensor.requires_grad)
+            self.parameters[first] = tensor
+        self.values[node] = first
+
+    def _call(self, node: fx.Node) -> None:
+        name = _operator_name(node.target)
+        if name in _DROPPED:
+            return
+        if name == "getitem" and isinstance(self.values[node.args[0]], Call):  # type: ignore[index]
+            return self._add(node, self.values[node.args[0]], item=int(node.args[1]))  # type: ignore[index,arg-type]
+        args, kwargs = pytree.tree_map_only(fx.Node, self.values.__getitem__, (node.args, node.kwargs))
+        if not any(isinstance(value, str) and value in self.nodes for value in pytree.tree_leaves((args, kwargs))):
+            self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            return
+        self._check(node, name, args)
+        if self._is_identity(node, name, args):
+            self.values[node] = args[0]
+            return
+        self.values[node] = Call(node.target, args, kwargs)  # type: ignore[arg-type]
+        if isinstance(node.meta["val"], Tensor):
+            if name == "cross_entropy_loss":
+                return self._loss(node, args, kwargs)
+            self._add(node, self.values[node])
+
+    def _check(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise ConfigError(f"operator '{name}' at '{node.name}' changes its inputs, which no rule covers: use a model without it")
+        if name in _RANDOM and not (name == "dropout" and (args[1] == 0 or not args[2])):
+            raise ConfigError(f"operator '{name}' at '{node.name}' is random, which no rule covers: set dropout to 0")
+
+    def _is_identity(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> bool:
+        if name not in _IDENTITIES or not isinstance(args[0], str):
+            return False
+        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(before.dtype == after.dtype and before.shape == after.shape)
+
+    def _add(self, node: fx.Node, call: Call, item: int | None = None) -> None:
+        """A node of ours for a call's (one) output."""
+        name = _operator_name(call.function)
+        self._insert(node.name, name, call.function, call.args, call.kwargs, node.meta["val"], item)
+        self.values[node] = node.name
+
+    def _insert(
+        self, name: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor, item: int | None = None
+    ) -> None:  # fmt: skip
+        inputs: list[str] = []
+
+        def ref(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                leaf = self._constant(leaf)
+            if not (isinstance(leaf, str) and leaf in self.nodes):
+                return leaf
+            inputs.append(leaf)
+            return Ref(len(inputs) - 1)
+
+        args, kwargs = pytree.tree_map(ref, (tuple(args), dict(kwargs)))
+        shapes = tuple(self.nodes[i].shape for i in inputs)
+        operation = Operation(op, shapes, tuple(value.shape), args, kwargs)
+        handler = HANDLERS.get(op)
+        signature = handler(operation) if handler else None
+        if signature is None:
+            self._without_rule(op, name)
+        needs = value.is_floating_point() and op != "detach" and any(self.nodes[i].needs_gradient for i in inputs)
+        flops = forward_flops(operation)
+        backward = flops * sum(self.nodes[i].needs_gradient for i in inputs[: 3 if op == "einsum" else 2])
+        if op == "scaled_dot_product_attention":
+            backward = 2 * flops
+        self.nodes[name] = Node(
+            name, "op", op, tuple(inputs), tuple(value.shape), value.element_size(), needs, signature, flops, backward, op in ALIASES
+        )
+        self.calls[name] = Call(function, args, kwargs, item)
+        self.dtypes[name] = value.dtype
+
+    def _without_rule(self, op: str, name: str) -> None:
+        if self.strict:
+            raise ConfigError(f"operator '{op}' at '{name}' has no sharding rule; without strict every rank computes the whole of it")
+        self.notes.append(f"operator '{op}' has no sharding rule: every rank computes the whole of it")
+
+    def _constant(self, value: Tensor) -> str:
+        known = next((name for name, other in self.constants.items() if other is value), None)
+        if known is None:
+            known = f"constant_{len(self.constants)}"
+            self.constants[known] = value
+            self.nodes[known] = Node(known, "constant", "", (), tuple(value.shape), value.element_size(), False)
+        return known
+
+    def _loss(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Mean or sum of the targets' losses, as a sum over rows and their number: exact whatever rows a rank has."""
+        settings = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)) | dict(kwargs)
+        reduction, ignored = settings.get("reduction", 1), settings.get("ignore_index", IGNORED_TARGET)
+        logits, targets = args[:2]
+        plain = settings.get("weight") is None and settings.get("label_smoothing", 0.0) == 0.0
+        if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
+            return self._add(node, Call(node.target, args, kwargs))  # type: ignore[arg-type]
+        value = node.meta["val"]
+        whole = node.name if reduction == 2 else f"{node.name}_sum"
+        self._insert(whole, "cross_entropy_sum", cross_entropy_sum, (logits, targets, ignored), {}, value)
+        if reduction == 1:
+            count = f"{node.name}_count"
+            self._insert(count, "count_targets", count_targets, (targets, ignored, value.dtype), {}, value)
+            self._insert(node.name, "div", torch.div, (whole, count), {}, value)
+        self.values[node] = node.name
+
+    def _output(self, node: fx.Node) -> None:
+        results = [self.values[value] for value in pytree.tree_leaves(node.args[0]) if isinstance(value, fx.Node)]
+        if len(results) != 1 or not isinstance(results[0], str):
+            raise ConfigError(f"the model returns {len(results)} tensors; it must return its loss alone")
+        last = self.nodes.pop(results[0])
+        self.nodes[last.name] = last
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """Sum of the cross entropies of rows whose target counts."""
+    return nn.functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
+
+
+def count_targets(targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
+    """Number of targets that count."""
+    return (targets != ignored).sum().to(dtype)
+
+
+def _operator_name(target: Any) -> str:
+    """Without namespace and overload: "add" of aten.add.Tensor."""
+    schema = getattr(target, "_schema", None)
+    return schema.name.split("::")[-1] if schema is not None else str(getattr(target, "__name__", target))
+

@@ -1,0 +1,279 @@
+"""What instructions cost: seconds, as terms linear in the devices' shares, and bytes of each device.
+
+A term is the slowest device's: instructions follow each other on all devices, as in HAP (section 4). Padded collectives send parts as
+large as the largest; bandwidths are those of a whole tensor: its bytes over the seconds of the collective on even parts.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import ConfigError
+from planner.spmd.graph import Axis, Graph, Node
+from planner.spmd.layouts import CONVERSIONS
+from planner.spmd.program import Instruction, Program
+from planner.spmd.rules import axis_of
+
+Floats = NDArray[np.float64]
+STATE_BYTES = 16.0
+"""Of a trained scalar in fp32: weight, gradient and AdamW's two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """flops_per_s: reached in matrix products. memory_bytes_per_s: of other operators. launch_s: of one operator, forward and backward."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes: float = float("inf")
+    memory_bytes_per_s: float = float("inf")
+    launch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """latency + bytes / bandwidth, of a whole tensor in even parts."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SpmdCluster:
+    """Devices in order of ranks and what the collectives over all of them take. ConfigError where one is not measured."""
+
+    devices: tuple[Device, ...]
+    collectives: Mapping[str, Collective]
+
+    def __post_init__(self) -> None:
+        names = {"all_gather_padded", "all_gather_grouped", "reduce_scatter_padded", "reduce_scatter_grouped", "all_reduce", "all_to_all"}
+        if missing := names - set(self.collectives):
+            raise ConfigError(f"collectives without a bandwidth: {', '.join(sorted(missing))}; measure or estimate them, none is free")
+
+
+GROUPED_SHARE = 0.67
+"""Bandwidth of grouped over padded collectives on even parts: 0.55 / 0.82 GB/s, as HAP's authors measured on V100 and P100."""
+
+
+def ring_collectives(num_devices: int, link_bytes_per_s: float, latency_s: float) -> dict[str, Collective]:
+    """Of a ring whose slowest link has this bandwidth (Patarasu and Yuan 2009); latency: of one message."""
+    n = num_devices
+    gather = link_bytes_per_s * n / max(n - 1, 1)
+    wait_s = latency_s * float(np.ceil(np.log2(max(n, 2))))
+    grouped = Collective(gather * GROUPED_SHARE, latency_s * max(n - 1, 1))
+    return {
+        "all_gather_padded": Collective(gather, wait_s),
+        "all_gather_grouped": grouped,
+        "reduce_scatter_padded": Collective(gather, wait_s),
+        "reduce_scatter_grouped": grouped,
+        "all_reduce": Collective(gather / 2, 2 * wait_s),
+        "all_to_all": Collective(gather * n, wait_s),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of the device that takes longest: launches, and this work, whole (axis None) or its share along an axis."""
+
+    axis: str | None
+    flops: float
+    traffic: float = 0.0
+    launches: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """constant_s, and scaled_s times the largest share along any of the axes (of even parts: 1 / devices)."""
+
+    constant_s: float
+    scaled_s: float = 0.0
+    axes: tuple[str, ...] = ()
+
+
+Term = Work | Wire
+
+
+class Shares:
+    """What part of each axis a device takes: ratios by segment, rounded to the axis' units unless `whole` is False.
+
+    Segments: with one, every axis has the same ratios; with two, axes of the data (0) and of parameters (1) have their own.
+    """
+
+    def __init__(self, graph: Graph, ratios: tuple[tuple[float, ...], ...], whole: bool = True) -> None:
+        self.ratios, self.whole = ratios, whole
+        self._axes = {axis.name: axis for axis in graph.axes.values()}
+        self._known: dict[tuple[int, int], Floats] = {}
+        self._lengths: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.ratios[0])
+
+    def segment(self, axis: str) -> int:
+        return 0 if len(self.ratios) == 1 or self._axes[axis].is_batch else 1
+
+    def lengths(self, axis: str) -> tuple[int, ...]:
+        """Units of each device; they sum to the axis' units."""
+        key = self.segment(axis), self._axes[axis].units
+        if key not in self._lengths:
+            self._lengths[key] = round_to_units(self.ratios[key[0]], key[1])
+        return self._lengths[key]
+
+    def of(self, axis: str) -> Floats:
+        """Share of each device."""
+        key = self.segment(axis), self._axes[axis].units
+        if key not in self._known:
+            exact = np.asarray(self.ratios[key[0]])
+            self._known[key] = np.asarray(self.lengths(axis)) / key[1] if self.whole else exact
+        return self._known[key]
+
+    def key(self, axis: str | None) -> tuple[int, int] | None:
+        return None if axis is None else (self.segment(axis), self._axes[axis].units)
+
+    def axis(self, name: str) -> Axis:
+        return self._axes[name]
+
+
+def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
+    """Whole units in these ratios: the floors, and one more to the largest deficits (the first of equals)."""
+    exact = np.asarray(tuple(ratios), dtype=np.float64)
+    exact = exact / exact.sum() * units
+    floors = np.floor(exact + 1e-9).astype(int)
+    order = sorted(range(len(floors)), key=lambda j: (-(exact[j] - floors[j]), j))
+    for j in order[: units - int(floors.sum())]:
+        floors[j] += 1
+    return tuple(int(length) for length in floors)
+
+
+class CostTable:
+    """Terms and bytes of a graph's instructions on a cluster."""
+
+    def __init__(self, graph: Graph, cluster: SpmdCluster, state_bytes: float = STATE_BYTES) -> None:
+        self.graph, self.cluster, self.state_bytes = graph, cluster, state_bytes
+        self.num_devices = len(cluster.devices)
+        self.speeds = np.array([device.flops_per_s for device in cluster.devices])
+        self._traffic = np.array([device.memory_bytes_per_s for device in cluster.devices])
+        self._launch = np.array([device.launch_s for device in cluster.devices])
+        self.limits = np.array([device.memory_bytes for device in cluster.devices])
+        self._seconds: dict[tuple[object, ...], float] = {}
+        self._of: Shares | None = None
+        self._counted: tuple[Program, Counter[Term]] | None = None
+
+    # ---- terms ----
+
+    def terms(self, instruction: Instruction) -> tuple[Term, ...]:
+        """What an instruction and its gradient dual take."""
+        node = self.graph.by_name[instruction.tensor]
+        if instruction.op == "load":
+            if node.kind == "parameter" and node.needs_gradient and instruction.output.kind == "replicated":
+                return (self._wire("all_reduce", node, (), latency=False),)
+            return ()
+        if instruction.op == "compute":
+            return self._compute(node, instruction)
+        return self._conversion(node, instruction)
+
+    def final_terms(self, program: Program) -> tuple[Term, ...]:
+        """Replicated parameters' gradients are summed in one all-reduce: its latency, once."""
+        summed = any(self.terms(i) for i in program.instructions if i.op == "load")
+        return (Wire(self.cluster.collectives["all_reduce"].latency_s),) if summed and self.num_devices > 1 else ()
+
+    def _compute(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
+        axis = axis_of(self.graph, node, instruction.letter) if instruction.letter else None
+        inputs = [self.graph.by_name[name] for name in node.inputs]
+        passes = 3.0 if node.needs_gradient else 1.0
+        traffic = 0.0 if node.is_alias else passes * (node.num_bytes + sum(i.num_bytes for i in inputs if i.kind != "parameter"))
+        launches = 0.0 if node.is_alias else 1.0
+        backward = node.backward_flops if node.needs_gradient else 0.0
+        found: list[Term] = []
+        if any(layout.kind == "factored" for _, layout in instruction.inputs):
+            found += [Work(None, backward / 2, 0.0, 0.0), *(self._wire("all_gather_padded", n, (axis,)) for n in (inputs[0], node))]
+            backward /= 2
+        found.append(Work(axis, node.flops + backward, traffic, launches))
+        if instruction.letter and node.signature is not None and (size := node.signature.reduced_bytes.get(instruction.letter)):
+            collective = self.cluster.collectives["all_reduce"]
+            found.append(Wire(2 * collective.latency_s + size / collective.bytes_per_s if self.num_devices > 1 else 0.0))
+        return tuple(found)
+
+    def _conversion(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
+        conversion = CONVERSIONS[instruction.op]
+        layouts = [layout for _, layout in instruction.inputs] + [instruction.output]
+        axes = tuple(self.graph.axes[node.name, layout.dim].name for layout in layouts if layout.kind == "sharded")
+        sent = (conversion.forward, conversion.backward if node.needs_gradient else None)
+        suffix = f"_{instruction.variant}" if instruction.variant else ""
+        return tuple(self._wire(name + suffix, node, axes) for name in sent if name is not None)
+
+    def _wire(self, name: str, node: Node, axes: tuple[str | None, ...], latency: bool = True) -> Wire:
+        if self.num_devices == 1:
+            return Wire(0.0)
+        collective = self.cluster.collectives[name]
+        whole_s, wait_s = node.num_bytes / collective.bytes_per_s, collective.latency_s if latency else 0.0
+        if name == "all_reduce" or name.endswith("grouped"):
+            return Wire(wait_s + whole_s)
+        return Wire(wait_s, whole_s * self.num_devices, tuple(axis for axis in axes if axis is not None))
+
+    @property
+    def has_work_beside_flops(self) -> bool:
+        """Whether any device's launches or memory traffic take time."""
+        return bool(self._launch.any() or np.isfinite(self._traffic).any())
+
+    # ---- seconds ----
+
+    def seconds(self, terms: Iterable[Term], shares: Shares) -> float:
+        """The sum over the terms."""
+        if shares is not self._of:
+            self._of, self._seconds = shares, {}
+        return sum(self._term_s(term, shares) for term in terms)
+
+    def _term_s(self, term: Term, shares: Shares) -> float:
+        if isinstance(term, Wire):
+            if not term.axes:
+                return term.constant_s
+            return term.constant_s + term.scaled_s * max(float(shares.of(axis).max()) for axis in term.axes)
+        key = (shares.key(term.axis), term.flops, term.traffic, term.launches)
+        known = self._seconds.get(key)
+        if known is None:
+            part = 1.0 if term.axis is None else shares.of(term.axis)
+            known = self._seconds[key] = float(self.work_s(term, part).max())
+        return known
+
+    def work_s(self, term: Work, share: Floats | float) -> Floats:
+        """Of each device, with these shares of the work."""
+        found: Floats = term.launches * self._launch + share * (term.flops / self.speeds + term.traffic / self._traffic)
+        return found
+
+    def program_s(self, program: Program, shares: Shares) -> float:
+        """Seconds of a whole step."""
+        return sum(count * self.seconds((term,), shares) for term, count in self.counted(program).items())
+
+    def counted(self, program: Program) -> Counter[Term]:
+        """The terms of a whole step and how often each occurs: equal layers have equal terms."""
+        if self._counted is None or self._counted[0] is not program:
+            terms = Counter(term for i in program.instructions for term in self.terms(i))
+            terms.update(self.final_terms(program))
+            self._counted = program, terms
+        return self._counted[1]
+
+    # ---- memory ----
+
+    def bytes_of(self, instruction: Instruction) -> tuple[str | None, float]:
+        """(axis, bytes of the whole) that stay for the step on each device: whole where the axis is None, else its share."""
+        node = self.graph.by_name[instruction.tensor]
+        if instruction.op == "load":
+            values = node.num_bytes / node.item_bytes
+            size = values * self.state_bytes if node.kind == "parameter" else float(node.num_bytes)
+        else:
+            aliased = instruction.op == "compute" and node.is_alias
+            size = float(node.num_bytes) if node.needs_gradient and not aliased else 0.0
+        layout = instruction.output
+        return (self.graph.axes[node.name, layout.dim].name if layout.kind == "sharded" else None), size
+
+    def program_bytes(self, program: Program, shares: Shares) -> Floats:
+        """Of each device: training state, and what the forward pass keeps for the backward."""
+        total = np.zeros(self.num_devices)
+        for instruction in program.instructions:
+            axis, size = self.bytes_of(instruction)
+            total += size if axis is None else size * shares.of(axis)
+        return total

@@ -1,0 +1,168 @@
+"""A model's forward pass as a typed graph, and its axes: dimensions that are cut alike wherever they are cut.
+
+A signature writes an operator like an einsum: one letter for each dimension that may be sharded, "." for one that may not. Dimensions
+with one letter belong to one axis; so do those that a reshape maps onto each other, whatever their sizes: a projection's features and
+its heads are one axis, whose smallest unit is a head.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from planner.errors import ConfigError
+
+MOST_UNITS = 256
+NodeKind = Literal["input", "parameter", "constant", "op"]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """inputs, output: one character a dimension. contracted: letters whose sharding makes the output partial. additive: inputs added once
+    to such a sum (a bias). linear: sets of inputs that, partial together, make the output partial. reduced_bytes: all-reduced inside the
+    operator, in each direction, where a letter is sharded (a loss over a sharded vocabulary). factored: whether a weight's gradient may be
+    computed on every rank from gathered input and output gradients (sufficient factor broadcasting)."""
+
+    inputs: tuple[str, ...]
+    output: str
+    contracted: str = ""
+    additive: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    reduced_bytes: Mapping[str, float] = field(default_factory=dict)
+    factored: bool = False
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(c for text in (*self.inputs, self.output) for c in text if c != "."))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A tensor and what makes it. flops: of the forward; backward_flops likewise. is_alias: a view of its input, which costs nothing."""
+
+    name: str
+    kind: NodeKind
+    op: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    item_bytes: int = 4
+    needs_gradient: bool = True
+    signature: Signature | None = None
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    is_alias: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Dimensions cut alike. name: the first (node, dimension) of them. units: what is given to devices whole. is_batch: a dimension of an
+    input is among them, and none of a parameter."""
+
+    name: str
+    units: int
+    is_batch: bool
+
+
+class Graph:
+    """Nodes in topological order, the last one the loss: a scalar. ConfigError where it is none."""
+
+    def __init__(self, nodes: Sequence[Node], notes: Sequence[str] = (), most_units: int = MOST_UNITS) -> None:
+        self.nodes = _leaves_late(nodes)
+        self.notes = tuple(notes)
+        self.by_name = {node.name: node for node in self.nodes}
+        self._most_units = most_units
+        if self.nodes[-1].shape != ():
+            raise ConfigError(f"the model's output '{self.nodes[-1].name}' has shape {self.nodes[-1].shape}; it must be a scalar loss")
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[int, ...]]:
+        """Positions of the nodes that read each tensor."""
+        found: dict[str, list[int]] = {node.name: [] for node in self.nodes}
+        for position, node in enumerate(self.nodes):
+            for name in dict.fromkeys(node.inputs):
+                found[name].append(position)
+        return {name: tuple(positions) for name, positions in found.items()}
+
+    @cached_property
+    def axes(self) -> Mapping[tuple[str, int], Axis]:
+        """The axis of each dimension that may be cut."""
+        return _axes_of(self, self._most_units)
+
+    def dims(self, name: str) -> tuple[int, ...]:
+        """Dimensions of a tensor that may be sharded."""
+        node = self.by_name[name]
+        return tuple(dim for dim in range(len(node.shape)) if (name, dim) in self.axes)
+
+    def cuts(self, name: str, dim: int) -> tuple[int, ...]:
+        """Unit boundaries along a dimension, from 0 to its size."""
+        size, units = self.by_name[name].shape[dim], self.axes[name, dim].units
+        return tuple(unit * size // units for unit in range(units + 1))
+
+    @property
+    def parameters(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.kind == "parameter")
+
+
+def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Each leaf just before its first reader, so that few tensors are alive at a time; what the last node does not need is left out."""
+    by_name = {node.name: node for node in nodes}
+    needed = {nodes[-1].name}
+    for node in reversed(nodes):
+        if node.name in needed:
+            needed.update(node.inputs)
+    ordered: dict[str, Node] = {}
+    for node in nodes:
+        if node.kind == "op" and node.name in needed:
+            for name in node.inputs:
+                ordered.setdefault(name, by_name[name])
+            ordered[node.name] = node
+    return tuple(ordered.values())
+
+
+def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
+    parent: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(key: tuple[str, int]) -> tuple[str, int]:
+        parent.setdefault(key, key)
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    for node in graph.nodes:
+        if node.signature is None:
+            continue
+        first: dict[str, tuple[str, int]] = {}
+        texts = zip((*node.inputs, node.name), (*node.signature.inputs, node.signature.output), strict=True)
+        for name, letters in texts:
+            for dim, letter in enumerate(letters):
+                if letter != ".":
+                    anchor = first.setdefault(letter, (name, dim))
+                    low, high = sorted((root(anchor), root((name, dim))))
+                    parent[high] = low
+    members: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for key in parent:
+        members.setdefault(root(key), []).append(key)
+    axes: dict[tuple[str, int], Axis] = {}
+    for top, keys in members.items():
+        axis = _axis(graph, top, keys, most_units)
+        if axis.units > 1:
+            axes.update(dict.fromkeys(keys, axis))
+    return axes
+
+
+def _axis(graph: Graph, top: tuple[str, int], keys: Sequence[tuple[str, int]], most_units: int) -> Axis:
+    """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on whole elements of each."""
+    sizes = {graph.by_name[name].shape[dim] for name, dim in keys}
+    units = min(min(sizes), most_units)
+    if len(sizes) > 1:
+        common = math.gcd(*sizes)
+        units = max(d for d in range(1, min(common, most_units) + 1) if common % d == 0)
+    kinds = {graph.by_name[name].kind for name, _ in keys}
+    is_batch = "input" in kinds and "parameter" not in kinds
+    return Axis(f"{top[0]}.{top[1]}", units, is_batch)

@@ -1,0 +1,240 @@
+"""Program and ratios together: searches from the ratios that can be optimal, then in turn with the linear program, memory kept.
+
+A pair of program and ratios is judged after rounding to whole units, and the best pair is kept as a pair. Without memory limits and
+launches, and with one segment, one search for each distinct speed contains the joint optimum (`ratios.closed_form`); else the pairs are
+found by alternation, and nothing is proved.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.errors import ConfigError, InfeasibleError
+from planner.spmd.costs import CostTable, Floats, Shares, SpmdCluster, Wire, round_to_units
+from planner.spmd.graph import Graph
+from planner.spmd.layouts import FACTORED
+from planner.spmd.program import Program, collectives_in, explain
+from planner.spmd.ratios import GIB, closed_form, linear_program
+from planner.spmd.search import Search
+
+Ratios = tuple[tuple[float, ...], ...]
+_ROUNDS = 6
+_STARTS = 6
+_CHARGES = 10
+_MOST_MOVED = 16
+
+
+@dataclass(frozen=True)
+class SpmdPlan:
+    """A program with its shares. seconds: of a step, after rounding; wire_s: of those, in collectives."""
+
+    graph: Graph
+    cluster: SpmdCluster
+    program: Program
+    shares: Shares
+    seconds: float
+    wire_s: float
+    bytes_by_device: tuple[float, ...]
+
+    def lengths(self, name: str, dim: int) -> tuple[int, ...]:
+        """Each rank's length along a sharded dimension."""
+        cuts, ends = self.graph.cuts(name, dim), np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
+        return tuple(cuts[high] - cuts[low] for low, high in itertools.pairwise(ends))
+
+    def units(self, name: str, dim: int, rank: int) -> range:
+        """A rank's units along a sharded dimension."""
+        ends = np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
+        return range(int(ends[rank]), int(ends[rank + 1]))
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Devices whose share is nothing along every sharded axis of the program."""
+        used = _axes_used(self.graph, self.program)
+        return tuple(
+            device.name
+            for rank, device in enumerate(self.cluster.devices)
+            if used and all(self.shares.lengths(axis)[rank] == 0 for axis in used)
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "devices": [device.name for device in self.cluster.devices],
+            "ratios": [list(row) for row in self.shares.ratios],
+            "predicted": {"step_time_s": self.seconds, "compute_s": self.seconds - self.wire_s, "communication_s": self.wire_s},
+            "memory_bytes": dict(zip((d.name for d in self.cluster.devices), self.bytes_by_device, strict=True)),
+            "collectives": collectives_in(self.program.instructions),
+            "factored_weights": sorted(name for name, layout in self.program.storage.items() if layout == FACTORED),
+            "idle": list(self.idle),
+            "notes": list(self.graph.notes),
+            "program": explain(self.graph, self.program),
+        }
+
+
+def _axes_used(graph: Graph, program: Program) -> set[str]:
+    """Axes along which the program computes or holds anything in parts."""
+    return {graph.axes[i.tensor, i.output.dim].name for i in program.instructions if i.output.kind == "sharded"}
+
+
+class _Pairs:
+    """Pairs of program and ratios under one charge for memory, and the best of those that fit."""
+
+    def __init__(self, table: CostTable, pinned: Mapping[str, int], whole: bool) -> None:
+        self.table, self.pinned, self.whole = table, dict(pinned), whole
+        self.best: tuple[float, Program, Shares] | None = None
+        self.has_refused = False
+        self.tightest: tuple[float, int, float] = (float("inf"), 0, 0.0)
+
+    def shares(self, ratios: Ratios) -> Shares:
+        return Shares(self.table.graph, ratios, self.whole)
+
+    def search(self, ratios: Ratios, charge: Sequence[float]) -> Program:
+        return Search(self.table, self.shares(ratios), self.pinned, tuple(charge)).dynamic_program()[1]
+
+    def judge(self, program: Program, ratios: Ratios) -> float:
+        """Seconds of a pair, infinite where it does not fit; the best is kept."""
+        shares = self.shares(ratios)
+        used = self.table.program_bytes(program, shares)
+        over = used / self.table.limits
+        worst = int(over.argmax())
+        if over[worst] < self.tightest[0]:
+            self.tightest = float(over[worst]), worst, float(used[worst])
+        if over[worst] > 1 + 1e-9:
+            self.has_refused = True
+            return float("inf")
+        seconds = self.table.program_s(program, shares)
+        if self.best is None or seconds < self.best[0] * (1 - 1e-12):
+            self.best = seconds, program, shares
+        return seconds
+
+    def alternate(self, start: Ratios, charge: Sequence[float]) -> None:
+        """Search and linear program in turn, while the pair gets better."""
+        ratios, before = start, float("inf")
+        for _ in range(_ROUNDS):
+            program = self.search(ratios, charge)
+            seconds = self.judge(program, ratios)
+            try:
+                ratios = linear_program(self.table, program, self.shares(ratios))
+            except InfeasibleError:
+                return
+            seconds = min(seconds, self.judge(program, ratios))
+            if not seconds < before * (1 - 1e-6):
+                return
+            before = seconds
+
+
+def synthesize(
+    graph: Graph, cluster: SpmdCluster, *, segments: int = 1, pinned: Mapping[str, int] | None = None,
+    ratios: Ratios | None = None, whole: bool = True, state_bytes: float | None = None,
+) -> SpmdPlan:  # fmt: skip
+    """The best pair found. pinned: parameter -> the one dimension that its state may be cut along. ratios: given ones, kept as they are.
+    whole: round to units (False for what the theory says of real numbers).
+
+    ConfigError where a given ratio rounds to nothing; InfeasibleError where no pair fits the devices' memory.
+    """
+    table = CostTable(graph, cluster) if state_bytes is None else CostTable(graph, cluster, state_bytes)
+    pairs = _Pairs(table, pinned or {}, whole)
+    if ratios is not None:
+        _check_ratios(cluster, ratios)
+        starts = [ratios]
+    else:
+        starts = _starts(table, segments)
+    for start in starts:
+        pairs.judge(pairs.search(start, ()), start)
+    if ratios is None and pairs.best is not None:
+        pairs.alternate(pairs.best[2].ratios, ())
+    if pairs.has_refused:
+        _heed_memory(pairs, starts, ratios is None)
+    if pairs.best is None:
+        raise InfeasibleError(_why(cluster, pairs))
+    if ratios is None and whole and table.num_devices <= _MOST_MOVED:
+        _move_units(pairs)
+    plan = _plan(table, pairs)
+    if ratios is not None:
+        _check_rounded(plan)
+    return plan
+
+
+def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool) -> None:
+    """Searches with rising charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher one finds nothing better."""
+    for charge in _charges(pairs, starts[-1]):
+        before = pairs.best
+        for start in dict.fromkeys((starts[0], starts[-1])):
+            if free_ratios:
+                pairs.alternate(start, charge)
+            else:
+                pairs.judge(pairs.search(start, charge), start)
+        if before is not None and pairs.best is before:
+            return
+
+
+def _charges(pairs: _Pairs, start: Ratios) -> Iterator[list[float]]:
+    """Seconds a byte of each device, rising by four: from a hundredth of a step for all its memory."""
+    table = pairs.table
+    step_s = table.program_s(pairs.search(start, ()), pairs.shares(start))
+    for power in range(_CHARGES):
+        yield [float(step_s * 0.01 * 4**power / limit) for limit in table.limits]
+
+
+def _starts(table: CostTable, segments: int) -> list[Ratios]:
+    """Ratios to begin at: those that can be optimal, evenly chosen where they are many, and memory's proportions."""
+    found = closed_form([float(speed) for speed in table.speeds])
+    if len(found) > _STARTS:
+        found = [found[round(at * (len(found) - 1) / (_STARTS - 1))] for at in range(_STARTS)]
+    if np.isfinite(table.limits).all():
+        found.append(tuple(float(x) for x in table.limits / table.limits.sum()))
+    return [(row,) * segments for row in dict.fromkeys(found)]
+
+
+def _move_units(pairs: _Pairs) -> None:
+    """One unit of the data at a time from one device to another, while the step gets shorter: rounding alone may miss the best."""
+    assert pairs.best is not None
+    axes = [pairs.best[2].axis(a) for a in _axes_used(pairs.table.graph, pairs.best[1])]
+    units = max((axis.units for axis in axes if axis.is_batch), default=0)
+    for _ in range(units and 2 * pairs.table.num_devices):
+        before, program, shares = pairs.best
+        counts = round_to_units(shares.ratios[0], units)
+        for source in range(len(counts)):
+            for target in range(len(counts)):
+                if source != target and counts[source]:
+                    moved = [c - (j == source) + (j == target) for j, c in enumerate(counts)]
+                    pairs.judge(program, (tuple(c / units for c in moved), *shares.ratios[1:]))
+        if pairs.best[0] >= before * (1 - 1e-9):
+            return
+
+
+def _plan(table: CostTable, pairs: _Pairs) -> SpmdPlan:
+    assert pairs.best is not None
+    seconds, program, shares = pairs.best
+    wires = {term: count for term, count in table.counted(program).items() if isinstance(term, Wire)}
+    wire_s = sum(count * table.seconds((term,), shares) for term, count in wires.items())
+    used: Floats = table.program_bytes(program, shares)
+    return SpmdPlan(table.graph, table.cluster, program, shares, seconds, wire_s, tuple(float(x) for x in used))
+
+
+def _check_ratios(cluster: SpmdCluster, ratios: Ratios) -> None:
+    for row in ratios:
+        if len(row) != len(cluster.devices) or min(row) < 0 or not np.isclose(sum(row), 1.0):
+            raise ConfigError(f"ratios {list(row)} must be {len(cluster.devices)} shares, one a device, none below 0, with the sum 1")
+
+
+def _check_rounded(plan: SpmdPlan) -> None:
+    for rank, device in enumerate(plan.cluster.devices):
+        if device.name in plan.idle and any(row[rank] > 0 for row in plan.shares.ratios):
+            share = max(row[rank] for row in plan.shares.ratios)
+            units = max(plan.shares.axis(a).units for a in _axes_used(plan.graph, plan.program))
+            raise ConfigError(
+                f"the ratio {share:g} of device '{device.name}' rounds to nothing: what is divided has at most {units} units; leave the"
+                f" device out, or give it at least {1 / units:g}"
+            )
+
+
+def _why(cluster: SpmdCluster, pairs: _Pairs) -> str:
+    _, worst, need = pairs.tightest
+    device = cluster.devices[worst]
+    return (
+        f"the model fits no mix of these {len(cluster.devices)} devices: in the program that comes nearest, device '{device.name}' needs"
+        f" {need / GIB:.2f} GiB, it has {device.memory_bytes / GIB:.2f} GiB; add devices, or lower the batch or the sequence length"
+    )

@@ -1,0 +1,114 @@
+"""A program: instructions in order, each with its precondition and postcondition; the same on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from planner.spmd.graph import Graph
+from planner.spmd.layouts import CONVERSIONS, PARTIAL, REPLICATED, Layout, conversion_between
+from planner.spmd.rules import leaf_layouts, rules_of
+
+Property = tuple[str, Layout]
+"""A tensor that a rank has in a layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """{inputs} op {(tensor, output)}. op: "load" a leaf, "compute" an operator by the rule with `letter`, or one of CONVERSIONS."""
+
+    op: str
+    tensor: str
+    inputs: tuple[Property, ...]
+    output: Layout
+    letter: str = ""
+    variant: str = ""
+
+    @property
+    def result(self) -> Property:
+        return self.tensor, self.output
+
+    def to_document(self) -> dict[str, Any]:
+        document: dict[str, Any] = {"op": self.op, "tensor": self.tensor, "layout": str(self.output)}
+        if self.inputs:
+            document["inputs"] = [f"{name}: {layout}" for name, layout in self.inputs]
+        if self.variant:
+            document["variant"] = self.variant
+        return document
+
+    def __str__(self) -> str:
+        before = ", ".join(f"{name}: {layout}" for name, layout in self.inputs)
+        how = f" ({self.variant})" if self.variant else ""
+        return f"{{{before}}} {self.op}{how} {{{self.tensor}: {self.output}}}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions that end with a partial loss."""
+
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def storage(self) -> dict[str, Layout]:
+        """Each leaf's layout as a rank holds it: of a parameter, of its training state."""
+        return {i.tensor: i.output for i in self.instructions if i.op == "load"}
+
+    def check(self, graph: Graph) -> None:
+        """AssertionError unless every instruction is derivable from those before it and the loss ends partial."""
+        known: set[Property] = set()
+        for instruction in self.instructions:
+            assert known.issuperset(instruction.inputs), f"{instruction}: a precondition does not hold"
+            assert _is_sound(graph, instruction), f"{instruction} follows from no rule"
+            known.add(instruction.result)
+        assert (graph.nodes[-1].name, PARTIAL) in known, "the loss is not partial at the end"
+
+
+def _is_sound(graph: Graph, instruction: Instruction) -> bool:
+    node = graph.by_name[instruction.tensor]
+    layouts = tuple(layout for _, layout in instruction.inputs)
+    if instruction.op == "load":
+        return node.kind != "op" and instruction.output in leaf_layouts(graph, node)
+    if instruction.op == "compute":
+        found = [rule for rule in rules_of(graph, node) if rule.inputs == layouts and rule.output == instruction.output]
+        return bool(found) and tuple(name for name, _ in instruction.inputs) == node.inputs
+    return len(layouts) == 1 and conversion_between(layouts[0], instruction.output) == instruction.op
+
+
+def layouts_of(graph: Graph, name: str) -> tuple[Layout, ...]:
+    """All layouts that a tensor can be converted to."""
+    return (REPLICATED, PARTIAL, *(Layout("sharded", dim) for dim in graph.dims(name)))
+
+
+def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
+    """Every instruction from one layout of a tensor to another, with its variants."""
+    layouts = layouts_of(graph, name)
+    return tuple(
+        Instruction(op, name, ((name, source),), target, "", variant)
+        for source in layouts
+        for target in layouts
+        if (op := conversion_between(source, target)) is not None
+        for variant in CONVERSIONS[op].variants
+    )
+
+
+def explain(graph: Graph, program: Program) -> list[dict[str, Any]]:
+    """One entry a tensor, in the program's order: its shape, the layouts it takes and the instructions that yield them."""
+    entries: dict[str, dict[str, Any]] = {}
+    for instruction in program.instructions:
+        node = graph.by_name[instruction.tensor]
+        entry = entries.setdefault(
+            node.name, {"tensor": node.name, "op": node.op or node.kind, "shape": list(node.shape), "instructions": []}
+        )
+        entry["instructions"].append(str(instruction))
+    return list(entries.values())
+
+
+def collectives_in(instructions: Sequence[Instruction]) -> dict[str, int]:
+    """How often each instruction that communicates occurs, by name and variant."""
+    counts: dict[str, int] = {}
+    for instruction in instructions:
+        conversion = CONVERSIONS.get(instruction.op)
+        if conversion is not None and conversion.forward is not None:
+            name = f"{instruction.op}_{instruction.variant}" if instruction.variant else instruction.op
+            counts[name] = counts.get(name, 0) + 1
+    return counts

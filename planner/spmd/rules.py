@@ -1,0 +1,83 @@
+"""Hoare-style rules of an operator, as data: with its inputs in these layouts, its output is in that one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.spmd.graph import Graph, Node, Signature
+from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, Layout, sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """{inputs} -> {output}. letter: the dimension whose ranges the ranks compute, "" where every rank computes the whole."""
+
+    inputs: tuple[Layout, ...]
+    output: Layout
+    letter: str = ""
+
+    @property
+    def is_factored(self) -> bool:
+        return FACTORED in self.inputs
+
+    @property
+    def gradient(self) -> tuple[Layout, tuple[Layout, ...]]:
+        """Of the backward operator: from the output's gradient in this layout to the inputs' gradients in those."""
+        return self.output.dual, tuple(layout.dual for layout in self.inputs)
+
+
+def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
+    """All rules of a node; the replicated one first, which every operator has."""
+    rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
+    if node.signature is not None:
+        rules += _sharded(graph, node, node.signature)
+        rules += [_linear(node, together) for together in node.signature.linear]
+    return tuple(dict.fromkeys(rules))
+
+
+def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
+    for letter in signature.letters:
+        if not _has_axis(graph, node, signature, letter):
+            continue
+        contracted = letter in signature.contracted
+        if not contracted and letter not in signature.output:
+            continue
+        inputs = tuple(
+            sharded(text.index(letter)) if letter in text else PARTIAL if contracted and at in signature.additive else REPLICATED
+            for at, text in enumerate(signature.inputs)
+        )
+        output = PARTIAL if contracted else sharded(signature.output.index(letter))
+        yield Rule(inputs, output, letter)
+        if signature.factored and letter in signature.inputs[0] and not contracted and _owns_weights(graph, node):
+            yield Rule((inputs[0], *(FACTORED for _ in inputs[1:])), output, letter)
+
+
+def _owns_weights(graph: Graph, node: Node) -> bool:
+    """Whether all inputs but the first are parameters that nobody else reads."""
+    others = [graph.by_name[name] for name in node.inputs[1:]]
+    return all(other.kind == "parameter" and len(graph.consumers[other.name]) == 1 for other in others)
+
+
+def _has_axis(graph: Graph, node: Node, signature: Signature, letter: str) -> bool:
+    for name, text in zip((*node.inputs, node.name), (*signature.inputs, signature.output), strict=True):
+        if letter in text:
+            return (name, text.index(letter)) in graph.axes
+    return False
+
+
+def _linear(node: Node, together: frozenset[int]) -> Rule:
+    return Rule(tuple(PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))), PARTIAL)
+
+
+def axis_of(graph: Graph, node: Node, letter: str) -> str:
+    """A key of `graph.axes`' values: the name of the axis that a rule's letter stands for."""
+    assert node.signature is not None
+    for name, text in zip((*node.inputs, node.name), (*node.signature.inputs, node.signature.output), strict=True):
+        if letter in text:
+            return graph.axes[name, text.index(letter)].name
+    raise AssertionError(f"{node.name} has no dimension '{letter}'")
+
+
+def leaf_layouts(graph: Graph, node: Node) -> tuple[Layout, ...]:
+    """In which a rank can have an input, a constant or a parameter without communication."""
+    whole = (REPLICATED,) if node.kind != "parameter" else (REPLICATED, FACTORED)
+    return (*whole, *(sharded(dim) for dim in graph.dims(node.name)))

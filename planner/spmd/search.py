@@ -1,0 +1,347 @@
+"""The cheapest program for given shares: a dynamic program over the frontier, and A* over the same states.
+
+Costs add up and do not depend on the order, so operators are taken in topological order and nothing is lost. A state is what layouts
+each live tensor has; a tensor gets a further layout when a rule first asks for it, by at most two conversions (more never help: every
+pair of layouts is joined by two). A state is dropped where a cheaper one can be converted into it for the difference. Inputs, constants
+and parameters with one reader never live: what they add to a rule is the cheapest way to load them as the rule wants.
+
+Between positions where few tensors are live lie segments. Equal segments (a model's layers) from states with equal differences of cost
+have equal solutions, so a deep model takes little longer than its first few layers.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from planner.spmd.costs import CostTable, Shares
+from planner.spmd.graph import Node
+from planner.spmd.layouts import CONVERSIONS, FACTORED, Layout, conversion_between
+from planner.spmd.program import Instruction, Program, layouts_of
+from planner.spmd.rules import leaf_layouts, rules_of
+
+_COMPARED = 12
+State = tuple[int, ...]
+"""For each live tensor, in the order of positions: a bit for each layout it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A rule at one node. wants: (place in the frontier, layout's bit). loads: instructions for leaves with one reader."""
+
+    seconds: float
+    wants: tuple[tuple[int, int], ...]
+    bit: int
+    instruction: Instruction
+    loads: tuple[Instruction, ...]
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """Layouts and conversions of a tensor; `paths[have, want]`: the cheapest way and what the tensor has then."""
+
+    name: str
+    layouts: tuple[Layout, ...]
+    edges: dict[tuple[int, int], tuple[float, Instruction]]
+    paths: dict[tuple[int, int], tuple[float, int, tuple[Instruction, ...]]] = field(default_factory=dict)
+
+    def path(self, have: int, want: int) -> tuple[float, int, tuple[Instruction, ...]]:
+        """Seconds, layouts afterwards, instructions."""
+        found = self.paths.get((have, want))
+        if found is None:
+            found = self.paths[have, want] = min(self._ways(have, want), key=lambda way: (way[0], len(way[2])))
+        return found
+
+    def _ways(self, have: int, want: int) -> Iterator[tuple[float, int, tuple[Instruction, ...]]]:
+        if have >> want & 1:
+            yield 0.0, have, ()
+            return
+        for source in range(len(self.layouts)):
+            if not have >> source & 1:
+                continue
+            if edge := self.edges.get((source, want)):
+                yield edge[0], have | 1 << want, (edge[1],)
+            for middle in range(len(self.layouts)):
+                first, second = self.edges.get((source, middle)), self.edges.get((middle, want))
+                if first and second:
+                    yield first[0] + second[0], have | 1 << want | 1 << middle, (first[1], second[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One node that is not a fused leaf: its position, which tensors live before it, which of their places live on after it."""
+
+    position: int
+    live: tuple[str, ...]
+    kept: tuple[int, ...]
+    keeps_result: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A segment's solution. first: its first step. back: for each step, state -> (state before, option). costs: at its end, less the least
+    cost at its beginning."""
+
+    first: int
+    back: list[dict[State, tuple[State, _Option]]]
+    costs: dict[State, float]
+
+
+class Search:
+    """One search on a cost table. pinned: parameters whose state may be cut along one dimension only. byte_s: seconds charged for each
+    byte that a device must hold, by device: how a search heeds memory."""
+
+    def __init__(
+        self, table: CostTable, shares: Shares, pinned: dict[str, int] | None = None, byte_s: tuple[float, ...] = ()
+    ) -> None:
+        self.table, self.shares, self.graph = table, shares, table.graph
+        self._pinned, self._byte_s = pinned or {}, byte_s
+        self._tensors: dict[str, _Tensor] = {}
+        self.states_seen = 0
+        self._places = self._live_places()
+        self._choices: dict[int, tuple[_Option, ...]] = {}
+
+    # ---- what each step may do ----
+
+    def price(self, instruction: Instruction) -> float:
+        """Seconds of an instruction and its dual, and the charge for its bytes."""
+        seconds = self.table.seconds(self.table.terms(instruction), self.shares)
+        if self._byte_s:
+            axis, size = self.table.bytes_of(instruction)
+            share = self.shares.of(axis).tolist() if axis is not None else [1.0] * len(self._byte_s)
+            seconds += size * sum(charge * part for charge, part in zip(self._byte_s, share, strict=True))
+        return seconds
+
+    def _live_places(self) -> list[_Place]:
+        live: tuple[str, ...] = ()
+        places: list[_Place] = []
+        last_read = {name: max(readers, default=-1) for name, readers in self.graph.consumers.items()}
+        last_read[self.graph.nodes[-1].name] = len(self.graph.nodes)
+        for position, node in enumerate(self.graph.nodes):
+            if self._is_fused(node):
+                continue
+            kept = tuple(at for at, name in enumerate(live) if last_read[name] > position)
+            is_kept = last_read[node.name] >= 0
+            places.append(_Place(position, live, kept, is_kept))
+            live = (*(live[at] for at in kept), *((node.name,) if is_kept else ()))
+        return places
+
+    def _options_at(self, step: int) -> tuple[_Option, ...]:
+        if step not in self._choices:
+            place = self._places[step]
+            self._choices[step] = tuple(self._options(self.graph.nodes[place.position], place.live))
+        return self._choices[step]
+
+    def _live(self, step: int) -> tuple[str, ...]:
+        """Tensors alive before a step; after the last one the loss."""
+        return self._places[step].live if step < len(self._places) else (self.graph.nodes[-1].name,)
+
+    def _is_fused(self, node: Node) -> bool:
+        """Inputs and constants are free in any layout, so each reader loads its own."""
+        if node.kind != "parameter":
+            return node.kind != "op"
+        readers = self.graph.consumers[node.name]
+        return len(readers) == 1 and self.graph.nodes[readers[0]].inputs.count(node.name) == 1
+
+    def _options(self, node: Node, live: tuple[str, ...]) -> Iterator[_Option]:
+        if node.kind != "op":
+            for load in self._leaf_loads(node):
+                if load.output != FACTORED:
+                    yield _Option(self.price(load), (), self._bit(node.name, load.output), load, ())
+            return
+        for rule in rules_of(self.graph, node):
+            inputs = tuple(zip(node.inputs, rule.inputs, strict=True))
+            instruction = Instruction("compute", node.name, inputs, rule.output, rule.letter)
+            loads = [self._fused_load(name, layout) for name, layout in inputs if self._is_fused(self.graph.by_name[name])]
+            seconds = self.price(instruction) + sum(load[0] for load in loads)
+            wants = {(live.index(name), self._bit(name, layout)) for name, layout in inputs if name in live}
+            yield _Option(
+                seconds,
+                tuple(sorted(wants)),
+                self._bit(node.name, rule.output),
+                instruction,
+                tuple(i for load in loads for i in load[1]),
+            )
+
+    def _leaf_loads(self, node: Node) -> Iterator[Instruction]:
+        pin = self._pinned.get(node.name)
+        for layout in leaf_layouts(self.graph, node):
+            if pin is None or layout.kind != "sharded" or layout.dim == pin:
+                yield Instruction("load", node.name, (), layout)
+
+    def _fused_load(self, name: str, want: Layout) -> tuple[float, tuple[Instruction, ...]]:
+        """The cheapest way to have a leaf in a layout, and its seconds."""
+        ways: list[tuple[float, tuple[Instruction, ...]]] = []
+        for load in self._leaf_loads(self.graph.by_name[name]):
+            if load.output == want:
+                ways.append((self.price(load), (load,)))
+            elif FACTORED not in (load.output, want):
+                seconds, _, path = self._tensor(name).path(1 << self._bit(name, load.output), self._bit(name, want))
+                ways.append((self.price(load) + seconds, (load, *path)))
+        return min(ways, key=lambda way: way[0])
+
+    def _tensor(self, name: str) -> _Tensor:
+        if name not in self._tensors:
+            layouts = layouts_of(self.graph, name)
+            edges: dict[tuple[int, int], tuple[float, Instruction]] = {}
+            for (s, source), (t, target) in itertools.permutations(enumerate(layouts), 2):
+                op = conversion_between(source, target)
+                if op is not None:
+                    options = (Instruction(op, name, ((name, source),), target, "", v) for v in CONVERSIONS[op].variants)
+                    edges[s, t] = min(((self.price(option), option) for option in options), key=lambda priced: priced[0])
+            self._tensors[name] = _Tensor(name, layouts, edges)
+        return self._tensors[name]
+
+    def _bit(self, name: str, layout: Layout) -> int:
+        return -1 if layout == FACTORED else self._tensor(name).layouts.index(layout)
+
+    # ---- moving on ----
+
+    def _follow(self, step: int, state: State) -> Iterator[tuple[float, State, _Option]]:
+        """Every way on from a state: seconds, the next state, by which option."""
+        here = self._places[step]
+        live = here.live
+        for option in self._options_at(step):
+            seconds, masks = option.seconds, list(state)
+            for place, bit in option.wants:
+                added, masks[place], _ = self._tensor(live[place]).path(masks[place], bit)
+                seconds += added
+            following = tuple(masks[at] for at in here.kept)
+            yield seconds, (*following, 1 << option.bit) if here.keeps_result else following, option
+
+    def _undominated(self, step: int, costs: dict[State, float]) -> list[State]:
+        """States that no cheaper one can be turned into for the difference."""
+        tensors = [self._tensor(name) for name in self._live(step)]
+        kept: list[State] = []
+        for state in sorted(costs, key=lambda s: (costs[s], s)):
+            for other in kept[:_COMPARED]:
+                left = costs[state] - costs[other]
+                for tensor, have, wanted in zip(tensors, other, state, strict=True):
+                    missing = wanted & ~have
+                    while missing and left >= 0:
+                        bit = missing & -missing
+                        seconds, have, _ = tensor.path(have, bit.bit_length() - 1)
+                        left -= seconds
+                        missing = wanted & ~have
+                    if left < 0:
+                        break
+                if left >= 0:
+                    break
+            else:
+                kept.append(state)
+        return kept
+
+    def dynamic_program(self) -> tuple[float, Program]:
+        """Least seconds and a program that takes them."""
+        known: dict[object, _Solved] = {}
+        chain: list[tuple[int, _Solved]] = []
+        costs: dict[State, float] = {(): 0.0}
+        base = 0.0
+        for first, last in itertools.pairwise(self._segment_starts()):
+            least = min(costs.values())
+            costs = {state: cost - least for state, cost in costs.items()}
+            base += least
+            key = self._segment_key(first, last), tuple(sorted((state, f"{cost:.9e}") for state, cost in costs.items()))
+            if key not in known:
+                known[key] = self._solve(first, last, costs)
+            chain.append((first, known[key]))
+            costs = known[key].costs
+        loss = self._tensor(self.graph.nodes[-1].name)
+        ends, state = min((cost + loss.path(state[0], 1)[0], state) for state, cost in costs.items())
+        instructions = [*self._assembled(chain, state), *loss.path(state[0], 1)[2]]
+        return base + ends, Program(tuple(dict.fromkeys(instructions)))
+
+    def _segment_starts(self) -> list[int]:
+        """The first step, those before which no more tensors are live than at least in the model's middle, and the end."""
+        live, count = [len(place.live) for place in self._places], len(self._places)
+        fewest = min(live[count // 4 : 3 * count // 4 + 1])
+        return [0, *(step for step in range(1, count) if live[step] == fewest), count]
+
+    def _segment_key(self, first: int, last: int) -> object:
+        """Equal for segments that differ in names alone."""
+        live = self._live(first)
+        low = self._places[first - 1].position + 1 if first else 0
+        nodes = self.graph.nodes[low : self._places[last - 1].position + 1]
+        number = {name: at for at, name in enumerate((*live, *(node.name for node in nodes)))}
+        return tuple(self._node_key(self.graph.by_name[name], number) for name in number)
+
+    def _node_key(self, node: Node, number: dict[str, int]) -> object:
+        cuts = tuple((dim, self.shares.key(self.graph.axes[node.name, dim].name)) for dim in self.graph.dims(node.name))
+        readers = [self.graph.nodes[reader].name for reader in self.graph.consumers[node.name]]
+        inside = tuple(number[name] for name in readers if name in number), not readers or readers[-1] in number
+        inputs = tuple(number.get(name, -1) for name in node.inputs)
+        costs = node.item_bytes, node.needs_gradient, node.flops, node.backward_flops, node.is_alias
+        return node.kind, node.op, inputs, node.shape, costs, repr(node.signature), cuts, inside, self._pinned.get(node.name)
+
+    def _solve(self, first: int, last: int, costs: dict[State, float]) -> _Solved:
+        back: list[dict[State, tuple[State, _Option]]] = []
+        for step in range(first, last):
+            following: dict[State, float] = {}
+            origins: dict[State, tuple[State, _Option]] = {}
+            for state in self._undominated(step, costs):
+                base = costs[state]
+                for seconds, reached, option in self._follow(step, state):
+                    if base + seconds < following.get(reached, float("inf")):
+                        following[reached], origins[reached] = base + seconds, (state, option)
+            self.states_seen += len(following)
+            back.append(origins)
+            costs = following
+        return _Solved(first, back, {state: costs[state] for state in self._undominated(last, costs)})
+
+    def _assembled(self, chain: list[tuple[int, _Solved]], state: State) -> list[Instruction]:
+        """The chosen instructions in order; a solution that another segment shares is read with that segment's names."""
+        blocks: list[list[Instruction]] = []
+        for first, solved in reversed(chain):
+            chosen: list[tuple[int, State, _Option]] = []
+            for offset in range(len(solved.back) - 1, -1, -1):
+                state, option = solved.back[offset][state]
+                chosen.append((solved.first + offset, state, option))
+            names = self._names(solved.first, first, len(solved.back))
+            blocks.append([_renamed(i, names) for step, before, option in reversed(chosen) for i in self._spelt(step, before, option)])
+        return [instruction for block in reversed(blocks) for instruction in block]
+
+    def _spelt(self, step: int, before: State, option: _Option) -> Iterator[Instruction]:
+        masks = list(before)
+        for place, bit in option.wants:
+            _, masks[place], path = self._tensor(self._places[step].live[place]).path(masks[place], bit)
+            yield from path
+        yield from (*option.loads, option.instruction)
+
+    def _names(self, known: int, actual: int, steps: int) -> dict[str, str]:
+        """Names of a solved segment -> names of an equal one."""
+        if known == actual:
+            return {}
+        pairs = list(zip(self._live(known), self._live(actual), strict=True))
+        starts = [self._places[first - 1].position + 1 if first else 0 for first in (known, actual)]
+        count = self._places[known + steps - 1].position + 1 - starts[0]
+        nodes = self.graph.nodes
+        return dict(pairs + [(nodes[starts[0] + at].name, nodes[starts[1] + at].name) for at in range(count)])
+
+    def a_star(self) -> tuple[float, int]:
+        """Least seconds and the number of states expanded, by A*: the rest costs at least every node's cheapest option."""
+        steps, rest = len(self._places), [0.0]
+        for step in reversed(range(steps)):
+            rest.append(rest[-1] + min(option.seconds for option in self._options_at(step)))
+        rest.reverse()
+        queue: list[tuple[float, int, State, float]] = [(rest[0], 0, (), 0.0)]
+        done: set[tuple[int, State]] = set()
+        while True:
+            _, step, state, cost = heapq.heappop(queue)
+            if (step, state) in done:
+                continue
+            done.add((step, state))
+            if step > steps:
+                return cost, len(done)
+            if step == steps:
+                ends = cost + self._tensor(self.graph.nodes[-1].name).path(state[0], 1)[0]
+                heapq.heappush(queue, (ends, step + 1, (), ends))
+                continue
+            for seconds, reached, _option in self._follow(step, state):
+                heapq.heappush(queue, (cost + seconds + rest[step + 1], step + 1, reached, cost + seconds))
+
+
+def _renamed(instruction: Instruction, names: dict[str, str]) -> Instruction:
+    if not names:
+        return instruction
+    inputs = tuple((names.get(name, name), layout) for name, layout in instruction.inputs)
+    return replace(instruction, tensor=names.get(instruction.tensor, instruction.tensor), inputs=inputs)

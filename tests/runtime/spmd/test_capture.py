@@ -1,0 +1,76 @@
+"""What capture makes of a model, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autohet.runtime.spmd.capture import capture
+from planner.errors import ConfigError
+from planner.spmd.layouts import FACTORED, PARTIAL, REPLICATED, sharded
+from planner.spmd.rules import rules_of
+from tests.harness.spmd_models import spmd_case
+
+
+class Sorted(nn.Module):
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 3), change
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.change == "dropout":
+            y = F.dropout(y, 0.5)
+        if self.change == "roll":
+            y = torch.roll(y, 1, 0)
+        if self.change == "no scalar":
+            return y
+        return F.cross_entropy(y, targets)
+
+
+BATCH = (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+
+
+def test_a_linear_has_batch_row_column_replicated_partial_and_factored_rules() -> None:
+    captured = capture(Sorted(), BATCH)
+    node = next(node for node in captured.graph.nodes if node.op == "linear")
+    found = {(rule.inputs, rule.output) for rule in rules_of(captured.graph, node)}
+    assert found == {
+        ((REPLICATED,) * 3, REPLICATED),
+        ((sharded(0), REPLICATED, REPLICATED), sharded(0)),
+        ((sharded(0), FACTORED, FACTORED), sharded(0)),
+        ((REPLICATED, sharded(0), sharded(0)), sharded(1)),
+        ((sharded(1), sharded(1), PARTIAL), PARTIAL),
+        ((PARTIAL, REPLICATED, PARTIAL), PARTIAL),
+    }
+    rule = next(rule for rule in rules_of(captured.graph, node) if rule.inputs[0] == sharded(1))
+    assert rule.gradient == (REPLICATED, (sharded(1), sharded(1), REPLICATED))
+
+
+def test_an_operator_without_a_rule_is_named_or_replicated() -> None:
+    with pytest.raises(ConfigError, match="operator 'roll' at 'roll' has no sharding rule"):
+        capture(Sorted("roll"), BATCH, strict=True)
+    captured = capture(Sorted("roll"), BATCH)
+    assert captured.graph.notes == ("operator 'roll' has no sharding rule: every rank computes the whole of it",)
+    node = captured.graph.by_name["roll"]
+    assert [(rule.inputs, rule.output) for rule in rules_of(captured.graph, node)] == [((REPLICATED,), REPLICATED)]
+
+
+def test_random_operators_and_models_that_return_no_loss_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'dropout' .* is random.*set dropout to 0"):
+        capture(Sorted("dropout"), BATCH)
+    with pytest.raises(ConfigError, match="must be a scalar loss"):
+        capture(Sorted("no scalar"), BATCH)
+
+
+def test_heads_and_their_projections_are_one_axis_of_whole_heads() -> None:
+    model, batch = spmd_case("vit")
+    graph = capture(model, batch).graph
+    query = graph.by_name["qkv.0.0.weight"]
+    assert query.shape == (12, 12)
+    assert graph.axes[query.name, 0].units == 3
+    assert graph.axes[query.name, 0] == graph.axes["qkv.0.3.weight", 1]
+    assert graph.cuts(query.name, 0) == (0, 4, 8, 12)
+    assert graph.axes["images", 0].is_batch
