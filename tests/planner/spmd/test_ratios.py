@@ -130,7 +130,8 @@ CEPHALO = {
 """Milliseconds of a layer of GPT-2.7B, sequences of 512, fp16: slope and intercept over the microbatch, forward and backward. From
 `model_latencies.json` of github.com/benson-guo/cephalo at a8c75d3 (MIT)."""
 ZORSE = {"l4": 10.1617, "p40": 93.3253, "a6000": 6.565}
-"""Milliseconds of a layer of LLaMA-tiny, forward and backward of a microbatch of 2, likewise. From github.com/benson-guo/zorse at 2fd6330 (MIT)."""
+"""Milliseconds of a layer of LLaMA-tiny, forward and backward of a microbatch of 2, likewise. From github.com/benson-guo/zorse at 2fd6330
+(MIT)."""
 
 
 def test_cephalos_published_batches_come_out_of_their_latencies() -> None:
