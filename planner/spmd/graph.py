@@ -157,12 +157,14 @@ def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
 
 
 def _axis(graph: Graph, top: tuple[str, int], keys: Sequence[tuple[str, int]], most_units: int) -> Axis:
-    """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on whole elements of each."""
-    sizes = {graph.by_name[name].shape[dim] for name, dim in keys}
-    units = min(min(sizes), most_units)
-    if len(sizes) > 1:
-        common = math.gcd(*sizes)
-        units = max(d for d in range(1, min(common, most_units) + 1) if common % d == 0)
+    """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on whole elements of each. At most
+    `most_units` where training state is cut; data keeps none."""
     kinds = {graph.by_name[name].kind for name, _ in keys}
     is_batch = "input" in kinds and "parameter" not in kinds
+    sizes = {graph.by_name[name].shape[dim] for name, dim in keys}
+    limit = min(sizes) if is_batch else min(*sizes, most_units)
+    units = limit
+    if len(sizes) > 1:
+        common = math.gcd(*sizes)
+        units = max(d for d in range(1, min(common, limit) + 1) if common % d == 0)
     return Axis(f"{top[0]}.{top[1]}", units, is_batch)

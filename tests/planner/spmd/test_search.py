@@ -102,10 +102,11 @@ def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_sa
     assert Search(table, shares).a_star()[0] == pytest.approx(seconds, rel=1e-9)
 
 
-def test_equal_layers_are_solved_once_and_as_if_they_were_not() -> None:
-    """Segments from memory, against A*, which knows no segments."""
-    graph = transformer(3, 6, 4, 8, 2)
-    cluster = random_cluster(random.Random(4), 2)
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None:
+    """Segments from memory, against all of them solved."""
+    graph = transformer(4, 6, 4, 8, 2)
+    cluster = random_cluster(random.Random(seed), 2)
     shares = Shares(graph, ((0.6, 0.4),))
     table = CostTable(graph, cluster)
     search = Search(table, shares)
@@ -152,3 +153,11 @@ def test_every_pair_of_layouts_is_joined_by_at_most_two_conversions() -> None:
     twice = steps | {(a, d) for a, b in steps for c, d in steps if b == c}
     assert all((a, b) in twice for a in layouts for b in layouts if a != b)
     assert {i.op for i in conversions_of(graph, name)} == set(CONVERSIONS)
+
+
+def test_a_large_batch_is_divided_by_samples_whatever_the_number_of_devices() -> None:
+    """State is cut into at most 256 units; data has none to keep, and rounding to 8 samples would make 64 unlike devices alike."""
+    graph = transformer(1, 2048, 4, 8, 2)
+    batch = next(axis for axis in graph.axes.values() if axis.is_batch)
+    assert batch.units == 2048
+    assert max(graph.axes[node.name, 0].units for node in graph.parameters if (node.name, 0) in graph.axes) <= 256
