@@ -7,13 +7,13 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search import limits
 from planner.search.bound import NO_PROOF, prove
-from planner.search.cost_tables import check_request, tables_of
+from planner.search.cost_tables import tables_of
 from planner.search.families import Drafter, Proposal
 from planner.search.improve import Improver, Judge, tries_for, walker
 from planner.search.judge import Costed, choose, idle_workers, rank, seconds_of, slower, why_infeasible
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
-from planner.search.problem import Answer, Request, SearchReport
+from planner.search.problem import Answer, Request, SearchReport, check_request
 from planner.search.tables import Tables
 
 

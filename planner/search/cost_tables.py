@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.cluster import NodeType
 from planner.cost.model import CostModel, LayerCosts
-from planner.errors import ConfigError, InfeasibleError
+from planner.errors import InfeasibleError
 from planner.model_spec import ModelSpec
 from planner.search.problem import Request
 from planner.search.tables import Kind, Resource, Row, SyncShape, Tables
@@ -284,17 +284,3 @@ def _sync(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[SyncSha
         return cost.sync_s(members, shape.worker_bytes, flows=flows) + update + overhead
 
     return seconds
-
-
-def check_request(request: Request) -> None:
-    """ConfigError for numbers that no fleet could meet."""
-    for name in ("global_batch_sequences", "sequence_length"):
-        if getattr(request, name) < 1:
-            raise ConfigError(f"{name} is {getattr(request, name)}; it must be at least 1")
-    size = request.microbatch_sequences
-    if size is not None and request.global_batch_sequences % size:
-        raise ConfigError(
-            f"global_batch_sequences {request.global_batch_sequences} is not divisible by microbatch_sequences {size};"
-            f" the nearest batches that are: {request.global_batch_sequences // size * size or size} and"
-            f" {(request.global_batch_sequences // size + 1) * size}"
-        )

@@ -1,10 +1,11 @@
-"""What a search is asked and what it answers; values without behaviour."""
+"""What a search is asked and what it answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.cluster import Fleet
+from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
 
@@ -109,3 +110,17 @@ class Answer:
     rejected: tuple[Rejected, ...] = ()
     idle: tuple[Idle, ...] = ()
     front: Sequence["Answer"] = field(default=())
+
+
+def check_request(request: Request) -> None:
+    """ConfigError for numbers that no fleet could meet."""
+    for name in ("global_batch_sequences", "sequence_length"):
+        if getattr(request, name) < 1:
+            raise ConfigError(f"{name} is {getattr(request, name)}; it must be at least 1")
+    size = request.microbatch_sequences
+    if size is not None and request.global_batch_sequences % size:
+        raise ConfigError(
+            f"global_batch_sequences {request.global_batch_sequences} is not divisible by microbatch_sequences {size};"
+            f" the nearest batches that are: {request.global_batch_sequences // size * size or size} and"
+            f" {(request.global_batch_sequences // size + 1) * size}"
+        )

@@ -17,7 +17,7 @@ from planner.cluster import Node
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
-from planner.search.problem import Answer, Request, SearchReport
+from planner.search.problem import Answer, Request, SearchReport, check_request
 
 MAX_GPUS = 5
 MAX_BLOCKS = 6
@@ -40,6 +40,7 @@ class _Load:
 def search_exhaustive(request: Request) -> Answer:
     """The best of all plans. ConfigError where the case is not small."""
     begin = request.clock()
+    check_request(request)
     _check_small(request)
     every = _Every(request)
     best, seconds, limit, looked_at = None, float("inf"), 0.0, every.least_s

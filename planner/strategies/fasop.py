@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from planner.cluster import Fleet, Node, NodeType
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan
-from planner.search.cost_tables import check_request, tables_of
+from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator, Shape, fits
 from planner.search.judge import Costed, choose, idle_workers, why_infeasible
-from planner.search.problem import Answer, Request, SearchReport
+from planner.search.problem import Answer, Request, SearchReport, check_request
 from planner.search.tables import Tables
 from planner.strategies.shortlist import Groups, Shortlist
 from planner.strategies.staged import Group, Staged, Stager

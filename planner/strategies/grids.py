@@ -1,10 +1,10 @@
 """The strategies `megatron` and `varuna`: the best symmetric grid under our cost model."""
 
 from planner.errors import InfeasibleError
-from planner.search.cost_tables import check_request, tables_of
+from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator
 from planner.search.judge import choose, idle_workers, why_infeasible
-from planner.search.problem import Answer, Request, SearchReport
+from planner.search.problem import Answer, Request, SearchReport, check_request
 from planner.strategies.symmetric import grids_of, ranked_grids
 
 _CANDIDATES = 8

@@ -27,11 +27,11 @@ import numpy as np
 
 from planner.errors import InfeasibleError
 from planner.plan import Plan
-from planner.search.cost_tables import GIB, check_request, tables_of
+from planner.search.cost_tables import GIB, tables_of
 from planner.search.draft import Draft, Estimator, Shape, assign_microbatches
 from planner.search.judge import choose, idle_workers
 from planner.search.place import place
-from planner.search.problem import Answer, Request, SearchReport
+from planner.search.problem import Answer, Request, SearchReport, check_request
 from planner.search.tables import Tables
 from planner.strategies.sharding import Part, Program, Space, Way, degree_of, degrees_of, resource_of, spaces, sync_s
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.errors import InfeasibleError
-from planner.search.cost_tables import check_request, tables_of
+from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator
 from planner.search.judge import choose, idle_workers, why_infeasible
-from planner.search.problem import Answer, Request, SearchReport
+from planner.search.problem import Answer, Request, SearchReport, check_request
 from planner.search.tables import Floats, Tables
 from planner.strategies.shortlist import Groups, Shortlist
 from planner.strategies.staged import Staged, Stager

@@ -99,10 +99,10 @@ def take_away(workforce, name):
 
 
 def test_the_death_of_an_idle_node_is_told_once():
-    controller, workforce = make(steps=10**6, nodes=12)
+    controller, workforce = make(steps=10**6, nodes=40)
     run(controller, trained(controller, 3))
     idle, _ = idle_and_busy(controller, workforce)
-    assert len(idle) >= 2, "eight sequences, so eight pipelines at the most"
+    assert len(idle) >= 2, "eight sequences, so eight pipelines at the most, of few stages each"
     take_away(workforce, idle[0])
     for _ in range(10):
         controller.tick()

@@ -115,7 +115,15 @@ def test_restarts_from_storage_lose_what_local_state_keeps(tmp_path):
     assert theirs["steps_lost"] > 0
     assert theirs["bytes_by_tier"]["s3"] > 0
     assert theirs["bytes_by_tier"]["memory"] == theirs["bytes_by_tier"]["disk"] == 0
-    assert theirs["tokens"] < ours["tokens"]
+    assert theirs["seconds_by_part"]["total"] > 2 * ours["seconds_by_part"]["total"]
+
+
+def test_training_begins_as_soon_as_the_first_workers_are_up(tmp_path):
+    """Nobody waits for the next look of a driver that has its answer already."""
+    result = run(tmp_path, COUNTS, hours=0.5, min_pipelines=2)
+    costs = result["stated"]
+    up = costs["boot_s"] + costs["process_start_s"] + costs["data_s"]
+    assert up < result["stretches"][0]["begin_s"] < up + 10
 
 
 def test_no_fleet_for_a_while_waits_and_goes_on(tmp_path):

@@ -117,7 +117,8 @@ def test_near_the_best_of_all_plans_without_pipelining(types: tuple, batch: int,
 def _every_plan_s(asked: Request) -> Iterator[float]:
     """Seconds of every plan of one-stage pipelines: every set of groups inside nodes, microbatch sizes and counts."""
     batch = asked.global_batch_sequences
-    loads = [(size, count) for size in (1, 2, 4, 8) for count in range(1, batch // size + 1)]
+    sizes = [size for size in range(1, 9) if size in (1, 2, 4, 8) or batch % size == 0]
+    loads = [(size, count) for size in sizes for count in range(1, batch // size + 1)]
     per_node = [_divisions(node.workers) for node in asked.fleet.nodes]
     for division in itertools.product(*per_node):
         groups = [group for node in division for group in node]

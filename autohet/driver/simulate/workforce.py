@@ -272,6 +272,7 @@ class SimulatedWorkforce:
     def claim_generation(self, entry: Descent) -> None:
         """The journal of a simulated job takes every entry at once."""
         self._checkpoint = replace(self._checkpoint, claimed=entry.generation)
+        self.wake_at(self.now + 1e-3)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._keep_copies()
@@ -337,6 +338,7 @@ class SimulatedWorkforce:
     def request_inventories(self) -> None:
         self._keep_copies()
         self._inventories = {}
+        self.wake_at(self.now + 1e-3)
         for copy in self._copies:
             if copy.source.node in self._nodes and copy.source.node not in self._dead:
                 self._inventories.setdefault(copy.source.node, []).append(copy)
