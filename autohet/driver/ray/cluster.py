@@ -153,6 +153,14 @@ def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
     return bool(accepted)
 
 
+def directory_name(node: RayNode) -> str:
+    """Names a node's snapshot directories for as long as its raylet lives: a driver that is started again numbers nodes anew, and
+    has to find them. A name that its label gives comes first, for people.
+    """
+    name = node.labels.get(NAME_LABEL)
+    return node.node_id[:16] if name is None else f"{name}-{node.node_id[:8]}"
+
+
 def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | None = None) -> NodeType:
     """The planner's facts about a live node: its labels, else its group's entry in the cluster file, else its
     instance type.

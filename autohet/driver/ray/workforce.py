@@ -159,7 +159,7 @@ class RayWorkforce:
             return
         name = node.labels.get(ray_cluster.NAME_LABEL) or self._free_name(node.group)
         self._names[node.node_id] = name
-        directory = f"{self.run_id}/{name}-{node.node_id[:8]}"
+        directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
         agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
             name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll()
         )
