@@ -128,6 +128,13 @@ def this_stream() -> _Stream:
     return _HERE.stream
 
 
+def leave_stream() -> None:
+    """What the calling thread computes from now on goes through no stream; for a thread that lives on after what began one."""
+    if hasattr(_HERE, "stream"):
+        _HERE.stream.__exit__(None, None, None)
+        del _HERE.stream
+
+
 def _remember(work: DeferredWork) -> None:
     with _LOCK:
         for tensor in (*work.written, *work.read):
