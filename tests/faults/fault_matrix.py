@@ -7,9 +7,10 @@ from itertools import product
 from tests.harness.struck_run import Strike
 
 POINTS = (
-    "forward", "backward", "gradient_sync", "apply", "snapshot", "upload", "manifest", "restore", "rebuild", "replan",
+    "forward", "backward", "gradient_sync", "vote", "apply", "mid_update", "snapshot", "upload", "manifest", "restore", "rebuild", "replan",
 )  # fmt: skip
-"""apply: between a step's commit and its update. manifest: data is stored, the manifest not yet. replan: before the planner is asked."""
+"""vote: gradients summed, nothing said. apply: between a step's commit and its update. mid_update: between its first tensor and the second.
+manifest: data is stored, the manifest not yet. replan: before the planner is asked."""
 SCOPES = ("worker", "node", "pipeline", "driver")
 MODES = ("notice", "kill", "freeze")
 DURABLE_STEP = 8
@@ -23,10 +24,13 @@ def strike_of(point: str, scope: str, mode: str) -> Strike:
     return Strike(point, scope, mode, step, "notice d" if reconfigures else None)
 
 
-MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOPES, MODES)}
+MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOPES, MODES)} | {
+    "failed_update-worker-fail": Strike("failed_update", "worker", "fail")
+}
 COVERING = (
     "forward-worker-kill", "forward-driver-notice", "backward-node-kill", "backward-worker-freeze",
-    "gradient_sync-node-notice", "apply-worker-kill", "apply-driver-kill", "snapshot-node-freeze",
+    "gradient_sync-node-notice", "vote-worker-freeze", "mid_update-worker-kill", "mid_update-node-freeze", "failed_update-worker-fail",
+    "apply-worker-kill", "apply-driver-kill", "snapshot-node-freeze",
     "snapshot-pipeline-notice", "upload-worker-kill", "upload-driver-freeze", "manifest-driver-kill", "manifest-node-kill",
     "restore-worker-kill", "restore-node-freeze", "rebuild-pipeline-kill", "rebuild-worker-notice", "replan-node-kill",
 )  # fmt: skip

@@ -17,6 +17,7 @@ from tests.faults.conftest import Scene
 from tests.faults.fault_matrix import COVERING, MATRIX
 from tests.harness.driver_life import DriverLife
 from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job
+from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.living import is_alive
 from tests.harness.served_objects import BACK_END
@@ -31,7 +32,7 @@ FREEZE_S = 3.0  # longer than the heartbeat's time-out
 def check_outcome(directory: Path, reference: Reference, events: list[dict[str, Any]]) -> None:
     """Every loss, and every bit of the committed state, as in the undisturbed run."""
     assert losses_by_step(events) == list(reference.losses)
-    assert differing_shards(str(directory / "checkpoints"), STEPS, reference) == []
+    assert differing_shards(str(directory / "checkpoints"), STEPS, reference, history_of(events)) == []
 
 
 def cells(in_ci: Collection[str]) -> list[Any]:
@@ -90,7 +91,9 @@ def _driver_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> 
     assert told == {step: scene.reference.losses[step] for step in told}
     # The driver that was killed may not have heard of the last step that the nodes keep.
     assert STEPS - len(told) <= (strike.mode == "kill"), sorted(told)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    steps = [event for life in lives for event in life.events]
+    history = history_of(steps) if len(told) == STEPS else None
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history) == []
     restores = [event for event in lives[-1].events if event["kind"] == "restore"]
     assert sum(event["bytes_by_tier"]["s3"] for event in restores) == 0, restores
     assert last["summary"]["steps_lost"] == 0

@@ -25,6 +25,7 @@ from recovery.checkpoint.read import read_shards
 from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
 from tests.harness import toy_model
+from tests.harness.history import MARK, unlike_histories
 
 BATCH, LENGTH = 8, 8
 STEPS, EVERY = 32, 4
@@ -128,18 +129,23 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
         worker.close()
 
 
-def differing_shards(storage_uri: str, step: int, reference: Reference) -> list[str]:
-    """Shards of the committed checkpoint of `step` whose bits are not the reference's (parameters and both moments)."""
+def differing_shards(storage_uri: str, step: int, reference: Reference, history: int | None = None) -> list[str]:
+    """Shards of the committed checkpoint of `step` whose bits are not the reference's (parameters and both moments), and layers whose
+    history is not `history` (None: not that of all others).
+    """
     storage = open_storage(storage_uri)
     try:
         manifest = open_checkpoint(storage, step)
         assert frozenset(manifest.shards) == reference.layout.shards
-        differing = []
+        differing, histories = [], {}
         for shard, data in read_shards(storage, manifest, manifest.shards):
             spec, whole = reference.layout.tensors[shard.tensor], reference.state[shard.tensor]
+            if MARK in shard.tensor and shard.tensor.startswith("param/"):
+                histories[str(shard)] = data
+                continue
             wanted = whole if spec.split_dim is None else whole[spec.unit_slices(shard.unit)]
             if not torch.equal(data.view(wanted.shape), wanted):
                 differing.append(str(shard))
-        return differing
+        return differing + unlike_histories(histories, history)
     finally:
         storage.close()

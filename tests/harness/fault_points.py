@@ -13,6 +13,7 @@ from typing import Any
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 FILES = ("snapshot", "upload")
 RECONFIGURING = ("rebuild", "restore")
+UPDATING = ("mid_update", "failed_update")
 HOLD_S = 15.0
 
 
@@ -21,6 +22,7 @@ class FaultPoint:
     """A place in one worker's life. Phases and files are of a `step`; rebuild and restore of a `generation`.
 
     forward, backward: the second microbatch. snapshot: state copied, not yet committed. upload: about to store a data file.
+    mid_update: the first tensor of the step's update is changed, the second is not. failed_update: as this, and there the update fails.
     rebuild: all have met, the first group is being made. restore: about to exchange live state.
     """
 
@@ -55,9 +57,11 @@ def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int
     """Wrap what `point` names, in this process; for a phase of the trainer, returns the hook to give it."""
     if point.name in PHASES:
         return _phase_hook(point, arrive)
-    {"snapshot": _at_snapshot, "upload": _at_upload, "rebuild": _at_rebuild, "restore": _at_restore}[point.name](
-        point, arrive
-    )
+    wrap = {
+        "snapshot": _at_snapshot, "upload": _at_upload, "rebuild": _at_rebuild, "restore": _at_restore, "mid_update": _in_update,
+        "failed_update": _in_update,
+    }  # fmt: skip
+    wrap[point.name](point, arrive)
     return None
 
 
@@ -73,6 +77,23 @@ def _phase_hook(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str,
                 arrive()
 
     return hook
+
+
+def _in_update(point: FaultPoint, arrive: Callable[[], None]) -> None:
+    from autohet.runtime import trainer
+
+    update, count = trainer.update, 0
+
+    def late(state: Any, gradients: Any, settings: Any, step: int, factor: float) -> None:
+        nonlocal count
+        count += step == point.step
+        if step == point.step and count == 2:
+            arrive()
+            if point.name == "failed_update":
+                raise MemoryError("no memory for the moments of the second tensor")
+        update(state, gradients, settings, step, factor)
+
+    trainer.update = late
 
 
 def _at_snapshot(point: FaultPoint, arrive: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from autohet.runtime.job import Job
 from autohet.runtime.messages import WorkerPlace
 from tests.harness.fault_points import FaultPoint, Gate, install
+from tests.harness.history import keep_history
 
 BACK_END = "AUTOHET_TEST_BACK_END"
 """In a worker's environment: "deferred" gives it groups with CUDA's semantics."""
@@ -35,6 +36,7 @@ class ServedWorker:
             time.time = lambda: true_time() + clock_offset_s
         from tests.harness import toy_model  # noqa: F401  registers the exact model
 
+        keep_history()
         if environment.get(BACK_END) == "deferred":
             from autohet.runtime.groups.generation import BACK_ENDS
             from tests.harness.deferred_group import DeferredGroup

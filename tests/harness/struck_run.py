@@ -30,7 +30,9 @@ from tests.harness.process_fleet import ProcessFleet
 
 NOTICE_S = 6.0
 LEASE_S = 4.0
-WORKER_POINTS = ("forward", "backward", "gradient_sync", "apply", "snapshot", "upload", "rebuild", "restore")
+WORKER_POINTS = (
+    "forward", "backward", "gradient_sync", "vote", "apply", "mid_update", "failed_update", "snapshot", "upload", "rebuild", "restore",
+)  # fmt: skip
 DRIVER_POINTS = ("manifest", "replan")
 VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
 """Of each scope: one worker's process, a node with two workers, the two nodes of a pipeline, this process."""
@@ -39,7 +41,8 @@ ARRIVES = {"worker": "b/0", "node": "a/0", "pipeline": "b/0", "driver": "b/0"}
 
 @dataclass(frozen=True)
 class Strike:
-    """What befalls the run: at `point` (of `step`, or of the second generation), `mode` happens to `scope`.
+    """What befalls the run: at `point` (of `step`, or of the second generation), `mode` happens to `scope`; "fail": the point is one
+    where the worker's own code fails.
 
     `before`: what happens first, at step 5, where the point is a part of a reconfiguration.
     """
@@ -142,6 +145,8 @@ class StruckRun:
     def strike_now(self) -> None:
         assert self.strike is not None
         self.struck_at_step = self.controller.ledger.committed_steps
+        if self.strike.mode == "fail":  # the worker does that by itself
+            return
         scope, mode = self.strike.scope, self.strike.mode
         if scope == "driver":
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "notice": signal.SIGTERM}[mode])

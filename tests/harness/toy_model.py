@@ -5,6 +5,9 @@ are real fp32 numbers
 that AdamW moves; the model sees them rounded to integers, q(w) = clamp(round(8 w), -4, 4), and wraps what it computes back into a small
 range. Its "gradients" are defined likewise (wrapped, token by token): deterministic, a sum over tokens, but no derivative of the loss.
 All sums stay below 2^24 for global batches of up to 100,000 tokens, where fp32 addition is exact. fp32 only.
+
+Each layer has a `history` beside its weights, which nothing reads and whose gradient is zero: `tests.harness.history` lets it tell by which
+generations its state was made.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class _Layer(nn.Module):
         self.mix = nn.Linear(size, size, bias=False)
         self.back = nn.Linear(size, size, bias=False)
         self.norm = _Norm(size)
+        self.history = _Norm(2)
 
 
 class _Decoder(nn.Module):
@@ -78,6 +82,8 @@ class ExactForCausalLM(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.normal_(parameter, 0.0, 0.3)
+        if isinstance(module, _Layer):
+            nn.init.zeros_(module.history.weight)
 
 
 def quantise(weight: Tensor) -> Tensor:
@@ -98,7 +104,7 @@ def _sum(tensor: Tensor, tp: Any) -> Tensor:
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, mix: Tensor, back: Tensor, norm: Tensor, tp: Any) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, mix: Tensor, back: Tensor, norm: Tensor, history: Tensor, tp: Any) -> Tensor:
         inner = wrap(hidden @ quantise(mix).T, 4)
         ctx.tp = tp
         ctx.save_for_backward(hidden, inner, mix, back)
@@ -110,7 +116,8 @@ class _Block(torch.autograd.Function):
         gradient = gradients[0].flatten(0, -2)
         to_inner = wrap(gradient @ quantise(back), 4)
         to_hidden = wrap(gradient + _sum(to_inner @ quantise(mix), ctx.tp), 8)
-        return to_hidden.view(gradients[0].shape), to_inner.T @ hidden, gradient.T @ inner, gradient.sum(0), None
+        weights = (to_inner.T @ hidden, gradient.T @ inner, gradient.sum(0), torch.zeros(2))
+        return to_hidden.view(gradients[0].shape), *weights, None
 
 
 class _Embed(torch.autograd.Function):
@@ -188,9 +195,8 @@ class ExactStage(nn.Module):
             x = _Embed.apply(held[name], x, self._start[name], self.tp)
         for layer in range(self.first_layer, self.first_layer + self.num_layers):
             path = f"model.layers.{layer}"
-            x = _Block.apply(
-                x, held[f"{path}.mix.weight"], held[f"{path}.back.weight"], held[f"{path}.norm.weight"], self.tp
-            )
+            weights = [held[f"{path}.{name}.weight"] for name in ("mix", "back", "norm", "history")]
+            x = _Block.apply(x, *weights, self.tp)
         return x
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
