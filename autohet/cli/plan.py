@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from autohet.cli.outputs import check_output
-from autohet.runtime.beside import beside
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet, cluster_from_yaml
@@ -302,7 +301,6 @@ def _request(session: Session) -> Any:
         max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,
-        beside=beside,
     )
 
 

@@ -1,7 +1,7 @@
 """What a search is asked and what it answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.cluster import Fleet
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from planner.cost.model import CostModel, Prediction
 
 Objective = Literal["time", "cost", "pareto"]
-Beside = Callable[[Callable[["Request"], Any], "Request"], Callable[[], Any]]
 
 
 def no_clock() -> float:
@@ -31,8 +30,8 @@ class Request:
     mixed_microbatch=False
     for one microbatch size. max_usd_per_hour limits the price of the nodes in use. min_node_disjoint_holders=2 asks
     that every layer lie on two nodes at least.
-    clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. beside: begins a function of the request
-    on another processor and returns what waits for its result (None: it did not work); without it all is done in turn.
+    clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`, `fasop` and
+    `pareto`; `autohet` counts what it tries, so that a busy machine finds the same plan.
     prove: whether to prove a lower bound of the step time, which takes up to a second.
     """
 
@@ -53,7 +52,6 @@ class Request:
     min_node_disjoint_holders: int = 1
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
-    beside: "Beside | None" = None
     prove: bool = True
 
     def deepest(self, num_blocks: int) -> int:
@@ -124,3 +122,8 @@ def check_request(request: Request) -> None:
             f" the nearest batches that are: {request.global_batch_sequences // size * size or size} and"
             f" {(request.global_batch_sequences // size + 1) * size}"
         )
+
+
+def narrowed(request: Request, fleet: Fleet) -> Request:
+    """The request on a part of its fleet; layer times and predictions are shared."""
+    return replace(request, fleet=fleet, cost=request.cost.on(fleet))

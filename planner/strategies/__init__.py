@@ -7,10 +7,10 @@ from planner.search.autohet import search_autohet
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
-from planner.strategies.grids import search_megatron, search_varuna
 from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
+from planner.strategies.symmetric import search_megatron, search_varuna
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "autohet": search_autohet,

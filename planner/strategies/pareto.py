@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
-from planner.search.narrow import narrowed
-from planner.search.problem import Answer, Request
+from planner.search.problem import Answer, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
 
 Search = Callable[[Request], Answer]
@@ -82,7 +81,7 @@ def search_objective(search: Search, request: Request) -> Answer:
         whole = request.fleet.usd_per_hour()
         if whole is not None and request.max_usd_per_hour is not None and whole <= request.max_usd_per_hour:
             return search(request)
-    request = dataclasses.replace(request, beside=None, prove=False)  # many fleets are searched
+    request = dataclasses.replace(request, prove=False)  # many fleets are searched
     front = pareto_front(search, request)
     if not front:
         raise InfeasibleError(_why_none(search, request))

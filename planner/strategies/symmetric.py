@@ -12,13 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cluster import Fleet, NodeType
+from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
+from planner.search.cost_tables import tables_of
 from planner.search.draft import Draft, Estimator, Shape, draft_fits
+from planner.search.judge import choose, idle_workers, why_infeasible
 from planner.search.limits import FAR_BEHIND
-from planner.search.problem import Request
+from planner.search.problem import Answer, Request, SearchReport, check_request
 from planner.search.tables import Tables
 
 _SIMULATED = 2
+_CANDIDATES = 8
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,26 @@ def ranked_grids(
     near = sorted(rough, key=lambda item: item[:2])[: _SIMULATED * keep]
     found = sorted(((estimator.draft_s(draft), number, grid) for _, number, draft, grid in near), key=lambda f: f[:2])
     return [(seconds, grid.plan(request)) for seconds, _, grid in found[:keep]]
+
+
+def search_megatron(request: Request) -> Answer:
+    """TP x PP x DP with an equal split of the layers."""
+    return _search_grids("megatron", request, request.max_tp_degree or request.spec.max_tp_degree, balanced=False)
+
+
+def search_varuna(request: Request) -> Answer:
+    """PP x DP without tensor parallelism, cut-points balanced by compute."""
+    return _search_grids("varuna", request, 1, balanced=True)
+
+
+def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -> Answer:
+    check_request(request)
+    begin = request.clock()
+    tables = tables_of(request)
+    grids = grids_of(request, tables, max_tp=max_tp, balanced=balanced)
+    ranked = ranked_grids(request, tables, grids, Estimator(tables), _CANDIDATES)
+    best, rejected = choose(request, [plan for _, plan in ranked])
+    if best is None:
+        raise InfeasibleError(why_infeasible(request, tables, rejected))
+    report = SearchReport(request.clock() - begin, len(ranked), None, None)
+    return Answer(name, best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan))

@@ -18,7 +18,7 @@ from autohet.bench.planner.synthetic import (
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
 from planner.model_spec import ModelSpec
-from planner.search.narrow import narrowed
+from planner.search.problem import narrowed
 from planner.strategies import Request, plan_with
 
 Row = dict[str, Any]

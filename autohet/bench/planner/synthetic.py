@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from autohet.runtime.beside import beside
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
@@ -71,7 +70,7 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
         parameters=framework_parameters(OURS, CostParameters()),
     )  # fmt: skip
     return Request(
-        fleet, spec, cost, batch, length, clock=time.perf_counter, beside=beside, max_microbatch_sequences=4, **wishes
+        fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autohet.driver.control.planning import REPLANNING_STRATEGY, Planning, Proposal, Search, replanned
-from autohet.runtime.beside import beside
+from autohet.runtime.background_process import run_in_background
 from planner.cluster import Fleet
 
 
@@ -22,7 +22,7 @@ class _Aside:
         self._planning, self._fleet, self._current = planning, fleet, current
         self._cost = planning.make_cost(fleet)
         request = planning.request(fleet, self._cost)
-        self._errand = beside(replanned, planning.question(current, request, thorough=True))
+        self._errand = run_in_background(replanned, planning.question(current, request, thorough=True))
 
     def proposal(self) -> Proposal | None:
         if not self._errand.ended:

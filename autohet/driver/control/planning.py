@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from autohet.runtime.beside import beside
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
@@ -177,8 +176,7 @@ class Planning:
             min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
             time_limit_s=wishes.search_time_limit_s,
             clock=self.clock,
-            beside=beside,
-        )
+            )
 
     def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:
         check_plan(answer.plan, self.inputs.spec.num_layers)

@@ -1,4 +1,4 @@
-"""A function in a Python process of its own, while this one goes on: the planner's bound beside its search, a search beside training."""
+"""A function in a Python process of its own, while this one goes on: a search while training goes on."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ pickle.dump(work(argument), sys.stdout.buffer)
 """
 
 
-class Errand(Generic[_Result]):
+class BackgroundCall(Generic[_Result]):
     """What the other process does. Called, it waits for the result; that is None where there was no second core, the argument cannot
     travel or the process failed: do it yourself then."""
 
@@ -32,7 +32,7 @@ class Errand(Generic[_Result]):
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", _CHILD]
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        talker = threading.Thread(target=self._talk, args=(sent,), name="beside", daemon=True)
+        talker = threading.Thread(target=self._talk, args=(sent,), name="background-call", daemon=True)
         self._talker = talker  # at our end nobody waits for it
         talker.start()
 
@@ -60,7 +60,7 @@ class Errand(Generic[_Result]):
             self._child.wait()
 
 
-def beside(work: Callable[[_Argument], _Result], argument: _Argument) -> Errand[_Result]:
+def run_in_background(work: Callable[[_Argument], _Result], argument: _Argument) -> BackgroundCall[_Result]:
     """Begins `work(argument)` in a fresh interpreter (no fork: this process may have threads and devices).
 
     work: a function of a module, which the other process imports.
@@ -68,5 +68,5 @@ def beside(work: Callable[[_Argument], _Result], argument: _Argument) -> Errand[
     try:
         sent = pickle.dumps(sys.path) + pickle.dumps((work, argument))
     except (pickle.PicklingError, AttributeError, TypeError):
-        return Errand(None)
-    return Errand(sent if len(os.sched_getaffinity(0)) >= 2 else None)
+        return BackgroundCall(None)
+    return BackgroundCall(sent if len(os.sched_getaffinity(0)) >= 2 else None)
