@@ -98,6 +98,8 @@ class Reads:
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
+        # The shelf holds this, too: in a circle, its group and the state before would stay until the interpreter next looks for such.
+        del self.shelf
 
     def tier(self, source: Source) -> str:
         return "s3" if source.kind == "s3" else source.kind if source.node == self.node else "peer"

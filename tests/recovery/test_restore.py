@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +178,34 @@ def test_unchanged_tensors_are_taken_over_and_the_old_state_is_untouched(fleet: 
         assert results["n0/0"].state[name] is tensor
     assert moved(results) == {"memory": 0, "disk": 0, "peer": before.layout.bytes_of("n1/0"), "s3": 0}
     assert results["n1/0"].state == {}, "it only gave"
+
+
+def test_a_restore_lets_go_of_the_state_before_and_of_the_group_at_once(fleet: Fleet) -> None:
+    """Not when the interpreter next looks for circles: on a device their memory is wanted now, and a group keeps its connections."""
+    before = placed(TENSORS, LAYERS, [[(2, ["n0/0"]), (1, ["n1/0"])]])
+    after = placed(TENSORS, LAYERS, [[(1, ["n0/0"]), (2, ["n1/0"])]])
+    holdings, states = live(before, ["n0/0", "n1/0"])
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
+    office = PostOffice()
+    members = {worker: office.member(worker) for worker in plan.parts}
+
+    def one(worker: str) -> Restored:
+        access = fleet.access(plan.parts[worker].node)
+        return restore(plan, worker, after.layout, states.get(worker), members[worker], access)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            check(dict(zip(plan.parts, pool.map(one, plan.parts), strict=True)), after)
+        given_away = weakref.ref(next(t for name, t in states["n0/0"].state.items() if "layers.1" in name))
+        groups = [weakref.ref(member) for member in members.values()]
+        states.clear()
+        members.clear()
+        assert given_away() is None
+        assert [group() for group in groups] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_live_state_of_another_step_is_never_handed_on(fleet: Fleet) -> None:
