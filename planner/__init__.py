@@ -11,7 +11,7 @@ from planner.cluster import (
 )
 from planner.errors import ConfigError, InfeasibleError
 from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.plan import Pipeline, Plan, Recompute, Stage, check_plan
 
 __all__ = [
     "Cluster",
@@ -24,6 +24,7 @@ __all__ = [
     "NodeType",
     "Pipeline",
     "Plan",
+    "Recompute",
     "Stage",
     "check_plan",
     "cluster_from_document",

@@ -39,6 +39,14 @@ def read_int(document: Mapping[str, Any], key: str, what: str, minimum: int) -> 
     return value
 
 
+def read_bool(document: Mapping[str, Any], key: str, what: str) -> bool:
+    """True or false, nothing else."""
+    value = document[key]
+    if not isinstance(value, bool):
+        raise ConfigError(f"'{key}' of {what} must be true or false, not {value!r}")
+    return value
+
+
 def read_str(document: Mapping[str, Any], key: str, what: str) -> str:
     """A string that is not empty."""
     value = document[key]

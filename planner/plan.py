@@ -5,9 +5,9 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from planner.documents import check_keys, read_int, read_list, read_mapping, read_str
+from planner.documents import check_keys, read_bool, read_int, read_list, read_mapping, read_str
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
 
@@ -17,15 +17,27 @@ _PLAN_KEYS = frozenset(
 )
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
+_OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer"})
+Recompute = Literal["none", "selective", "full"]
+"""Of a block's activations in the backward pass: all kept; the inner ones of attention and MLP computed again; all but its input."""
+RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding or head alone."""
+    """Contiguous blocks on one tensor-parallel group; no blocks only where a stage holds embedding or head alone.
+
+    recompute: of its blocks; None: as the job says (`training.recompute`), which is what a document without the field means.
+    shard_optimizer: master and moments of its layers are shared out: each worker keeps 1/|H| of a slice's, H the workers of all pipelines
+    that hold the slice (ZeRO-1, Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
+    (`planner.redundancy.sharded_layers`).
+    """
 
     first_layer: int
     num_layers: int
     workers: tuple[str, ...]
+    recompute: Recompute | None = None
+    shard_optimizer: bool = False
 
     @property
     def tp_degree(self) -> int:
@@ -96,10 +108,7 @@ class Plan:
             document["microbatch_sequences"] = pipeline.microbatch_sequences
         if pipeline.most_in_flight:
             document["in_flight"] = list(pipeline.most_in_flight)
-        document["stages"] = [
-            {"first_layer": stage.first_layer, "num_layers": stage.num_layers, "workers": list(stage.workers)}
-            for stage in pipeline.stages
-        ]
+        document["stages"] = [_stage_document(stage) for stage in pipeline.stages]
         return document
 
     @classmethod
@@ -132,6 +141,19 @@ class Plan:
             raise ConfigError(f"the plan is not JSON: {error}") from None
 
 
+def _stage_document(stage: Stage) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "first_layer": stage.first_layer,
+        "num_layers": stage.num_layers,
+        "workers": list(stage.workers),
+    }
+    if stage.recompute is not None:
+        document["recompute"] = stage.recompute
+    if stage.shard_optimizer:
+        document["shard_optimizer"] = True
+    return document
+
+
 def _read_pipeline(document: object, what: str, microbatch_sequences: int) -> Pipeline:
     pipeline = read_mapping(document, what)
     check_keys(pipeline, what, _PIPELINE_KEYS, frozenset({"num_microbatches", "stages"}))
@@ -158,7 +180,7 @@ def _read_in_flight(pipeline: Mapping[str, Any], what: str) -> tuple[int, ...]:
 
 def _read_stage(document: object, what: str) -> Stage:
     stage: Mapping[str, Any] = read_mapping(document, what)
-    check_keys(stage, what, _STAGE_KEYS, _STAGE_KEYS)
+    check_keys(stage, what, _STAGE_KEYS | _OPTIONAL_STAGE_KEYS, _STAGE_KEYS)
     workers = read_list(stage, "workers", what)
     if not all(isinstance(worker, str) and worker for worker in workers):
         raise ConfigError(f"'workers' of {what} must be worker names such as 'node-0/1'")
@@ -166,7 +188,19 @@ def _read_stage(document: object, what: str) -> Stage:
         first_layer=read_int(stage, "first_layer", what, 0),
         num_layers=read_int(stage, "num_layers", what, 0),
         workers=tuple(workers),
+        recompute=_read_recompute(stage, what),
+        shard_optimizer=read_bool(stage, "shard_optimizer", what) if "shard_optimizer" in stage else False,
     )
+
+
+def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
+    if "recompute" not in stage:
+        return None
+    value = read_str(stage, "recompute", what)
+    for choice in RECOMPUTE_CHOICES:
+        if value == choice:
+            return choice
+    raise ConfigError(f"'recompute' of {what} is '{value}'; expected one of {', '.join(RECOMPUTE_CHOICES)}")
 
 
 def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None:

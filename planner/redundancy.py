@@ -78,6 +78,17 @@ def layers_of(stage: Stage, index: int, num_stages: int) -> list[str]:
     return ([EMBEDDING] if index == 0 else []) + names + ([HEAD] if index == num_stages - 1 else [])
 
 
+def sharded_layers(plan: Plan) -> frozenset[str]:
+    """Names of the layers whose optimizer state is shared out over their holders: one stage that holds the layer says so."""
+    return frozenset(
+        layer
+        for pipeline in plan.pipelines
+        for index, stage in enumerate(pipeline.stages)
+        if stage.shard_optimizer
+        for layer in layers_of(stage, index, len(pipeline.stages))
+    )
+
+
 def require_disjoint_holders(plan: Plan, fleet: Fleet, num_layers: int, wanted: int) -> None:
     """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the fewest."""
     for shard, held in holders_by_shard(plan, fleet, num_layers).items():

@@ -302,7 +302,7 @@ def align(plan: Plan, request: Request, held: Holders) -> Plan:
         chosen.update(_match(plan, places, groups, held))
     pipelines = tuple(
         Pipeline(
-            tuple(Stage(st.first_layer, st.num_layers, chosen[p, s]) for s, st in enumerate(pipeline.stages)),
+            tuple(replace(st, workers=chosen[p, s]) for s, st in enumerate(pipeline.stages)),
             pipeline.num_microbatches,
             pipeline.microbatch_sequences,
         )

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.plan import RECOMPUTE_CHOICES, Pipeline, Plan, Stage, check_plan
+from planner.redundancy import sharded_layers
 
 
 @st.composite
@@ -22,7 +23,10 @@ def plans(draw):
         stages = []
         for first, end in pairwise(edges):
             degree = draw(st.sampled_from([1, 2]))
-            stages.append(Stage(first, end - first, tuple(f"n/{worker + i}" for i in range(degree))))
+            workers = tuple(f"n/{worker + i}" for i in range(degree))
+            stages.append(
+                Stage(first, end - first, workers, draw(st.sampled_from([None, *RECOMPUTE_CHOICES])), draw(st.booleans()))
+            )
             worker += degree
         pipelines.append(Pipeline(tuple(stages), draw(st.integers(1, 5)), draw(st.integers(1, 3))))
     batch = sum(p.num_sequences for p in pipelines)
@@ -63,6 +67,19 @@ def _document():
     return Plan("m", 4, 2, 8, (Pipeline((Stage(0, 2, ("a/0",)),), 2, 2),)).to_document()
 
 
+def test_a_document_without_the_memory_choices_leaves_them_to_the_job_and_is_written_as_it_was():
+    document = _document()
+    stage = Plan.from_document(document).pipelines[0].stages[0]
+    assert (stage.recompute, stage.shard_optimizer) == (None, False)
+    assert set(document["pipelines"][0]["stages"][0]) == {"first_layer", "num_layers", "workers"}
+
+
+def test_one_holder_of_a_layer_shards_it_for_all():
+    first = Pipeline((Stage(0, 1, ("a/0",)), Stage(1, 2, ("a/1",), shard_optimizer=True)), 2, 1)
+    second = Pipeline((Stage(0, 2, ("b/0",)), Stage(2, 1, ("b/1",))), 2, 1)
+    assert sharded_layers(Plan("m", 4, 1, 8, (first, second))) == {"1", "2", "head"}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -75,6 +92,8 @@ def _document():
         (lambda d: d.update(sequence_length="8"), "sequence_length"),
         (lambda d: d["pipelines"][0].update(num_microbatches=True), "num_microbatches"),
         (lambda d: d["pipelines"][0]["stages"][0].update(workers=[]), "workers"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(recompute="some"), "recompute"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(shard_optimizer=1), "shard_optimizer"),
     ],
 )
 def test_a_wrong_document_is_an_error_that_names_the_key(change, named):
