@@ -1,115 +1,35 @@
-"""One worker's training in one generation: passes, gradient sums, the vote that commits a step, and the update.
-
-A step is committed by all or by none. Its vote is one all-reduce over every worker; when it ends at anyone, everyone has contributed, so
-everyone has its gradients summed: is *prepared*. A survivor that was interrupted before it saw the result can still apply the step with
-the result that another survivor saw (`apply_prepared`), and must, since that one has applied it. The update itself talks to nobody.
-"""
+"""One worker's training in one generation of a plan of pipelines: passes, gradient sums and the update, committed as `step_commit` says."""
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from autohet.runtime.groups import GenerationGroups, Group, PeerLost
+from autohet.runtime.batches import Batch
+from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
 from autohet.runtime.models import TensorParallel, build_stage, family_of
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pace, Pacer
-from autohet.runtime.parallel.executor import Batch, Executor
+from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.state.optimizer import clip_factor, update
+from autohet.runtime.step_commit import PhaseHook, Trainer, Vote
 from planner.communicators import num_border_groups
 from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
 
-PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PhaseHook = Callable[[str, int], None]
 
 
-@dataclass(frozen=True)
-class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets; the last three count workers whose part
-    of the open replication round is still under way, or has failed, and those that still write an earlier checkpoint.
-
-    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
-    infinite where a gradient is.
-    """
-
-    squared_norm: float
-    loss_sum: float
-    tokens: int
-    stops: int
-    checkpoints: int
-    members: int
-    replicating: int = 0
-    replication_failures: int = 0
-    writing: int = 0
-
-    @property
-    def loss(self) -> float:
-        """Mean over the targets of the global batch."""
-        return self.loss_sum / max(1, self.tokens)
-
-    @property
-    def gradient_norm(self) -> float:
-        """Global norm of the mean loss's gradient, before clipping; NaN where it is not finite."""
-        return math.sqrt(self.squared_norm) / max(1, self.tokens) if math.isfinite(self.squared_norm) else math.nan
-
-    @property
-    def is_finite(self) -> bool:
-        """False: no worker changes weights or moments; the step counts, and data and learning rate go on."""
-        return math.isfinite(self.squared_norm) and math.isfinite(self.loss_sum)
-
-
-@dataclass(frozen=True)
-class StateVersion:
-    """What a state is: after how many steps, and whether all of it is. In the middle of an update, and for good once one has
-    failed there, it is `step`'s in some tensors and the next one's in others: nobody may use it.
-    """
-
-    step: int
-    whole: bool = True
-
-
-class HalfUpdated(RuntimeError):
-    """An update broke off after it had changed tensors; this process's state is of no step any more."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A committed step. `gradient_norm` is before clipping; `parts_s` where this worker's time went."""
-
-    step: int
-    loss: float
-    gradient_norm: float
-    tokens: int
-    seconds: float
-    stop: bool
-    checkpoint: bool
-    applied: bool
-    replicating: bool = False
-    replication_failed: bool = False
-    writing: bool = False
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-
-
-class StageTrainer:
-    """Owns a stage, its optimizer state and its groups, for one generation. `train_step` is called from one thread.
-
-    state: local slices of masters and moments by state name, updated in place. A step whose summed gradient is not finite is
-    committed without an update, by all workers alike.
-    """
+class StageTrainer(Trainer):
+    """Owns a stage, its optimizer state and its groups, for one generation."""
 
     def __init__(
         self, config: PreTrainedConfig, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection, device: torch.device,
@@ -120,14 +40,7 @@ class StageTrainer:
         place = place_of(plan, me)
         assert place is not None, f"{me} is not in the plan"
         self.place: Place = place
-        self.plan, self.training, self.state, self.version = plan, training, state, StateVersion(step)
-        self.prepared: int | None = None
-        self.last_vote: tuple[int, Vote] | None = None
-        self.phase = "idle"
-        self._hook, self._before_update, self._preservation_status = phase_hook, before_update, preservation_status
-        self._device, self._groups, self._clock = device, groups, groups.back_end.clock
-        self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
-        self._stop, self._checkpoint = threading.Event(), threading.Event()
+        self.plan = plan
         dtype = COMPUTE_DTYPE[training.precision]
         tensor = self._tensor_group(groups)
         self._tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
@@ -136,7 +49,11 @@ class StageTrainer:
             [groups.group(plan.workers, f"{direction}/{border}") for border in borders]
             for direction in ("forward", "backward")
         )
-        self._world = backward[0]  # for the vote: it starts after the last message of a step; one communicator fewer
+        world = backward[0]  # for the vote: it starts after the last message of a step; one communicator fewer
+        super().__init__(
+            training, state, step, groups, world, device, place.is_last and place.tp_rank == 0, phase_hook, before_update,
+            preservation_status,
+        )  # fmt: skip
         build = getattr(
             family_of(config), "build_stage", build_stage
         )  # a family may bring stages of its own (the tests' exact model)
@@ -163,65 +80,14 @@ class StageTrainer:
             place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check, self._clock
         )
 
-    @property
-    def step(self) -> int:
-        """Committed updates in the state: the number of the next step."""
-        return self.version.step
-
     def _tensor_group(self, groups: GenerationGroups) -> Group | None:
         """The ranks of this worker's stage, where it has several. Every worker builds the one that it is in, in plan order."""
         stage = self.place.stage
         return groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
 
-    def request_stop(self, *, checkpoint: bool = False) -> None:
-        """Any thread: all workers stop after the same step, the one whose vote next carries this worker's flag."""
-        if checkpoint:
-            self._checkpoint.set()
-        self._stop.set()
-
-    def train_step(self, batch: Callable[[int, range], Batch]) -> StepResult:
-        """Run the next step; every worker of the plan calls it. Blocks.
-
-        `batch(step, sequences)` gives tokens and targets of these positions of the step's global batch.
-
-        Raises:
-            PeerLost, Interrupted: the step is not committed here; `prepared` tells whether it can still be.
-        """
-        started = time.perf_counter()
-        assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
-        try:
-            self._groups.check()
-            squares, loss, num_targets, marks = self._gradients_of(batch)
-            vote = self._cast_vote(squares, loss, num_targets)
-        except PeerLost:
-            self._groups.interrupt()  # whoever waits for this worker, though not for the lost one, is woken too
-            raise
-        voted = time.perf_counter()
-        step = self.step
-        self.apply_prepared(vote)
-        ended = time.perf_counter()
-        parts = self._parts(started, voted, marks) | {"optimizer": ended - voted}
-        return StepResult(
-            step,
-            vote.loss,
-            vote.gradient_norm,
-            vote.tokens,
-            ended - started,
-            vote.stops > 0,
-            vote.checkpoints > 0,
-            vote.is_finite,
-            vote.replicating > 0,
-            vote.replication_failures > 0,
-            vote.writing > 0,
-            parts,
-        )
-
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
-        """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets; marks of the stream at the begin of
-        the passes, at their end and at the end of the sums.
-        """
         begin = self._clock.mark()
         self._sync.begin()
         step = self.step
@@ -233,78 +99,16 @@ class StageTrainer:
         squares = self._sync.finish()
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
 
-    def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
-        """Seconds by part, on the device. The vote, whose end the host has waited for, has what is left: what it took, and what waited."""
-        begin, passes_done, summed = marks
-        compute = self._executor.compute_s
-        passes, sums = self._clock.seconds(begin, passes_done), self._clock.seconds(passes_done, summed)
-        vote = max(0.0, voted - started - passes - sums)
-        return {"compute": compute, "wait": max(0.0, passes - compute), "gradient_sync": sums, "vote": vote}
-
-    def _enter(self, phase: str) -> None:
-        self.phase = phase
-        if self._hook is not None:
-            self._hook(phase, self.step)
-
-    def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
-        """One all-reduce over all workers: it decides the step. Loss and tokens come from one rank of each last stage."""
-        counts = self.place.is_last and self.place.tp_rank == 0
-        mine = torch.zeros(9, dtype=torch.float64, device=self._device)
-        mine[0] = squares
-        mine[1], mine[2] = (loss, num_targets) if counts else (0.0, 0.0)
-        mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
-        mine[5:6].copy_(self._groups.alive, non_blocking=True)  # last, when all before it in the stream has ended
-        if self._preservation_status is not None:
-            status = self._preservation_status()
-            mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
-        self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
-        self._enter("vote")
-        self._world.wait_on_host(self._world.start_all_reduce(mine))
-        totals = mine.tolist()
-        vote = Vote(totals[0], totals[1], *(int(total) for total in totals[2:]))
-        if (
-            vote.members != self._world.size
-        ):  # the others' generation was over before they voted: their sums are made up
-            raise PeerLost(f"{vote.members} of {self._world.size} workers voted")
-        self.last_vote = (self.step, vote)
-        return vote
-
-    def apply_prepared(self, vote: Vote | None = None) -> bool:
-        """Apply the prepared step; talks to nobody, and may be called again where it failed before it changed a tensor.
-
-        True if the weights changed (the gradient was finite).
-
-        vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
-
-        Raises:
-            HalfUpdated: an earlier call failed in the middle of the update.
-        """
-        with self._applying:
-            if not self.version.whole:
-                raise HalfUpdated(f"the update of step {self.step} broke off: its state is of no step")
-            assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
-            if self.last_vote is not None and self.last_vote[0] == self.step:
-                vote = self.last_vote[1]
-            assert vote is not None, "without the vote's result the step did not happen"
-            self.last_vote = (self.step, vote)
-            self._enter("apply")
-            if self._before_update is not None:
-                self._before_update()
-            if vote.is_finite:
-                self._update(vote)
-            self.prepared = None
-            self.version = StateVersion(self.step + 1)
-            self.phase = "idle"
-            return vote.is_finite
+    @property
+    def compute_s(self) -> float:
+        return self._executor.compute_s
 
     def _update(self, vote: Vote) -> None:
-        """Change the state in place; from the first tensor on it is not whole until `apply_prepared` says so."""
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
         names = sorted(self._sync.names)
-        self.version = StateVersion(self.step, whole=False)
         for name in names:
             update(self.state, {name: self._sync.gradient(name)}, self.training, self.step, factor)
         self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in names})
 
 
-__all__ = ["PHASES", "HalfUpdated", "StageTrainer", "StateVersion", "StepResult", "Vote"]
+__all__ = ["COMPUTE_DTYPE", "StageTrainer"]

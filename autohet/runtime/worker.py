@@ -35,7 +35,8 @@ from autohet.runtime.messages import (
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.trainer import PhaseHook, StageTrainer, StateVersion, StepResult
+from autohet.runtime.step_commit import PhaseHook, StateVersion, StepResult, Trainer
+from autohet.runtime.trainer import StageTrainer
 from planner.errors import ConfigError
 from recovery.errors import Cancelled, RecoveryError, RestoreError
 from recovery.state.layout import Layout, ShardId
@@ -55,7 +56,7 @@ class Live:
     layout: Layout
     state: dict[str, Tensor]
     first_step: int
-    trainer: StageTrainer | None = None
+    trainer: Trainer | None = None
 
     @property
     def version(self) -> StateVersion:
@@ -306,7 +307,7 @@ class Worker:
                 return Phase.STOPPED
         return Phase.FINISHED
 
-    def _committed(self, order: GenerationOrder, trainer: StageTrainer, result: StepResult) -> None:
+    def _committed(self, order: GenerationOrder, trainer: Trainer, result: StepResult) -> None:
         record = StepRecord(
             result.step,
             result.loss,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.states import Building, Quiescing, Training
 from autohet.runtime.messages import Phase, RollForward
-from autohet.runtime.trainer import Vote
+from autohet.runtime.step_commit import Vote
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 

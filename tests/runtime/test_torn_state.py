@@ -19,11 +19,12 @@ from torch.distributed import TCPStore
 from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Proposal
+from autohet.runtime import step_commit as commit_module
 from autohet.runtime import trainer as trainer_module
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
 from autohet.runtime.models import load_config
-from autohet.runtime.trainer import Vote
+from autohet.runtime.step_commit import Vote
 from autohet.runtime.worker import Worker
 from planner.cluster import Node
 from planner.plan import Pipeline, Plan, Stage
@@ -43,7 +44,7 @@ class Scene:
         self.job = exact_job(tmp_path, tmp_path, tmp_path / "memory", training={"steps": STEPS})
         self.votes: dict[int, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v)))
+            patch.setattr(commit_module, "Vote", lambda *v: self.votes.setdefault(len(self.votes), Vote(*v)))
             self.wanted = train_alone(tmp_path / "alone", tmp_path, training={"steps": STEPS}).state
         place = WorkerPlace(ME, NODE, "A10G", str(tmp_path / "memory"), str(tmp_path / "ssd"))
         self.worker = Worker(place, self.job, phase_hook=hook)

@@ -1,0 +1,251 @@
+"""What every trainer of a generation shares: the vote that commits a step, the update that follows, and what is reported of both.
+
+A step is committed by all or by none. Its vote is one all-reduce over every worker; when it ends at anyone, everyone has contributed, so
+everyone has its gradients summed: is *prepared*. A survivor that was interrupted before it saw the result can still apply the step with
+the result that another survivor saw (`apply_prepared`), and must, since that one has applied it. The update itself talks to nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.batches import Batch
+from autohet.runtime.groups import GenerationGroups, Group, PeerLost
+from autohet.runtime.job import TrainingSection
+from recovery.peers.replication_rounds import PreservationStatus
+
+PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
+PhaseHook = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What all workers' contributions to a step add up to. `tokens` counts targets; the last three count workers whose part
+    of the open replication round is still under way, or has failed, and those that still write an earlier checkpoint.
+
+    `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
+    infinite where a gradient is.
+    """
+
+    squared_norm: float
+    loss_sum: float
+    tokens: int
+    stops: int
+    checkpoints: int
+    members: int
+    replicating: int = 0
+    replication_failures: int = 0
+    writing: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean over the targets of the global batch."""
+        return self.loss_sum / max(1, self.tokens)
+
+    @property
+    def gradient_norm(self) -> float:
+        """Global norm of the mean loss's gradient, before clipping; NaN where it is not finite."""
+        return math.sqrt(self.squared_norm) / max(1, self.tokens) if math.isfinite(self.squared_norm) else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        """False: no worker changes weights or moments; the step counts, and data and learning rate go on."""
+        return math.isfinite(self.squared_norm) and math.isfinite(self.loss_sum)
+
+
+@dataclass(frozen=True)
+class StateVersion:
+    """What a state is: after how many steps, and whether all of it is. In the middle of an update, and for good once one has
+    failed there, it is `step`'s in some tensors and the next one's in others: nobody may use it.
+    """
+
+    step: int
+    whole: bool = True
+
+
+class HalfUpdated(RuntimeError):
+    """An update broke off after it had changed tensors; this process's state is of no step any more."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A committed step. `gradient_norm` is before clipping; `parts_s` where this worker's time went."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    tokens: int
+    seconds: float
+    stop: bool
+    checkpoint: bool
+    applied: bool
+    replicating: bool = False
+    replication_failed: bool = False
+    writing: bool = False
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Trainer(ABC):
+    """Owns the training state of one worker for one generation. `train_step` is called from one thread.
+
+    state: local slices of masters and moments by state name, updated in place. A step whose summed gradient is not finite is
+    committed without an update, by all workers alike. counts_loss: whether this worker's losses and targets are the vote's: of all
+    workers that have the same ones, one.
+    """
+
+    def __init__(
+        self, training: TrainingSection, state: dict[str, Tensor], step: int, groups: GenerationGroups, world: Group, device: torch.device,
+        counts_loss: bool, phase_hook: PhaseHook | None = None, before_update: Callable[[], None] | None = None,
+        preservation_status: Callable[[], PreservationStatus] | None = None,
+    ) -> None:  # fmt: skip
+        self.training, self.state, self.version = training, state, StateVersion(step)
+        self.prepared: int | None = None
+        self.last_vote: tuple[int, Vote] | None = None
+        self.phase = "idle"
+        self._hook, self._before_update, self._preservation_status = phase_hook, before_update, preservation_status
+        self._device, self._groups, self._world, self._clock = device, groups, world, groups.back_end.clock
+        self._counts_loss = counts_loss
+        self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
+        self._stop, self._checkpoint = threading.Event(), threading.Event()
+
+    @abstractmethod
+    def _gradients_of(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+        """Passes and gradient sums: this worker's part of the squared norm, its losses, its targets; marks of the stream at the begin of
+        the passes, at their end and at the end of the sums.
+        """
+
+    @property
+    @abstractmethod
+    def compute_s(self) -> float:
+        """What the last step's forward and backward passes took on the device; the host has waited for the end of the step."""
+
+    @abstractmethod
+    def _update(self, vote: Vote) -> None:
+        """Change the state in place with the summed gradients of the prepared step."""
+
+    @property
+    def step(self) -> int:
+        """Committed updates in the state: the number of the next step."""
+        return self.version.step
+
+    def request_stop(self, *, checkpoint: bool = False) -> None:
+        """Any thread: all workers stop after the same step, the one whose vote next carries this worker's flag."""
+        if checkpoint:
+            self._checkpoint.set()
+        self._stop.set()
+
+    def train_step(self, batch: Callable[[int, range], Batch]) -> StepResult:
+        """Run the next step; every worker of the plan calls it. Blocks.
+
+        `batch(step, sequences)` gives tokens and targets of these positions of the step's global batch.
+
+        Raises:
+            PeerLost, Interrupted: the step is not committed here; `prepared` tells whether it can still be.
+        """
+        started = time.perf_counter()
+        assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
+        try:
+            self._groups.check()
+            squares, loss, num_targets, marks = self._gradients_of(batch)
+            vote = self._cast_vote(squares, loss, num_targets)
+        except PeerLost:
+            self._groups.interrupt()  # whoever waits for this worker, though not for the lost one, is woken too
+            raise
+        voted = time.perf_counter()
+        step = self.step
+        self.apply_prepared(vote)
+        ended = time.perf_counter()
+        parts = self._parts(started, voted, marks) | {"optimizer": ended - voted}
+        return StepResult(
+            step,
+            vote.loss,
+            vote.gradient_norm,
+            vote.tokens,
+            ended - started,
+            vote.stops > 0,
+            vote.checkpoints > 0,
+            vote.is_finite,
+            vote.replicating > 0,
+            vote.replication_failures > 0,
+            vote.writing > 0,
+            parts,
+        )
+
+    def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
+        """Seconds by part, on the device. The vote, whose end the host has waited for, has what is left: what it took, and what waited."""
+        begin, passes_done, summed = marks
+        compute = self.compute_s
+        passes, sums = self._clock.seconds(begin, passes_done), self._clock.seconds(passes_done, summed)
+        vote = max(0.0, voted - started - passes - sums)
+        return {"compute": compute, "wait": max(0.0, passes - compute), "gradient_sync": sums, "vote": vote}
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if self._hook is not None:
+            self._hook(phase, self.step)
+
+    def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
+        """One all-reduce over all workers: it decides the step. Loss and tokens come from workers that count them."""
+        mine = torch.zeros(9, dtype=torch.float64, device=self._device)
+        mine[0] = squares
+        mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
+        mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
+        mine[5:6].copy_(self._groups.alive, non_blocking=True)  # last, when all before it in the stream has ended
+        if self._preservation_status is not None:
+            status = self._preservation_status()
+            mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
+        self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
+        self._enter("vote")
+        self._world.wait_on_host(self._world.start_all_reduce(mine))
+        totals = mine.tolist()
+        vote = Vote(totals[0], totals[1], *(int(total) for total in totals[2:]))
+        if (
+            vote.members != self._world.size
+        ):  # the others' generation was over before they voted: their sums are made up
+            raise PeerLost(f"{vote.members} of {self._world.size} workers voted")
+        self.last_vote = (self.step, vote)
+        return vote
+
+    def apply_prepared(self, vote: Vote | None = None) -> bool:
+        """Apply the prepared step; talks to nobody, and may be called again where it failed before it changed a tensor.
+
+        True if the weights changed (the gradient was finite).
+
+        vote: what another survivor saw; not needed where this worker saw it itself (`last_vote`).
+
+        Raises:
+            HalfUpdated: an earlier call failed in the middle of the update.
+        """
+        with self._applying:
+            if not self.version.whole:
+                raise HalfUpdated(f"the update of step {self.step} broke off: its state is of no step")
+            assert self.prepared == self.step, f"step {self.prepared} is prepared, {self.step} is next"
+            if self.last_vote is not None and self.last_vote[0] == self.step:
+                vote = self.last_vote[1]
+            assert vote is not None, "without the vote's result the step did not happen"
+            self.last_vote = (self.step, vote)
+            self._enter("apply")
+            if self._before_update is not None:
+                self._before_update()
+            if vote.is_finite:
+                # From the first tensor on it is not whole until this call says so.
+                self.version = StateVersion(self.step, whole=False)
+                self._update(vote)
+            self.prepared = None
+            self.version = StateVersion(self.step + 1)
+            self.phase = "idle"
+            return vote.is_finite
+
+
+__all__ = ["PHASES", "HalfUpdated", "PhaseHook", "StateVersion", "StepResult", "Trainer", "Vote"]
