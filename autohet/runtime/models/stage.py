@@ -191,6 +191,10 @@ class StageModel(nn.Module):
             return kinds[self.first_layer + index]
         return "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
 
+    def prepare(self, shape: tuple[int, int]) -> None:
+        """Make what depends on the shape of a microbatch alone, [b, S], before the first one comes."""
+        self._fixed_by_shape(torch.empty((*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype))
+
     def _fixed_by_shape(self, hidden: Tensor) -> dict[str, Any]:
         """Masks by kind and rotary tables: functions of the shape alone, so made once, not for every microbatch.
 

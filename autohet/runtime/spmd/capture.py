@@ -10,14 +10,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from autohet.runtime.spmd.operators import ALIASES, HANDLERS, Operation, Ref, forward_flops
 from planner.errors import ConfigError
-from planner.spmd.graph import Graph, Node
+from planner.spmd.graph import MOST_UNITS, Graph, Node
+from planner.spmd.operators import Names, Operation, Ref, operator_node
 
 IGNORED_TARGET = -100
 _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
 _RANDOM = frozenset({"dropout", "bernoulli", "rand_like", "randn_like", "native_dropout", "multinomial"})
-_IDENTITIES = frozenset({"to", "_to_copy", "contiguous", "clone", "alias", "lift_fresh_copy", "dropout", "type_as", "expand"})
+_IDENTITIES = frozenset(
+    "to _to_copy contiguous clone alias lift_fresh_copy dropout type_as expand view reshape".split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,12 @@ class Captured:
     dtypes: Mapping[str, torch.dtype]
 
 
-def capture(model: nn.Module, example: tuple[Tensor, ...], *, strict: bool = False) -> Captured:
+def capture(
+    model: nn.Module, example: tuple[Tensor, ...], *, strict: bool = False, most_units: int = MOST_UNITS,
+    prefixes: Mapping[str, str] | None = None,
+) -> Captured:  # fmt: skip
     """The graph of `model(*example)`, a scalar loss of a whole global batch. strict: an operator without rules is an error; else it is
-    computed on every rank, and the graph's notes say so.
+    computed on every rank, and the graph's notes say so. prefixes: of parameters' names, and what stands for them in the graph.
 
     ConfigError names the operator where it is random or changes its inputs, or where the model cannot be exported.
     """
@@ -59,7 +64,7 @@ def capture(model: nn.Module, example: tuple[Tensor, ...], *, strict: bool = Fal
             exported = torch.export.export(model, example)
     except Exception as error:  # noqa: BLE001  whatever the exporter raises, it is about the user's model
         raise ConfigError(f"the model cannot be exported: {str(error).splitlines()[0][:300]}") from None
-    return _Reader(model, exported, strict).read()
+    return _Reader(model, exported, strict, most_units, prefixes or {}).read()
 
 
 @dataclass
@@ -67,6 +72,8 @@ class _Reader:
     model: nn.Module
     exported: Any
     strict: bool
+    most_units: int
+    prefixes: Mapping[str, str]
     nodes: dict[str, Node] = field(default_factory=dict)
     calls: dict[str, Call] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -76,6 +83,7 @@ class _Reader:
     inputs: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
 
     def read(self) -> Captured:
         with torch.no_grad():
@@ -89,7 +97,7 @@ class _Reader:
                         self._call(node)
                     case "output":
                         self._output(node)
-        graph = Graph(list(self.nodes.values()), tuple(dict.fromkeys(self.notes)))
+        graph = Graph(list(self.nodes.values()), tuple(dict.fromkeys(self.notes)), self.most_units)
         used = {node.name for node in graph.nodes}
         constants = {name: value for name, value in self.constants.items() if name in used}
         return Captured(graph, self.calls, constants, self.parameters, tuple(self.inputs), self.dtypes)
@@ -112,6 +120,8 @@ class _Reader:
         """Tied parameters are one node, under the first name that the model gives."""
         tensor = self.model.get_parameter(name)
         first = next(known for known, value in self.model.named_parameters() if value is tensor)
+        old = next((prefix for prefix in self.prefixes if first.startswith(prefix)), "")
+        first = self.prefixes.get(old, "") + first.removeprefix(old)
         if first not in self.nodes:
             shape, size = tuple(tensor.shape), tensor.element_size()
             self.nodes[first] = Node(first, "parameter", "", (), shape, size, tensor.requires_grad)
@@ -154,12 +164,11 @@ class _Reader:
     def _add(self, node: fx.Node, call: Call, item: int | None = None) -> None:
         """A node of ours for a call's (one) output."""
         name = _operator_name(call.function)
-        self._insert(node.name, name, call.function, call.args, call.kwargs, node.meta["val"], item)
-        self.values[node] = node.name
+        self.values[node] = self._insert(name, call.function, call.args, call.kwargs, node.meta["val"], item)
 
     def _insert(
-        self, name: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor, item: int | None = None
-    ) -> None:  # fmt: skip
+        self, op: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor, item: int | None = None
+    ) -> str:  # fmt: skip
         inputs: list[str] = []
 
         def ref(leaf: Any) -> Any:
@@ -171,22 +180,15 @@ class _Reader:
             return Ref(len(inputs) - 1)
 
         args, kwargs = pytree.tree_map(ref, (tuple(args), dict(kwargs)))
-        shapes = tuple(self.nodes[i].shape for i in inputs)
-        operation = Operation(op, shapes, tuple(value.shape), args, kwargs)
-        handler = HANDLERS.get(op)
-        signature = handler(operation) if handler else None
-        if signature is None:
+        operation = Operation(op, tuple(self.nodes[i].shape for i in inputs), tuple(value.shape), args, kwargs)
+        name = self.names.next(op)
+        node = operator_node(name, operation, [self.nodes[i] for i in inputs], value.element_size(), value.is_floating_point())
+        if node.signature is None:
             self._without_rule(op, name)
-        needs = value.is_floating_point() and op != "detach" and any(self.nodes[i].needs_gradient for i in inputs)
-        flops = forward_flops(operation)
-        backward = flops * sum(self.nodes[i].needs_gradient for i in inputs[: 3 if op == "einsum" else 2])
-        if op == "scaled_dot_product_attention":
-            backward = 2 * flops
-        self.nodes[name] = Node(
-            name, "op", op, tuple(inputs), tuple(value.shape), value.element_size(), needs, signature, flops, backward, op in ALIASES
-        )
+        self.nodes[name] = node
         self.calls[name] = Call(function, args, kwargs, item)
         self.dtypes[name] = value.dtype
+        return name
 
     def _without_rule(self, op: str, name: str) -> None:
         if self.strict:
@@ -194,7 +196,7 @@ class _Reader:
         self.notes.append(f"operator '{op}' has no sharding rule: every rank computes the whole of it")
 
     def _constant(self, value: Tensor) -> str:
-        known = next((name for name, other in self.constants.items() if other is value), None)
+        known = next((name for name, other in self.constants.items() if _is_same(other, value)), None)
         if known is None:
             known = f"constant_{len(self.constants)}"
             self.constants[known] = value
@@ -210,13 +212,11 @@ class _Reader:
         if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
             return self._add(node, Call(node.target, args, kwargs))  # type: ignore[arg-type]
         value = node.meta["val"]
-        whole = node.name if reduction == 2 else f"{node.name}_sum"
-        self._insert(whole, "cross_entropy_sum", cross_entropy_sum, (logits, targets, ignored), {}, value)
+        result = self._insert("cross_entropy_sum", cross_entropy_sum, (logits, targets, ignored), {}, value)
         if reduction == 1:
-            count = f"{node.name}_count"
-            self._insert(count, "count_targets", count_targets, (targets, ignored, value.dtype), {}, value)
-            self._insert(node.name, "div", torch.div, (whole, count), {}, value)
-        self.values[node] = node.name
+            count = self._insert("count_targets", count_targets, (targets, ignored, value.dtype), {}, value)
+            result = self._insert("div", torch.div, (result, count), {}, value)
+        self.values[node] = result
 
     def _output(self, node: fx.Node) -> None:
         results = [self.values[value] for value in pytree.tree_leaves(node.args[0]) if isinstance(value, fx.Node)]
@@ -224,6 +224,10 @@ class _Reader:
             raise ConfigError(f"the model returns {len(results)} tensors; it must return its loss alone")
         last = self.nodes.pop(results[0])
         self.nodes[last.name] = last
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 from autohet.runtime.spmd import collectives
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.collectives import Collectives, own_part
-from autohet.runtime.spmd.operators import SHAPED
 from planner.spmd.graph import Node
 from planner.spmd.layouts import Layout
+from planner.spmd.operators import SHAPED
 from planner.spmd.plan import SpmdPlan
 from planner.spmd.program import Instruction, Property
 

@@ -1,6 +1,4 @@
-"""Signatures of aten operators: which dimensions may be sharded, and what follows for the output. Data for `planner/spmd/rules`."""
-
-from __future__ import annotations
+"""Signatures of aten operators by name: which dimensions may be sharded, and what follows for the output. Data for `rules`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 from string import ascii_letters
 from typing import Any
 
-from planner.spmd.graph import Signature
+from planner.spmd.graph import Node, Signature
 
 Shape = tuple[int, ...]
 ONE = (frozenset({0}),)
@@ -283,3 +281,28 @@ def forward_flops(operation: Operation) -> float:
 
 def _operands(operation: Operation) -> list[str]:
     return str(operation.args[0]).replace(" ", "").partition("->")[0].split(",")
+
+
+def operator_node(name: str, operation: Operation, inputs: Sequence[Node], item_bytes: int, is_floating: bool = True) -> Node:
+    """A graph's node for an operator on these nodes; without a signature where no rule is known for it."""
+    op = operation.name
+    handler = HANDLERS.get(op)
+    flops = forward_flops(operation)
+    backward = 2 * flops if op == "scaled_dot_product_attention" else 0.0
+    if not backward:
+        backward = flops * sum(node.needs_gradient for node in inputs[: 3 if op == "einsum" else 2])
+    needs = is_floating and op != "detach" and any(node.needs_gradient for node in inputs)
+    names = tuple(node.name for node in inputs)
+    signature = handler(operation) if handler else None
+    return Node(name, "op", op, names, operation.output, item_bytes, needs, signature, flops, backward, op in ALIASES)
+
+
+class Names:
+    """A name for each node by its operator and how many of that came before, whoever makes the graph."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def next(self, op: str) -> str:
+        count = self._counts[op] = self._counts.get(op, -1) + 1
+        return f"{op}_{count}" if count else op

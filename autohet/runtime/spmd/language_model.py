@@ -1,0 +1,38 @@
+"""The graph of a job's model as the runtime trains it: the one stage that holds all layers, captured with the sum of its losses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from autohet.runtime.models import StageModel, build_stage, family_of
+from autohet.runtime.spmd.capture import Captured, capture
+from planner.spmd.decoders import WHOLE
+
+
+class _Loss(nn.Module):
+    def __init__(self, stage: StageModel) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.stage(ids).float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
+    """Along which dimension each parameter's state may be cut (WHOLE: none), as for pipelines."""
+    specs = family_of(config).parameter_specs(config)
+    return {name: WHOLE if spec.split_dim is None else spec.split_dim for name, spec in specs.items()}
+
+
+def capture_language_model(config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype) -> Captured:
+    """Of a microbatch of `batch` sequences; parameters by their names in a checkpoint, without values. On the CPU, whatever the device."""
+    family = family_of(config)
+    stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)
+    stage.load_parameters({name: torch.empty(spec.shape) for name, spec in stage.specs.items()})  # never touched
+    stage.prepare((batch, sequence_length))
+    ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
+    names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}
+    return capture(_Loss(stage), (ids, ids.clone()), most_units=family.max_tp_degree(config), prefixes=names)

@@ -1,0 +1,206 @@
+"""Graphs of decoder families from their specs by formula, equal to what capture reads from the library's modules
+(tests/runtime/spmd/test_decoders.py), so that planning needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.model_spec import LayerSpec, ModelSpec
+from planner.spmd.graph import Graph, Node
+from planner.spmd.operators import Names, Operation, Ref, operator_node
+
+LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FAMILIES = LLAMA_LIKE | {"gpt2"}
+WHOLE = -1
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """graph: of the sum of the losses of `ids` and `targets`. split_dims: along which dimension each parameter's state may be cut, WHOLE
+    for none: the cuts of pipelines' tensor parallelism, so that state moves between plans of either kind."""
+
+    graph: Graph
+    split_dims: Mapping[str, int]
+
+
+def decoder_graph(spec: ModelSpec, batch: int, sequence_length: int, precision: str) -> Decoder | None:
+    """For a microbatch of `batch` sequences; None where the spec is of no known family or has parameters that a formula does not."""
+    if spec.model_type not in FAMILIES:
+        return None
+    family = _Gpt2 if spec.model_type == "gpt2" else _Llama
+    builder = family(spec, batch, sequence_length, precision)
+    builder.build()
+    layers = (spec.embedding, *spec.blocks, spec.head)
+    if builder.num_parameters != sum(layer.parameters for layer in layers):
+        return None
+    return Decoder(Graph(list(builder.nodes.values()), most_units=spec.max_tp_degree), builder.split_dims)
+
+
+class _Builder:
+    """Appends nodes; `op` and `parameter` give the name of what they made."""
+
+    def __init__(self, spec: ModelSpec, batch: int, length: int, precision: str) -> None:
+        self.spec, self.batch, self.length = spec, batch, length
+        self.size = 4 if precision == "fp32" else 2
+        self.hidden, self.heads = spec.hidden_size, spec.num_heads
+        self.nodes: dict[str, Node] = {}
+        self.split_dims: dict[str, int] = {}
+        self.num_parameters = 0
+        self._names = Names()
+
+    def leaf(self, kind: str, name: str, shape: tuple[int, ...], item_bytes: int) -> str:
+        self.nodes.setdefault(name, Node(name, kind, "", (), shape, item_bytes, kind == "parameter"))  # type: ignore[arg-type]
+        return name
+
+    def parameter(self, name: str, *shape: int, split: int = WHOLE) -> str:
+        if name not in self.nodes:
+            self.split_dims[name] = split
+            self.leaf("parameter", name, shape, self.size)
+            count = 1
+            for length in shape:
+                count *= length
+            self.num_parameters += count
+        return name
+
+    def op(self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...], *arguments: object, item_bytes: int = 0) -> str:
+        """arguments: those after the first tensor, where a rule asks for them. item_bytes: of the output; the first input's where 0."""
+        nodes = [self.nodes[name] for name in inputs]
+        operation = Operation(op, tuple(node.shape for node in nodes), shape, (Ref(0), *arguments), {})
+        name = self._names.next(op)
+        self.nodes[name] = operator_node(name, operation, nodes, item_bytes or nodes[0].item_bytes)
+        return name
+
+    def like(self, op: str, *inputs: str, item_bytes: int = 0) -> str:
+        """An operator whose output has the shape of its last input."""
+        return self.op(op, inputs, self.nodes[inputs[-1]].shape, item_bytes=item_bytes)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return self.batch, self.length
+
+    def embedding(self, path: str) -> str:
+        table = self.parameter(f"{path}.weight", self.spec.vocab_size, self.hidden, split=0)
+        return self.op("embedding", (table, self.leaf("input", "ids", self.tokens, 8)), (*self.tokens, self.hidden))
+
+    def linear(self, x: str, weight: str, features: int, *bias: str) -> str:
+        return self.op("linear", (x, weight, *bias), (*self.nodes[x].shape[:-1], features))
+
+    def loss(self, x: str, embedding: str) -> None:
+        spec = self.spec
+        path = embedding if spec.tied_embeddings else "lm_head"
+        logits = self.linear(x, self.parameter(f"{path}.weight", spec.vocab_size, self.hidden, split=0), spec.vocab_size)
+        if self.size != 4:
+            logits = self.like("to", logits, item_bytes=4)
+        rows = self.batch * self.length
+        logits = self.op("flatten", (logits,), (rows, spec.vocab_size))
+        targets = self.op("flatten", (self.leaf("input", "targets", self.tokens, 8),), (rows,))
+        self.op("cross_entropy_sum", (logits, targets), ())
+
+    def block(self, number: int) -> LayerSpec:
+        return self.spec.blocks[number]
+
+
+class _Llama(_Builder):
+    """Llama, Mistral, Qwen2 (biases of query, key and value), Qwen3 (norms of queries and keys)."""
+
+    def build(self) -> None:
+        x = self.embedding("model.embed_tokens")
+        for number in range(len(self.spec.blocks)):
+            path = f"model.layers.{number}"
+            x = self.like("add", x, self._attention(self._norm(x, f"{path}.input_layernorm"), f"{path}.self_attn", number))
+            x = self.like("add", x, self._mlp(self._norm(x, f"{path}.post_attention_layernorm"), f"{path}.mlp", number))
+        self.loss(self._norm(x, "model.norm"), "model.embed_tokens")
+
+    def _norm(self, x: str, path: str) -> str:
+        """RMSNorm, computed in single precision."""
+        shape = self.nodes[x].shape
+        wide = x if self.size == 4 else self.like("to", x, item_bytes=4)
+        mean = self.op("mean", (self.like("pow", wide),), (*shape[:-1], 1), [-1], True)
+        y = self.op("mul", (wide, self.like("rsqrt", self.like("add", mean))), shape)
+        y = y if self.size == 4 else self.like("to", y, item_bytes=self.size)
+        return self.like("mul", self.parameter(f"{path}.weight", shape[-1]), y)
+
+    def _projection(self, x: str, path: str, name: str, heads: int, size: int) -> str:
+        """[batch, heads, length, size]"""
+        weight = self.parameter(f"{path}.{name}_proj.weight", heads * size, self.hidden, split=0)
+        bias = (self.parameter(f"{path}.{name}_proj.bias", heads * size, split=0),) if self.spec.model_type == "qwen2" else ()
+        y = self.op("view", (self.linear(x, weight, heads * size, *bias),), (*self.tokens, heads, size))
+        if self.spec.model_type == "qwen3" and name != "v":
+            y = self._norm(y, f"{path}.{name}_norm")
+        return self.op("transpose", (y,), (self.batch, heads, self.length, size), 1, 2)
+
+    def _rotated(self, x: str, size: int) -> str:
+        shape = self.nodes[x].shape
+        cos, sin = (self.leaf("constant", f"constant_{at}", (1, 1, self.length, size), self.size) for at in range(2))
+        straight = self.op("mul", (x, cos), shape)
+        first, second = (self.op("slice", (x,), (*shape[:-1], size // 2), 3) for _ in range(2))
+        turned = self.op("cat", (self.like("neg", second), first), shape, -1)
+        return self.like("add", straight, self.op("mul", (turned, sin), shape))
+
+    def _attention(self, x: str, path: str, number: int) -> str:
+        size, kv_heads = self.block(number).attention_width // self.heads, self.spec.num_kv_heads
+        q = self._projection(x, path, "q", self.heads, size)
+        k, v = (self._projection(x, path, name, kv_heads, size) for name in "kv")
+        q, k = self._rotated(q, size), self._rotated(k, size)
+        y = self.op("scaled_dot_product_attention", (q, k, v), self.nodes[q].shape)
+        y = self.op("transpose", (y,), (*self.tokens, self.heads, size), 1, 2)
+        y = self.op("reshape", (y,), (*self.tokens, self.heads * size))
+        return self.linear(y, self.parameter(f"{path}.o_proj.weight", self.hidden, self.heads * size, split=1), self.hidden)
+
+    def _mlp(self, x: str, path: str, number: int) -> str:
+        block = self.block(number)
+        attention = 2 * self.hidden * block.attention_width * (1 + self.spec.num_kv_heads / self.heads)
+        inner = round((block.matmul_parameters - attention) / (3 * self.hidden))
+        gate, up = (self.parameter(f"{path}.{name}_proj.weight", inner, self.hidden, split=0) for name in ("gate", "up"))
+        y = self.like("silu", self.linear(x, gate, inner))
+        y = self.like("mul", y, self.linear(x, up, inner))
+        return self.linear(y, self.parameter(f"{path}.down_proj.weight", self.hidden, inner, split=1), self.hidden)
+
+
+class _Gpt2(_Builder):
+    def build(self) -> None:
+        x = self.embedding("transformer.wte")
+        positions = self.spec.embedding.parameters // self.hidden - self.spec.vocab_size
+        table = self.parameter("transformer.wpe.weight", positions, self.hidden)
+        place = self.leaf("constant", "constant_0", (1, self.length), 8)
+        x = self.op("add", (x, self.op("embedding", (table, place), (1, self.length, self.hidden))), (*self.tokens, self.hidden))
+        for number in range(len(self.spec.blocks)):
+            path = f"transformer.h.{number}"
+            x = self.like("add", self._attention(self._norm(x, f"{path}.ln_1"), f"{path}.attn"), x)
+            x = self.like("add", x, self._mlp(self._norm(x, f"{path}.ln_2"), f"{path}.mlp", number))
+        self.loss(self._norm(x, "transformer.ln_f"), "transformer.wte")
+
+    def _norm(self, x: str, path: str) -> str:
+        weight, bias = (self.parameter(f"{path}.{kind}", self.hidden) for kind in ("weight", "bias"))
+        return self.op("layer_norm", (x, weight, bias), self.nodes[x].shape, [self.hidden])
+
+    def _projection(self, x: str, path: str, features: int, is_row: bool = False) -> str:
+        """The library's Conv1D, whose weight lies (in, out)."""
+        width = self.nodes[x].shape[-1]
+        rows = self.op("view", (x,), (self.batch * self.length, width))
+        bias = self.parameter(f"{path}.bias", features, split=WHOLE if is_row else 0)
+        weight = self.parameter(f"{path}.weight", width, features, split=0 if is_row else 1)
+        y = self.op("addmm", (bias, rows, weight), (self.batch * self.length, features))
+        return self.op("view", (y,), (*self.tokens, features))
+
+    def _attention(self, x: str, path: str) -> str:
+        packed, size = self._projection(x, f"{path}.c_attn", 3 * self.hidden), self.hidden // self.heads
+        q, k, v = (self.op("split", (packed,), (*self.tokens, self.hidden), self.hidden, 2) for _ in range(3))
+
+        def heads(part: str) -> str:
+            view = self.op("view", (part,), (*self.tokens, self.heads, size))
+            return self.op("transpose", (view,), (self.batch, self.heads, self.length, size), 1, 2)
+
+        k, v, q = heads(k), heads(v), heads(q)
+        y = self.op("scaled_dot_product_attention", (q, k, v), self.nodes[q].shape)
+        y = self.op("transpose", (y,), (*self.tokens, self.heads, size), 1, 2)
+        y = self.op("reshape", (y,), (*self.tokens, self.hidden))
+        return self._projection(y, f"{path}.c_proj", self.hidden, is_row=True)
+
+    def _mlp(self, x: str, path: str, number: int) -> str:
+        """With GELU's tanh formula, operator by operator."""
+        inner = round((self.block(number).matmul_parameters - 4 * self.hidden**2) / (2 * self.hidden))
+        x = self._projection(x, f"{path}.c_fc", inner)
+        half = self.like("mul", x)
+        y = self.like("add", x, self.like("mul", self.like("pow", x)))
+        y = self.like("add", self.like("tanh", self.like("mul", y)))
+        return self._projection(self.like("mul", half, y), f"{path}.c_proj", self.hidden, is_row=True)
