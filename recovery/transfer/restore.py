@@ -99,9 +99,9 @@ def restore(
     that is here and checked: if a peer's loss ends the restore, they need not come again.
 
     Raises:
-        RestoreError: every source of some shard failed; raised only after this worker has served all others. Its
-        `bad`
-            is what the next schedule has to exclude. What `group` raises when a peer is lost comes through at once.
+        RestoreError: every source of some shard failed; raised only after this worker has served all others. Its `bad` is what
+            the next schedule has to exclude. At once where the schedule keeps what this worker's memory does not hold. What `group`
+            raises when a peer is lost comes through at once, too.
         Cancelled: it was cancelled (`access.cancelled`); what came before is in `arrived`.
     """
     part = schedule.parts.get(worker)
@@ -166,6 +166,9 @@ class _Restore:
             for fetch in reads.pieces_of(self._part.fetches):
                 self._start(fetch)
             for shard in self._part.keep:
+                if shard not in self._live:
+                    why = f"the schedule keeps {shard} in this worker's memory, which does not hold it at step {self._part.step}"
+                    raise RestoreError(self._part.worker, (why,), ())
                 if shard.tensor not in self._in_place:
                     self._targets[shard].copy_(self._live[shard])
             calls = self._view_of, self._take, self._miss, self._expected

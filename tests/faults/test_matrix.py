@@ -16,16 +16,24 @@ from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
 from tests.faults.fault_matrix import COVERING, MATRIX
 from tests.harness.driver_life import DriverLife
-from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job
+from tests.harness.exact_job import STEPS, Reference, differing_shards, exact_job, train_alone
 from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.living import is_alive
 from tests.harness.served_objects import BACK_END
 from tests.harness.struck_run import VICTIMS, Result, Strike, StruckRun, losses_by_step
+from tests.harness.toy_model import TOY_CONFIG
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 30.0
+LARGE_DEADLINE_S = 90.0
 DEFERRED = frozenset({"gradient_sync-worker-freeze", "rebuild-worker-kill", "apply-worker-kill"})
+LARGE = {"model": {"config": {**TOY_CONFIG, "vocab_size": 256, "history_size": 700_000}}}
+"""34 MB of state: a copy, an update and a transfer take a while, and break off in their middle."""
+LARGE_CELLS = (
+    "apply-worker-kill", "mid_update-node-kill", "snapshot-node-kill", "snapshot-driver-kill", "upload-pipeline-kill", "restore-node-kill",
+    "rebuild-worker-freeze",
+)  # fmt: skip
 FREEZE_S = 3.0  # longer than the heartbeat's time-out
 
 
@@ -52,17 +60,36 @@ def test_cell_on_groups_with_cuda_semantics(strike: Strike, scene: Scene, tmp_pa
     _fleet_cell(strike, scene, tmp_path, memory, {BACK_END: "deferred"})
 
 
+@pytest.fixture(scope="module")
+def large_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(scene.shared, train_alone(tmp_path_factory.mktemp("alone"), scene.shared, **LARGE))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("apply-worker-kill", "restore-node-kill") else pytest.mark.slow)
+        for name in LARGE_CELLS
+    ],
+)
+def test_cell_with_a_state_of_tens_of_megabytes(name: str, large_scene: Scene, tmp_path: Path, memory: Path) -> None:
+    strike = MATRIX[name]
+    (_driver_cell if strike.scope == "driver" else _fleet_cell)(strike, large_scene, tmp_path, memory, sections=LARGE)
+
+
 def _fleet_cell(
-    strike: Strike, scene: Scene, tmp_path: Path, memory: Path, environment: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    job = exact_job(tmp_path, scene.shared, memory)
+    strike: Strike, scene: Scene, tmp_path: Path, memory: Path, environment: Mapping[str, str] = MappingProxyType({}),
+    sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    job = exact_job(tmp_path, scene.shared, memory, **sections)
+    deadline_s = LARGE_DEADLINE_S if sections else DEADLINE_S
     with nothing_left(memory):
         run = StruckRun(job, tmp_path, strike)
         run.fleet.environment.update(environment)
-        result = run.run(DEADLINE_S)
+        result = run.run(deadline_s)
         assert not [pid for pid in run.fleet.process_ids if is_alive(pid)]
+        assert result.ok, result.reason
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
-    assert result.ok, result.reason
     assert result.complaints == []
     check_outcome(tmp_path, scene.reference, result.events)
     check_survivors(strike, result)
@@ -72,18 +99,21 @@ def _fleet_cell(
     assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
 
 
-def _driver_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> None:
-    job = exact_job(tmp_path, scene.shared, memory)
+def _driver_cell(
+    strike: Strike, scene: Scene, tmp_path: Path, memory: Path, sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> None:  # fmt: skip
+    job = exact_job(tmp_path, scene.shared, memory, **sections)
     lives: list[DriverLife] = []
+    deadline_s = LARGE_DEADLINE_S if sections else DEADLINE_S
     with nothing_left(memory):
         try:
-            lives.append(DriverLife(job, tmp_path / "first", strike, DEADLINE_S))
-            _one_or_two_lives(strike, job, lives, tmp_path)
+            lives.append(DriverLife(job, tmp_path / "first", strike, deadline_s))
+            _one_or_two_lives(strike, job, lives, tmp_path, deadline_s)
         finally:
             for life in lives:
                 life.close()
-    last = lives[-1].result
-    assert last["ok"], last["reason"]
+        last = lives[-1].result
+        assert last["ok"], last["reason"]
     assert not any(life.result["complaints"] for life in lives if life.result_is_there)
     told = {e["step"]: e["loss"] for life in lives for e in life.events if e["kind"] == "step"}
     assert told == {step: scene.reference.losses[step] for step in told}
@@ -101,21 +131,21 @@ def _driver_cell(strike: Strike, scene: Scene, tmp_path: Path, memory: Path) -> 
     assert last["summary"]["steps_lost"] == 0
 
 
-def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_path: Path) -> None:
+def _one_or_two_lives(strike: Strike, job: Any, lives: list[DriverLife], tmp_path: Path, deadline_s: float) -> None:
     first = lives[0]
     if strike.mode == "freeze":
-        first.wait_frozen(DEADLINE_S)
+        first.wait_frozen(deadline_s)
         time.sleep(FREEZE_S)
         first.thaw()
-        assert first.wait(DEADLINE_S) == 0
+        assert first.wait(deadline_s) == 0
         deaths = [event for event in first.events if event["kind"] == "death"]
         assert not deaths, "a driver that slept takes its workers for dead"
         return
-    assert first.wait(DEADLINE_S) == (-signal.SIGKILL if strike.mode == "kill" else 0)
+    assert first.wait(deadline_s) == (-signal.SIGKILL if strike.mode == "kill" else 0)
     committed = max((event["step"] + 1 for event in first.events if event["kind"] == "step"), default=0)
     durable = newest_durable(job.checkpoint_storage)
-    lives.append(DriverLife(job, tmp_path / "second", None, DEADLINE_S))
-    assert lives[1].wait(DEADLINE_S) == 0
+    lives.append(DriverLife(job, tmp_path / "second", None, deadline_s))
+    assert lives[1].wait(deadline_s) == 0
     begun = next(event["step"] for event in lives[1].events if event["kind"] == "started")
     assert begun == durable
     restored = [event["step"] for event in lives[1].events if event["kind"] == "restore"]

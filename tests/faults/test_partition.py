@@ -85,8 +85,8 @@ def run_through(
     with nothing_left(memory):
         run = StruckRun(job, directory, fleet=partial(NamespaceFleet, network=network, silent_node_s=DEADLINE_S))
         result = run.run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    assert result.ok, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)
     assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
     assert result.summary["steps_lost"] == 0

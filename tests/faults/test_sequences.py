@@ -36,8 +36,8 @@ def run_through(
         run = StruckRun(job, directory)
         prepare(run)
         result = run.run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    assert result.ok, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)
     assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
     return result
@@ -134,8 +134,8 @@ def test_many_changes_leave_nothing_in_the_survivors(scene: Scene, tmp_path: Pat
     with nothing_left(memory):
         run = StruckRun(job, tmp_path)
         result = run.run(DEADLINE_S, events)
+        assert result.reason == "stopped by the test", result.reason
         run.forget()
-    assert result.reason == "stopped by the test", result.reason
     nothing_lost(result)
     (files, threads), (files_after, threads_after) = held[0], held[-1]
     assert files_after <= files + 4, held

@@ -25,8 +25,8 @@ def run_through(scene: Scene, directory: Path, memory: Path, events: Interferenc
     job = exact_job(directory, scene.shared, memory, CHAIN, checkpoint=CHECKPOINT, **sections)
     with nothing_left(memory):
         result = StruckRun(job, directory, nodes={"b": 1, "c": 1, "e": 1}).run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    assert result.ok, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)
     assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
     assert sum(change["bytes_by_tier"]["s3"] for change in result.summary["reconfigurations"]) == 0

@@ -94,6 +94,7 @@ def test_storage_that_misbehaves_costs_no_step(
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}).run(
             DEADLINE_S, events
         )
+        assert result.ok, result.reason
     assert not events.events
     assert mode == "slow" or proxy.refused > 0
     assert result.summary["steps_lost"] == 0
@@ -114,6 +115,7 @@ def test_storage_that_is_gone_for_a_while(proxy: MisbehavingProxy, scene: Scene,
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri, "every_steps": 8}).run(
             DEADLINE_S, events
         )
+        assert result.ok, result.reason
     assert not events.events
     assert proxy.refused > 0
     assert result.summary["steps_lost"] == 0
@@ -150,6 +152,7 @@ def test_another_fleet_reads_s3_that_misbehaves(
     proxy.mode = mode
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}).run(DEADLINE_S)
+        assert result.ok, result.reason
     assert proxy.data_reads
     assert mode == "slow" or proxy.refused > 0
     proxy.mode = "good"
@@ -181,6 +184,7 @@ def test_another_fleet_loses_its_storage_or_a_worker_while_it_reads(
         run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
         run.fleet.points, run.fleet.act = (point,), strike
         result = run.run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, result.reason
     assert proxy.data_reads
     assert fault == "worker" or proxy.refused > 0
@@ -225,6 +229,7 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
     with nothing_left(memory):
         run = start_run(scene, tmp_path, memory, checkpoint={"storage": uri})
         result = run.run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, result.reason
     death, again = (
         next(event["time"] for event in result.events if event["kind"] == kind and event["generation"] == number)
@@ -287,6 +292,7 @@ def test_a_damaged_snapshot_in_host_memory(how: str, scene: Scene, tmp_path: Pat
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN).run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
     assert result.summary["steps_lost"] <= EVERY
@@ -326,6 +332,7 @@ def test_a_damaged_copy_at_a_peer(which: str, how: str, scene: Scene, tmp_path: 
             scene, tmp_path, memory, nodes={"b": 1, "c": 1, "e": 1}, plan=CHAIN, checkpoint={"every_steps": every}
         )
         result = run.run(DEADLINE_S, events)
+        assert result.ok, result.reason
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
     changes = result.summary["reconfigurations"]
@@ -347,6 +354,7 @@ def test_a_damaged_copy_on_a_disk(
     proxy.data_reads.clear()
     with nothing_left(memory):
         result = start_run(scene, tmp_path, memory, checkpoint={"storage": uri}, **given).run(DEADLINE_S)
+        assert result.ok, result.reason
     assert proxy.data_reads
     restored = next(event["bytes_by_tier"] for event in result.events if event["kind"] == "restore")
     assert restored["disk"] > 0, restored

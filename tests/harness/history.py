@@ -54,6 +54,6 @@ def history_of(steps: Iterable[Mapping[str, Any]]) -> int:
 
 def unlike_histories(values: Mapping[str, Tensor], wanted: int | None = None) -> list[str]:
     """Layers (by the name of their shard) whose history is not the `wanted` one, or not that of the first where none is."""
-    found = {name: int(tensor.flatten()[0]) for name, tensor in values.items()}
-    wanted = next(iter(found.values())) if wanted is None else wanted
-    return [f"{name} has history {value}, not {wanted}" for name, value in sorted(found.items()) if value != wanted]
+    found = {name: sorted({int(value) for value in tensor.unique()}) for name, tensor in values.items()}
+    wanted = next(iter(found.values()))[0] if wanted is None else wanted
+    return [f"{name} has history {held}, not {wanted}" for name, held in sorted(found.items()) if held != [wanted]]

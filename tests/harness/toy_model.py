@@ -35,6 +35,8 @@ class ExactConfig(PreTrainedConfig):
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     tie_word_embeddings: bool = True
+    history_size: int = 2
+    """Elements of a layer's history: a million of them make 12 MB of state a layer, with both moments."""
 
 
 class _Norm(nn.Module):
@@ -44,19 +46,21 @@ class _Norm(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, history_size: int) -> None:
         super().__init__()
         self.mix = nn.Linear(size, size, bias=False)
         self.back = nn.Linear(size, size, bias=False)
         self.norm = _Norm(size)
-        self.history = _Norm(2)
+        self.history = _Norm(history_size)
 
 
 class _Decoder(nn.Module):
     def __init__(self, config: ExactConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config.hidden_size) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            _Layer(config.hidden_size, config.history_size) for _ in range(config.num_hidden_layers)
+        )
         self.norm = _Norm(config.hidden_size)
 
 
@@ -108,6 +112,7 @@ class _Block(torch.autograd.Function):
         inner = wrap(hidden @ quantise(mix).T, 4)
         ctx.tp = tp
         ctx.save_for_backward(hidden, inner, mix, back)
+        ctx.history_shape = history.shape
         return wrap(hidden + _sum(inner @ quantise(back).T, tp) + quantise(norm), 8)
 
     @staticmethod
@@ -116,7 +121,7 @@ class _Block(torch.autograd.Function):
         gradient = gradients[0].flatten(0, -2)
         to_inner = wrap(gradient @ quantise(back), 4)
         to_hidden = wrap(gradient + _sum(to_inner @ quantise(mix), ctx.tp), 8)
-        weights = (to_inner.T @ hidden, gradient.T @ inner, gradient.sum(0), torch.zeros(2))
+        weights = (to_inner.T @ hidden, gradient.T @ inner, gradient.sum(0), torch.zeros(ctx.history_shape))
         return to_hidden.view(gradients[0].shape), *weights, None
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,16 +153,20 @@ CRASH = """
 import os, sys
 import torch
 from recovery.local.snapshot import SnapshotWriter
+from recovery.local.snapshot_buffer import SnapshotBuffer
 from tests.recovery.test_snapshot import CASE, WORKER
 from tests.harness.state_cases import state_of
 writer = SnapshotWriter(sys.argv[1], WORKER, CASE.layout, 3)
 for step in (1, 2):
     writer.start(step, state_of(CASE.layout, WORKER, step))
     writer.wait()
-buffer = writer._buffers[0]
-buffer.file.begin()
-buffer._copy_all(state_of(CASE.layout, WORKER, 3), False)
-os.kill(os.getpid(), 9)
+copy_from = SnapshotBuffer.copy_from
+def then_die(buffer, borrowed):
+    copy_from(buffer, borrowed)
+    os.kill(os.getpid(), 9)
+SnapshotBuffer.copy_from = then_die
+writer.start(3, state_of(CASE.layout, WORKER, 3))
+writer.wait()
 """
 
 
@@ -172,6 +177,25 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_the_step_before(tmp_path: Path) -
     files = committed(tmp_path)
     assert set(files) == {2}
     assert same_as(files[2], 2)
+
+
+def test_a_disk_copy_is_on_the_device_before_it_is_committed_and_its_commit_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power between the two would have a commit record over bytes that were never written."""
+    done: list[str] = []
+    for name in ("begin", "sync", "commit_with"):
+        real = getattr(SnapshotFileWriter, name)
+
+        def noted(self: Any, *arguments: Any, name: str = name, real: Any = real) -> None:
+            done.append(name)
+            real(self, *arguments)
+
+        monkeypatch.setattr(SnapshotFileWriter, name, noted)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1, force_to_device=True)
+    take(writer, 1)
+    writer.close(20)
+    assert done == ["begin", "sync", "commit_with", "sync"]
 
 
 @pytest.mark.parametrize(

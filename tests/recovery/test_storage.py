@@ -171,6 +171,25 @@ def test_unfinished_writes_of_a_dead_process_are_hidden_and_cleaned_by_age(direc
     assert not left.exists()
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_an_object_is_on_the_device_before_it_has_its_name_and_its_name_before_the_put_returns(
+    directory: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclusive: bool
+) -> None:
+    """A manifest is the last thing of a checkpoint: after a loss of power it may not be there over data that is not."""
+    done: list[str] = []
+    sync, replace, link = os.fsync, os.replace, os.link
+
+    def synced(descriptor: int) -> None:
+        done.append("directory" if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir() else "bytes")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("name"), replace(*paths)))
+    monkeypatch.setattr(os, "link", lambda *paths: (done.append("name"), link(*paths)))
+    directory.put("a/b", b"manifest", if_none_match=exclusive)
+    assert done == ["bytes", "name", "directory"]
+
+
 def test_a_missing_bucket_is_named(s3: Any) -> None:
     gone = open_storage("s3://no-such-bucket-here/x", SMALL)
     for action in (lambda: gone.put("a", b"1"), lambda: list(gone.list()), lambda: gone.get("a")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,8 @@ def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_hold
     assert report.phase is not Phase.FINISHED or scene.differing() == []
 
 
-def test_an_update_that_broke_off_in_the_middle_is_not_planned_on(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some tensors are of step 6 and some of step 5: the clean snapshot is, and the run goes on from that."""
+def broken_in_the_update(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> WorkerReport:
+    """Some tensors are of step 6 and some of step 5."""
     real, calls = trainer_module.update, iter(range(10_000))
     names = len([name for name in scene.wanted if name.startswith("param/")])
 
@@ -147,7 +146,59 @@ def test_an_update_that_broke_off_in_the_middle_is_not_planned_on(
 
     monkeypatch.setattr(trainer_module, "update", breaking)
     scene.worker.begin(scene.order(1))
-    report = scene.until(Phase.FAILED)
-    scene.worker.begin(scene.order(2, report))
+    return scene.until(Phase.FAILED)
+
+
+@pytest.mark.parametrize("told", ["as it is", "as whole"])
+def test_an_update_that_broke_off_in_the_middle_is_not_planned_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    """The clean snapshot is, and the run goes on from that. A driver that has an older report orders the live state: that is refused."""
+    report = broken_in_the_update(scene, monkeypatch)
+    assert not report.whole
+    if told == "as whole":
+        scene.worker.begin(scene.order(2, replace(report, whole=True)))
+        report = scene.until(Phase.FAILED)
+        assert "does not hold it at step 5" in str(report.error)
+    scene.worker.begin(scene.order(3, report))
     scene.until(Phase.FINISHED)
     assert scene.differing() == []
+
+
+def test_an_update_that_broke_off_is_not_applied_once_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver took the worker for prepared, and asks it to roll forward: it refuses, since its tensors are of no step."""
+    broken_in_the_update(scene, monkeypatch)
+    torn = {name: tensor.clone() for name, tensor in scene.state.items()}
+    outcome = scene.worker.roll_forward(1, (STRUCK, scene.votes[STRUCK]))
+    assert outcome.error is not None
+    assert outcome.error.startswith("HalfUpdated")
+    assert all(torch.equal(tensor, torn[name]) for name, tensor in scene.state.items())
+    assert not scene.worker.report().whole
+
+
+def test_a_roll_forward_of_an_older_generation_is_refused(
+    scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]
+) -> None:
+    """The next generation has come to the same step's vote, which nobody has seen the result of."""
+    report, vote = halted_in_the_vote(scene, hooks)
+    hooks["vote", STRUCK] = interrupted
+    scene.worker.begin(scene.order(2, report))
+    scene.until(Phase.HALTED)
+    assert "not of generation 1" in str(scene.worker.roll_forward(1, vote).error)
+    assert scene.worker.report().step == STRUCK
+    assert scene.worker.roll_forward(2, vote).error is None
+    assert scene.worker.report().step == STRUCK + 1
+
+
+def test_a_vote_that_not_all_members_cast_does_not_commit(
+    scene: Scene, hooks: dict[tuple[str, int], Callable[[], None]]
+) -> None:
+    """A generation that ends before its vote has left still sends it: with a zero where it says that it lives."""
+
+    def ended_before_its_vote() -> None:
+        scene.worker._groups.alive.zero_()  # type: ignore[union-attr]
+
+    hooks["gradient_sync", STRUCK] = ended_before_its_vote
+    scene.worker.begin(scene.order(1))
+    report = scene.until(Phase.HALTED, Phase.FINISHED)
+    assert (report.phase, report.step, report.prepared_step) == (Phase.HALTED, STRUCK, STRUCK)
