@@ -17,7 +17,7 @@ from tests.harness.host_memory import memory_directory
 from tests.harness.living import end_session, members_of
 from tests.harness.local_fleet import cluster_document, until, write_documents
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(150)]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.harness.namespaces import NamespaceNetwork, namespace_network, why_no
 from tests.harness.remote_process import RemoteProcess
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(150)]
 DEADLINE_S = 60.0
 HEARTBEAT_S = 2.0
 

@@ -28,7 +28,7 @@ from tests.harness.local_fleet import (
     trains_a_while,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(180)]
 
 Condition = Callable[[JobRun, Observation], bool]
 

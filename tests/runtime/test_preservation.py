@@ -14,6 +14,7 @@ from planner.plan import Pipeline, Plan, Stage
 from recovery.checkpoint import upload as checkpoint_upload
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot_buffer import SnapshotBuffer
+from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.peers.replication import Replicator
 from recovery.peers.replication_rounds import PreservationStatus
 from recovery.peers.replication_targets import ReplicationTarget
@@ -139,6 +140,22 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
     until(lambda: not preservation._uploader.busy)
     ((_, step, receipt),) = preservation.take_receipts()
     assert (step, receipt.shards) == (1, frozenset(SPEC.shards))
+
+
+def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preservation, peer, monkeypatch):
+    """Who passes the vote overwrites the snapshot before that one: were all to end then, no step would be kept by all."""
+    copied, commit = threading.Event(), SnapshotFileWriter.commit
+    monkeypatch.setattr(SnapshotFileWriter, "commit", lambda *given: copied.wait(20) and commit(*given))
+    begin(preservation, order(peer[0]))
+    preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=False)
+    seen = []
+    voting = threading.Thread(target=lambda: (preservation.status(), seen.append(preservation.snapshot_step)))
+    voting.start()
+    voting.join(0.2)
+    assert seen == []
+    copied.set()
+    voting.join(20)
+    assert seen == [1]
 
 
 def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):
