@@ -28,7 +28,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 30.0
 LARGE_DEADLINE_S = 90.0
 DEFERRED = frozenset({"gradient_sync-worker-freeze", "rebuild-worker-kill", "apply-worker-kill"})
-LARGE = {"model": {"config": {**TOY_CONFIG, "vocab_size": 256, "history_size": 700_000}}}
+LARGE: Mapping[str, Mapping[str, Any]] = {
+    "model": {"config": {**TOY_CONFIG, "vocab_size": 256, "history_size": 700_000}},
+    "elastic": {"quiesce_timeout_s": 20, "heartbeat_timeout_s": 6.0, "step_timeout_s": 40, "rendezvous_timeout_s": 40},
+}
 """34 MB of state: a copy, an update and a transfer take a while, and break off in their middle."""
 LARGE_CELLS = (
     "apply-worker-kill", "mid_update-node-kill", "snapshot-node-kill", "snapshot-driver-kill", "upload-pipeline-kill", "restore-node-kill",
