@@ -7,6 +7,7 @@ common supersets, over which those that hold nothing of a bucket contribute zero
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,10 @@ MAX_COMMUNICATORS = 8
 """Of one worker: the world of the generation, `num_border_groups`, its tensor-parallel group, and what is left for gradient sync."""
 COMMUNICATOR_BYTES = 512 * 2**20
 """Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear in its channels."""
+LEAST_OF_A_GROUP = 5
+"""Of a worker that is not alone in its stage: the generation's, two for borders, its group's, and one for the sums of what no rank cuts."""
+MOSTLY = 4
+"""Of a worker alone in its stage, in most plans: the generation's, two for borders, and one for sums."""
 
 Members = tuple[str, ...]
 
@@ -99,6 +104,26 @@ def communicators_by_worker(plan: Plan, *, tied: bool) -> dict[str, int]:
     for group in set(sync_groups(plan, tied=tied, most=max_sync_groups(plan)).values()):
         for worker in group:
             counts[worker] += 1
+    return counts
+
+
+def communicators_at_most(plan: Plan, num_sets: Mapping[str, int]) -> dict[str, int]:
+    """`communicators_by_worker` or a little more, in a fraction of its time: without merging, which may take away a group of a worker that
+    had few enough. num_sets: of how many different sets of two or more holders of sliced tensors each worker is part.
+    """
+    if len(plan.workers) == 1:
+        return dict.fromkeys(plan.workers, 0)
+    most, before = max_sync_groups(plan), 1 + num_border_groups(plan)
+    cuts = sorted({stage.first_layer for pipeline in plan.pipelines for stage in pipeline.stages})
+    cut = any(stage.tp_degree > 1 for pipeline in plan.pipelines for stage in pipeline.stages)
+    counts = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            # of what no rank cuts there is one set more for each run of layers that lies on the same stages everywhere
+            runs = bisect.bisect_left(cuts, stage.end_layer) - bisect.bisect_right(cuts, stage.first_layer) + 1
+            for worker in stage.workers:
+                wanted = num_sets.get(worker, 0) + (runs if cut else 0)
+                counts[worker] = before + (stage.tp_degree > 1) + min(most, wanted)
     return counts
 
 

@@ -4,6 +4,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class KeptValues:
+    """Scalars per token, of the compute dtype's width, that autograd keeps of one block for its backward pass, split by tensor
+    parallelism or on every rank: of everything, or with only what `selective` recomputation keeps (the block's input, the outputs of its
+    matrix products and of the fused attention)."""
+
+    split: float
+    replicated: float
+    selective_split: float
+    selective_replicated: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One block, the embedding, or final norm + head.
 
@@ -15,6 +27,8 @@ class LayerSpec:
     split_activation_values, replicated_activation_values: scalars per token kept for backward, split or not by tensor
     parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 where the attention is fused.
+    autograd: what this project's runtime keeps of a block, whose modules it knows (`autohet.runtime.kept_values`); None: the formula
+    above is all that is known.
     """
 
     parameters: int
@@ -24,6 +38,7 @@ class LayerSpec:
     split_activation_values: float = 0.0
     replicated_activation_values: float = 0.0
     attention_heads: int = 0
+    autograd: KeptValues | None = None
 
     def forward_flops(self, sequence_length: int) -> float:
         """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two products (whole, not

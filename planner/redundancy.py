@@ -1,5 +1,8 @@
 """Which layers of a plan would be lost with a node: live copies of training state, counted by the nodes that hold
 them.
+
+Where optimizer state is shared out (`Stage.shard_optimizer`), weights have their live twins, but masters and moments lie once: each holder
+that is lost takes a part of them, which comes back from copies of snapshots. Such a layer counts as held by one node.
 """
 
 from collections.abc import Iterable
@@ -29,10 +32,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class RedundancyReport:
-    """lost_by_node: node -> shards that only this node holds. weakest: the fewest nodes that hold any shard."""
+    """lost_by_node: node -> shards that only this node holds. weakest: the fewest nodes that hold any shard. sharded: the layers whose
+    optimizer state is shared out, so that every holder takes a part of it along."""
 
     lost_by_node: dict[str, tuple[Shard, ...]]
     weakest: int
+    sharded: tuple[str, ...] = ()
 
     @property
     def survives_any_node(self) -> bool:
@@ -48,6 +53,11 @@ class RedundancyReport:
                 lines.append(
                     f"losing {node} loses {len(shards)} shards of {len(layers)} layers ({', '.join(_spans(layers))})"
                 )
+        if self.sharded:
+            lines.append(
+                f"optimizer state of {len(self.sharded)} layers ({', '.join(_spans(self.sharded))}) is shared out over their holders: what"
+                " a lost node had of it comes from copies of snapshots"
+            )
         return lines or ["no single node holds the last copy of a layer"]
 
 
@@ -56,7 +66,10 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
     holders = holders_by_shard(plan, fleet, num_layers)
     nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
     lost = {node: tuple(shard for shard, held in holders.items() if held == {node}) for node in nodes}
-    return RedundancyReport(lost, min((len(held) for held in holders.values()), default=0))
+    sharded = _shared_out(plan)
+    weakest = min((1 if shard.layer in sharded else len(held) for shard, held in holders.items()), default=0)
+    layers = dict.fromkeys(shard.layer for shard in holders)
+    return RedundancyReport(lost, weakest, tuple(layer for layer in layers if layer in sharded))
 
 
 def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, set[str]]:
@@ -89,9 +102,20 @@ def sharded_layers(plan: Plan) -> frozenset[str]:
     )
 
 
+def _shared_out(plan: Plan) -> frozenset[str]:
+    """As `sharded_layers`; none where each layer has one holder, who keeps all."""
+    return sharded_layers(plan) if len(plan.pipelines) > 1 else frozenset()
+
+
 def require_disjoint_holders(plan: Plan, fleet: Fleet, num_layers: int, wanted: int) -> None:
     """InfeasibleError unless every shard lies on `wanted` nodes; it names the shard with the fewest."""
+    sharded = _shared_out(plan)
     for shard, held in holders_by_shard(plan, fleet, num_layers).items():
+        if wanted > 1 and shard.layer in sharded:
+            raise InfeasibleError(
+                f"optimizer state of layer {shard} is shared out over its holders, so it lies once, but {wanted} nodes are asked for"
+                " (min_pipelines or redundancy)"
+            )
         if len(held) < wanted:
             raise InfeasibleError(
                 f"layer {shard} lies on {len(held)} node ({', '.join(sorted(held))}), but {wanted} are asked for"

@@ -10,6 +10,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cluster import Fleet
+from planner.communicators import COMMUNICATOR_BYTES
 from planner.cost.links import LinkTable, read_links
 from planner.cost.model import CostModel
 from planner.cost.parameters import CostParameters
@@ -45,7 +46,7 @@ class PlanningInputs:
             self.profile,
             sequence_length=sequence_length or self.job.training.sequence_length,
             precision=self.job.training.precision,
-            recompute=self.job.training.recompute == "full",
+            recompute=self.job.training.recompute,
             links=self.links,
             parameters=parameters or self.parameters,
             model=model or self.job.name,
@@ -83,6 +84,8 @@ def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str |
     if job.emulation is not None:
         table = table or _emulated(job)
         parameters = replace(parameters, context_bytes=0.0, context_share=0.0)
+    elif job.training.device != "cpu":
+        parameters = replace(parameters, communicator_bytes=float(COMMUNICATOR_BYTES))
     return PlanningInputs(job, spec, table, read_links(links) if links else None, parameters)
 
 

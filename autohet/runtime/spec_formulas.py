@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from planner.model_spec import LayerSpec, ModelSpec
 
 FAMILIES = frozenset({"llama", "mistral"})
@@ -47,6 +48,7 @@ def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision
         split_activation_values=float((heads * 2 + kv_heads * 2) * size + 4 * width),
         replicated_activation_values=4.0 * hidden,
         attention_heads=0 if precision in FUSED_PRECISIONS else heads,
+        autograd=kept_of_block(config["model_type"], hidden, heads, kv_heads, size, inner, precision),
     )
     return ModelSpec(
         name=name,
@@ -65,5 +67,6 @@ def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision
             replicated_parameters=hidden,
             matmul_parameters=table,
             replicated_activation_values=2.0 * hidden,
+            autograd=kept_of_head(config["model_type"], hidden, precision),
         ),
     )

@@ -10,20 +10,22 @@ link (flagged); 4. `estimate.py`: the nearest measured model and GPU, scaled by 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.catalogue import canonical_gpu_type, find_gpu_type
 from planner.cost.estimate import Estimate, estimate_layer, estimate_update_s
+from planner.cost.memory import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
+from planner.plan import Recompute
 from planner.profile import Measurement, ProfileKey, ProfileTable, default_profile
 
 Floats = NDArray[np.float64]
-VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+SELECTIVE_FORWARD = 0.2  # of a block's forward, where the device's memory bandwidth is not known: what `selective` computes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,9 @@ class LayerTimeModel:
     dtype: str
     sequence_length: int
     parameters: CostParameters
-    recompute: bool
     tp_communication_s: Callable[[str, int, int], float]
     borrow: bool = True
-    _cache: dict[tuple[str, int, int], LayerTimes] = field(default_factory=dict)
+    _cache: dict[tuple[str, int, int, Recompute], LayerTimes] = field(default_factory=dict)
     _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
     _sources: dict[ProfileKey, "LayerTimeModel"] = field(default_factory=dict)
 
@@ -107,13 +108,35 @@ class LayerTimeModel:
         elif self.model not in names and len(names) == 1:
             self.model = next(iter(names))
 
-    def times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
-        """All layers' seconds for one microbatch."""
+    def times(self, gpu_type: str, tp_degree: int, microbatch: int, recompute: Recompute = "none") -> LayerTimes:
+        """All layers' seconds for one microbatch; the backward of blocks with what it computes again."""
         gpu_type = canonical_gpu_type(gpu_type)
-        key = (gpu_type, tp_degree, microbatch)
+        key = (gpu_type, tp_degree, microbatch, recompute)
         if key not in self._cache:
-            self._cache[key] = self._compute(*key)
+            if recompute == "none":
+                self._cache[key] = self._compute(gpu_type, tp_degree, microbatch)
+            else:
+                whole = self.times(gpu_type, tp_degree, microbatch)
+                again = self._again_s(gpu_type, tp_degree, microbatch, whole.forward_s[1:-1], recompute)
+                backward = whole.backward_s.copy()
+                backward[1:-1] += again
+                self._cache[key] = replace(whole, backward_s=backward)
         return self._cache[key]
+
+    def _again_s(
+        self, gpu_type: str, tp_degree: int, microbatch: int, forward_s: Floats, recompute: Recompute
+    ) -> Floats:
+        """Seconds of what each block computes again: its forward pass; or, where products are kept, the memory traffic of the rest, each
+        scalar written once and read twice."""
+        device = find_gpu_type(gpu_type)
+        if recompute == "full":
+            return forward_s
+        if device is None:
+            return SELECTIVE_FORWARD * forward_s
+        tokens = microbatch * self.sequence_length
+        values = np.array([recomputed_values(block, tp_degree) for block in self.spec.blocks])
+        moved = 3 * values * tokens * VALUE_BYTES[self.dtype]
+        return np.minimum(forward_s, moved / (device.memory_bytes_per_s * self.parameters.memory_efficiency))
 
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         measured = self.profile.layers(self._key(gpu_type, tp_degree))
@@ -129,10 +152,7 @@ class LayerTimeModel:
                 found[identity] = self._layer(gpu_type, tp_degree, microbatch, name, layer, points, notes)
             rows.append(found[identity])
         table = np.array(rows)
-        backward = table[:, 1].copy()
-        if self.recompute:
-            backward[1:-1] += table[1:-1, 0]
-        return LayerTimes(table[:, 0], backward, table[:, 2], tuple(dict.fromkeys(notes)))
+        return LayerTimes(table[:, 0], table[:, 1], table[:, 2], tuple(dict.fromkeys(notes)))
 
     def _key(self, gpu_type: str, tp_degree: int) -> ProfileKey:
         return ProfileKey(self.model, gpu_type, self.dtype, self.sequence_length, tp_degree)
@@ -273,7 +293,7 @@ class LayerTimeModel:
         kind = name.split(":")[0]
         if source not in self._sources:
             self._sources[source] = LayerTimeModel(
-                self.profile, self.spec, self.model, source.dtype, source.sequence_length, self.parameters, False,
+                self.profile, self.spec, self.model, source.dtype, source.sequence_length, self.parameters,
                 self.tp_communication_s, borrow=False,
             )  # fmt: skip
         there = self._sources[source]

@@ -5,18 +5,22 @@ section 4, as scalars per token in the model spec, split or not by tensor parall
 attention is not fused.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.parameters import CostParameters
 from planner.model_spec import LayerSpec, ModelSpec
+from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 
 # Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of AdamW.
 STATE_BYTES = {"fp32": 4 + 4 + 8, "tf32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
+# What ZeRO-1 shares out of that (Rajbhandari et al. 2020, section 5.1): moments, and masters where the compute copy is another tensor.
+OPTIMIZER_BYTES = {"fp32": 8, "tf32": 8, "bf16": 12, "fp16": 12}
+SELECTIVE_SHARE = 0.6  # of a block's split activations, where its modules are not known: of Llama's and GPT-2's 0.56 and 0.5
 LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
 FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
@@ -26,13 +30,20 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 class MemoryTerms:
     """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
-    state_bytes: held all step long. activation_bytes: kept for each microbatch in flight. peak_bytes: extra while
-    the layer runs (logits and their gradient; recomputed activations of one block; a weight's gradient of one microbatch).
+    state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may share out (masters and moments; in fp32,
+    where the weights are the masters, moments). activation_bytes: kept for each microbatch in flight. peak_bytes: extra while the layer
+    runs (logits and their gradient; recomputed activations of one block; a weight's gradient of one microbatch).
     """
 
     state_bytes: Floats
+    optimizer_bytes: Floats
     activation_bytes: Floats
     peak_bytes: Floats
+
+    def shared(self, holders: int) -> "MemoryTerms":
+        """With optimizer state shared out among so many holders of each layer."""
+        state = self.state_bytes - (1.0 - 1.0 / holders) * self.optimizer_bytes
+        return replace(self, state_bytes=state, optimizer_bytes=self.optimizer_bytes / holders)
 
 
 def memory_terms(
@@ -41,27 +52,36 @@ def memory_terms(
     dtype: str,
     tp_degree: int,
     microbatch: int,
-    recompute: bool,
+    recompute: Recompute,
     parameters: CostParameters,
 ) -> MemoryTerms:
-    """The terms of every layer at one TP degree and microbatch."""
+    """The terms of every layer at one TP degree and microbatch, optimizer state whole on each worker."""
     layers = (spec.embedding, *spec.blocks, spec.head)
-    per_parameter = parameters.state_bytes_per_parameter or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
-    state = np.array([layer.parameters_per_worker(tp_degree) * per_parameter for layer in layers])
+    scalars = np.array([layer.parameters_per_worker(tp_degree) for layer in layers])
     if spec.tied_embeddings:
-        state[-1] += spec.tied_parameters / tp_degree * per_parameter
+        scalars[-1] += spec.tied_parameters / tp_degree
+    per_parameter = parameters.state_bytes_per_parameter or STATE_BYTES[dtype] + FLAT_BYTES * parameters.flat_gradients
     tokens = microbatch * sequence_length
-    kept = parameters.activation_scale * np.array(
-        [activation_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers]
-    )
-    peak = np.array([backward_bytes(layer, tokens, sequence_length, dtype, tp_degree) for layer in layers])
-    peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype)
+    kept, peak = _activations(spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters)
+    peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
-    if recompute:
-        whole = kept[1:-1].copy()
-        kept[1:-1] = np.minimum(whole, tokens * spec.hidden_size * VALUE_BYTES[dtype])
-        peak[1:-1] += whole
-    return MemoryTerms(state, kept, peak)
+    return MemoryTerms(scalars * per_parameter, scalars * min(OPTIMIZER_BYTES[dtype], per_parameter), kept, peak)
+
+
+def _activations(
+    spec: ModelSpec, tokens: int, length: int, dtype: str, degree: int, recompute: Recompute, parameters: CostParameters
+) -> tuple[Floats, Floats]:
+    """(num_layers + 2,) each: kept for a microbatch, and what a layer's backward needs beyond that, with what it computes again."""
+    layers = (spec.embedding, *spec.blocks, spec.head)
+    scale, by_modules = parameters.activation_scale, parameters.autograd_activations
+    whole, kept = (
+        scale * np.array([activation_bytes(layer, tokens, length, dtype, degree, how, by_modules) for layer in layers])
+        for how in ("none", recompute)
+    )
+    peak = np.array([backward_bytes(layer, tokens, length, dtype, degree, by_modules) for layer in layers])
+    if recompute == "full":
+        kept[1:-1] = np.minimum(whole[1:-1], tokens * spec.hidden_size * VALUE_BYTES[dtype])
+    return kept, peak + whole - kept
 
 
 def _largest_tensors(spec: ModelSpec) -> list[float]:
@@ -70,22 +90,44 @@ def _largest_tensors(spec: ModelSpec) -> list[float]:
     return [spec.embedding.parameters, *blocks, spec.head.parameters + spec.tied_parameters]
 
 
-def activation_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int) -> float:
-    """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer."""
-    values = layer.replicated_activation_values + layer.split_activation_values / tp_degree
-    scores = layer.attention_heads * sequence_length / tp_degree
-    return float((values + scores) * tokens * VALUE_BYTES[dtype])
+def activation_bytes(
+    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int, recompute: Recompute = "none",
+    by_modules: bool = False,
+) -> float:  # fmt: skip
+    """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer. by_modules: as the runtime's modules keep them,
+    where they are known, with a fused attention. Of `full` that is as of `none`: it is the caller who knows the layer's input."""
+    known = layer.autograd if by_modules else None
+    if known is None:
+        split, replicated = layer.split_activation_values, layer.replicated_activation_values
+        split += layer.attention_heads * sequence_length if recompute != "selective" else 0
+        split *= SELECTIVE_SHARE if recompute == "selective" else 1.0
+    elif recompute == "selective":
+        split, replicated = known.selective_split, known.selective_replicated
+    else:
+        split, replicated = known.split, known.replicated
+    return float((replicated + split / tp_degree) * tokens * VALUE_BYTES[dtype])
 
 
-def backward_bytes(layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int) -> float:
+def recomputed_values(layer: LayerSpec, tp_degree: int) -> float:
+    """Scalars per token that `selective` recomputation makes again on each rank of a block."""
+    one = activation_bytes(layer, 1, 0, "fp32", tp_degree, "none", True)
+    return (one - activation_bytes(layer, 1, 0, "fp32", tp_degree, "selective", True)) / VALUE_BYTES["fp32"]
+
+
+def backward_bytes(
+    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int, by_modules: bool = False
+) -> float:
     """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the
     widest product."""
-    scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
+    fused = by_modules and layer.autograd is not None
+    scores = 0.0 if fused else 2.0 * layer.attention_heads * sequence_length / tp_degree
     widest = layer.split_activation_values / tp_degree / 2
     return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
 
 
-def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str) -> float:
-    """Logits, the loss's fp32 log-probabilities and their gradient, and the logits' gradient: alive together after
-    the forward."""
-    return float(tokens * spec.vocab_size / tp_degree * 2 * (VALUE_BYTES[dtype] + 4))
+def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str, chunk_bytes: float | None = None) -> float:
+    """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive together after the forward. chunk_bytes:
+    where the loss is computed some rows at a time, the fp32 part is no larger than two of these."""
+    logits = float(tokens * spec.vocab_size / tp_degree)
+    whole = 2 * 4 * logits
+    return 2 * VALUE_BYTES[dtype] * logits + (whole if chunk_bytes is None else min(whole, 2 * chunk_bytes))

@@ -13,50 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Fleet, NodeType
+from planner.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.cost.boundaries import BoundaryCosts
+from planner.cost.layer_costs import Assumed, LayerCosts
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
 from planner.cost.links import Links, LinkTable
 from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.cost.parameters import CostParameters
+from planner.cost.plan_memory import PlanMemory
 from planner.cost.prediction import Prediction
 from planner.cost.schedule import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
-from planner.cost.stage_costs import StageCosts
-from planner.cost.sync import StepTimeline, simulate_sync, sync_jobs
+from planner.cost.stage_costs import StageCosts, sharing_of
+from planner.cost.sync import StepTimeline, simulate_sync
 from planner.errors import ConfigError
-from planner.in_flight import MOST_AHEAD, one_each, working_ahead
+from planner.in_flight import MOST_AHEAD
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, check_plan
+from planner.plan import Pipeline, Plan, Recompute, check_plan
 from planner.profile import ProfileTable, default_profile
 
-__all__ = ["CostModel", "LayerCosts", "Prediction", "Simulation"]
+__all__ = ["Assumed", "CostModel", "LayerCosts", "Prediction", "Simulation"]
 
 Floats = NDArray[np.float64]
 
 _REMEMBERED = 4096  # predictions times GPUs
 _TIMELINES = 1024  # one of the latest may be 100 KB
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCosts:
-    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding first, the head last.
-
-    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes all step long,
-    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage
-    once), sync_bytes that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers.
-    border_bytes: for each neighbour of the stage. limit_bytes: what a GPU has.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    update_s: Floats
-    state_bytes: Floats
-    activation_bytes: Floats
-    peak_bytes: Floats
-    sync_bytes: Floats
-    fixed_bytes: float
-    border_bytes: float
-    limit_bytes: float
-    estimated: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,13 +64,15 @@ class CostModel:
         *,
         sequence_length: int,
         precision: str = "bf16",
-        recompute: bool = False,
+        recompute: Recompute = "none",
         links: LinkTable | None = None,
         parameters: CostParameters | None = None,
         model: str | None = None,
     ) -> None:
         require_dtype(precision)
-        self.fleet, self.spec, self.precision, self.recompute = fleet, spec, precision, recompute
+        self.fleet, self.spec, self.precision = fleet, spec, precision
+        self.recompute: Recompute = recompute
+        self.assumed = Assumed(recompute)
         self.sequence_length = sequence_length
         self.parameters = parameters or CostParameters()
         self.profile = profile or default_profile()
@@ -103,24 +85,24 @@ class CostModel:
             precision,
             sequence_length,
             self.parameters,
-            recompute,
             self._tp_communication_s,
         )
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
-        self._memories: dict[tuple[int, int], MemoryTerms] = {}
+        self._memories: dict[tuple[int, int, Recompute], MemoryTerms] = {}
         self._place(fleet)
 
     def _place(self, fleet: Fleet) -> None:
         """What depends on which nodes there are."""
         self._stages = StageCosts(
-            fleet, self.spec, self.links, self.parameters, self.layer_times, self._memory, self.fixed_bytes, self.limit_bytes,
-            self.activation_message_bytes,
+            fleet, self.spec, self.links, self.parameters, self._layer_times.times, self._memory, self.fixed_bytes, self.limit_bytes,
+            self.activation_message_bytes, self.recompute,
         )  # fmt: skip
         self._boundaries = BoundaryCosts(
             fleet, self.links, self.activation_message_bytes, self.work_s, self.parameters.sliced_boundaries
         )
         self._timelines: dict[tuple[object, int], Timeline] = {}
         self._predictions: dict[Plan, Prediction] = {}
+        self._memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries)
 
     def on(self, fleet: Fleet) -> "CostModel":
         """The same model on another fleet of these node types, or some of them: layers' seconds and bytes are shared, not computed anew.
@@ -139,6 +121,12 @@ class CostModel:
         other._place(fleet)
         return other
 
+    def assuming(self, assumed: Assumed) -> "CostModel":
+        """The same with `layer_costs` of other stages; what a plan says of itself is predicted as it is everywhere."""
+        other = copy.copy(self)
+        other.assumed, other._costs = assumed, {}
+        return other
+
     # ---- queries of a search ----
 
     @cached_property
@@ -147,21 +135,21 @@ class CostModel:
         return tuple(dict.fromkeys(node.node_type for node in self.fleet.nodes))
 
     def layer_costs(self, node_type: NodeType, tp_degree: int, microbatch: int) -> LayerCosts:
-        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type; cached."""
+        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type, as `assumed`; cached."""
         key = (node_type, tp_degree, microbatch)
         if key not in self._costs:
-            times = self.layer_times(node_type.gpu_type, tp_degree, microbatch)
+            times = self._layer_times.times(node_type.gpu_type, tp_degree, microbatch, self.assumed.recompute)
             slowdown = node_type.slowdown
-            memory = self._memory(tp_degree, microbatch)
+            memory = self._assumed_memory(tp_degree, microbatch)
             self._costs[key] = LayerCosts(
                 forward_s=times.forward_s * slowdown,
                 backward_s=times.backward_s * slowdown,
-                update_s=times.update_s * slowdown,
+                update_s=times.update_s * slowdown / self.assumed.holders,
                 state_bytes=memory.state_bytes,
                 activation_bytes=memory.activation_bytes,
                 peak_bytes=memory.peak_bytes,
                 sync_bytes=self._sync_bytes(tp_degree),
-                fixed_bytes=self.fixed_bytes(node_type),
+                fixed_bytes=self.fixed_bytes(node_type) + self._assumed_communicators(tp_degree),
                 border_bytes=self.parameters.border_messages * self.activation_message_bytes(microbatch),
                 limit_bytes=self.limit_bytes(node_type),
                 estimated=times.estimated,
@@ -169,8 +157,8 @@ class CostModel:
         return self._costs[key]
 
     def layer_times(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
-        """Forward, backward (recomputation included) and update seconds of every layer."""
-        return self._layer_times.times(gpu_type, tp_degree, microbatch)
+        """Forward, backward (with what stages that say nothing recompute) and update seconds of every layer."""
+        return self._layer_times.times(gpu_type, tp_degree, microbatch, self.recompute)
 
     def fixed_bytes(self, node_type: NodeType) -> float:
         """Bytes that any worker needs whatever its layers."""
@@ -179,6 +167,19 @@ class CostModel:
     def limit_bytes(self, node_type: NodeType) -> float:
         """Bytes of a GPU that a plan may use: its memory less the margin."""
         return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
+
+    def _assumed_memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:
+        memory = self._memory(tp_degree, microbatch, self.assumed.recompute).shared(self.assumed.holders)
+        if self.assumed.at_least is not None:
+            least = self._memory(tp_degree, microbatch, self.assumed.at_least)
+            memory = replace(memory, activation_bytes=np.minimum(memory.activation_bytes, least.activation_bytes))
+        return memory
+
+    def _assumed_communicators(self, tp_degree: int) -> float:
+        """Bytes of a worker's: at least, or in most plans."""
+        alone = len(self.fleet.workers) == 1 or self.assumed.at_least is not None
+        number = LEAST_OF_A_GROUP if tp_degree > 1 else 0 if alone else MOSTLY
+        return number * self.parameters.communicator_bytes
 
     @property
     def stage_overhead_s(self) -> float:
@@ -220,11 +221,11 @@ class CostModel:
         found[-1] += self.tied_sync_bytes(tp_degree)
         return found
 
-    def _memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:
-        key = (tp_degree, microbatch)
+    def _memory(self, tp_degree: int, microbatch: int, recompute: Recompute) -> MemoryTerms:
+        key = (tp_degree, microbatch, recompute)
         if key not in self._memories:
             self._memories[key] = memory_terms(
-                self.spec, self.sequence_length, self.precision, tp_degree, microbatch, self.recompute, self.parameters
+                self.spec, self.sequence_length, self.precision, tp_degree, microbatch, recompute, self.parameters
             )
         return self._memories[key]
 
@@ -281,11 +282,11 @@ class CostModel:
             for s, stage in enumerate(pipeline.stages)
             for worker in stage.workers
         }
-        jobs = sync_jobs(plan, self.spec, self.parameters)
-        update = {}
+        jobs = self._memory_of.sync_jobs(plan)
+        update, sharing = dict[str, float](), sharing_of(plan)
         for pipeline in plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
-                update.update(dict.fromkeys(stage.workers, self._stages.terms(pipeline, index).update_s))
+                update.update(dict.fromkeys(stage.workers, self._stages.terms(pipeline, index, sharing).update_s))
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
         return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
 
@@ -337,23 +338,11 @@ class CostModel:
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
         """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next, where
         transfers run beside the work; else as it is."""
-        if self.parameters.transfers != "none":
-            return plan
-        pipelines = (replace(p, most_in_flight=self._most_in_flight(plan, p, most)) for p in plan.pipelines)
-        return replace(plan, pipelines=tuple(pipelines))
+        return plan if self.parameters.transfers != "none" else self._memory_of.working_ahead(plan, most)
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
         """The plan with each number by which stages may keep more than the next, fewest in flight first; each plan once."""
         return list(dict.fromkeys(self.working_ahead(plan, most) for most in range(1, MOST_AHEAD + 1)))
-
-    def _most_in_flight(self, plan: Plan, pipeline: Pipeline, most: int) -> tuple[int, ...]:
-        depth = len(pipeline.stages)
-        both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
-        room = [self._stages.terms(pipeline, i).room for i in range(depth)]
-        # a stage that holds all microbatches has room for any number
-        room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
-        numbers = working_ahead(both, room, most)
-        return () if numbers == one_each(depth) else numbers
 
     def stage_seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
         """Forward and backward seconds of one microbatch in one stage: its slowest worker's; `rated`: as if no node
@@ -369,13 +358,7 @@ class CostModel:
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
-        found = {}
-        for pipeline in plan.pipelines:
-            for i, stage in enumerate(pipeline.stages):
-                terms = self._stages.terms(pipeline, i)
-                need = terms.held_bytes + pipeline.in_flight(i) * terms.activation_bytes
-                found.update(dict.fromkeys(stage.workers, int(need)))
-        return found
+        return self._memory_of.by_worker(plan)
 
     def _usd_per_hour(self, plan: Plan) -> float | None:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}

@@ -45,8 +45,11 @@ class CostParameters:
     state_bytes_per_parameter: None takes the precision's own (memory.py). flat_gradients: whether all-reduces need a flat fp32 buffer
     beside the gradients; else these lie in it. border_messages: hidden states and gradients of them that a stage keeps for each
     neighbour beside the microbatches in flight: received ahead, in use, on their way.
-    activation_scale: kept activations over the formula's.
-    context_bytes, context_share of the device's memory: CUDA context, communicators, library workspace.
+    activation_scale: kept activations over the formula's. autograd_activations: whether blocks keep what autograd saves of the library's
+    modules (`LayerSpec.autograd`), not what a framework's own kernels do. loss_chunk_bytes: of fp32 logits that the loss has at one
+    time; None: all.
+    context_bytes, context_share of the device's memory: CUDA context, library workspace, and communicators where these are not counted.
+    communicator_bytes: of one communicator, of which the runtime's plans have 3 to 8 a worker (`planner.communicators`); 0: not counted.
     memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
     """
 
@@ -73,8 +76,11 @@ class CostParameters:
     flat_gradients: bool = True
     border_messages: float = 0.0
     activation_scale: float = 1.0
+    autograd_activations: bool = False
+    loss_chunk_bytes: float | None = None
     context_bytes: float = 1.0 * 2**30
     context_share: float = 0.03
+    communicator_bytes: float = 0.0
     memory_margin: float = 0.03
 
 
@@ -100,6 +106,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "tied_sync": "union",
             "flat_gradients": False,
             "border_messages": 5.0,
+            "autograd_activations": True,
+            "loss_chunk_bytes": 64.0 * 2**20,
         },
     ),
     "deepspeed": Framework(
@@ -111,11 +119,12 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "gather_bytes_per_s": 20e9,
             "sync_bytes_per_parameter": 4.0,
             "tied_sync": "union",
+            "communicator_bytes": 0.0,
         },
     ),
     "megatron": Framework(
         "Megatron-LM: fused sends, gradients in 16 bits, a tied embedding summed within the stages, then between them",
-        {"transfers": "receiver", "sync_bytes_per_parameter": 2.0, "tied_sync": "two_step"},
+        {"transfers": "receiver", "sync_bytes_per_parameter": 2.0, "tied_sync": "two_step", "communicator_bytes": 0.0},
     ),
 }
 

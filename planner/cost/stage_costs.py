@@ -12,27 +12,54 @@ from planner.cost.links import Links
 from planner.cost.memory import MemoryTerms
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Stage
+from planner.plan import Pipeline, Plan, Recompute, Stage
+from planner.redundancy import layers_of, sharded_layers
 
 
 @dataclass(frozen=True, slots=True)
 class StageTerms:
     """Seconds of a microbatch and of the update; bytes of each of its workers all step long (held_bytes) and for each microbatch
-    in flight; room: microbatches in flight that memory holds; what of the times is estimated."""
+    in flight; free_bytes: of the fullest, beside what it holds all step long; what of the times is estimated."""
 
     forward_s: float
     backward_s: float
     update_s: float
     held_bytes: float
     activation_bytes: float
-    room: int
+    free_bytes: float
     estimated: tuple[str, ...]
+
+    def room(self, taken_bytes: float) -> int:
+        """Microbatches in flight that memory holds where so many bytes more are taken."""
+        return int((self.free_bytes - taken_bytes) / max(1.0, self.activation_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The layers whose optimizer state is shared out, by their names in `planner.redundancy`, and among how many: each pipeline holds each
+    slice once, so it is the number of pipelines. What a few workers more may hold (biases, norms, a tied embedding) is not counted on."""
+
+    holders: int = 1
+    layers: frozenset[str] = frozenset()
+
+
+NOT_SHARED = Sharing()
+
+
+def sharing_of(plan: Plan) -> Sharing:
+    """A plan's."""
+    if len(plan.pipelines) > 1 and any(stage.shard_optimizer for p in plan.pipelines for stage in p.stages):
+        return Sharing(len(plan.pipelines), sharded_layers(plan))
+    return NOT_SHARED
 
 
 class StageCosts:
-    """Stages on one fleet. layer_times(GPU type, TP degree, microbatch size), memory(TP degree, microbatch size): of every layer;
-    fixed_bytes(node type): of a worker whatever its layers; limit_bytes(node type): that a plan may use of it;
-    message_bytes(microbatch size): of the hidden states."""
+    """Stages on one fleet.
+
+    layer_times(GPU type, TP degree, microbatch size, recompute), memory(TP degree, microbatch size, recompute): of every layer.
+    fixed_bytes(node type): of a worker whatever its layers; limit_bytes(node type): that a plan may use of it; message_bytes(microbatch
+    size): of the hidden states. recompute: of stages that say none themselves.
+    """
 
     def __init__(
         self,
@@ -40,24 +67,28 @@ class StageCosts:
         spec: ModelSpec,
         links: Links,
         parameters: CostParameters,
-        layer_times: Callable[[str, int, int], LayerTimes],
-        memory: Callable[[int, int], MemoryTerms],
+        layer_times: Callable[[str, int, int, Recompute], LayerTimes],
+        memory: Callable[[int, int, Recompute], MemoryTerms],
         fixed_bytes: Callable[[NodeType], float],
         limit_bytes: Callable[[NodeType], float],
         message_bytes: Callable[[int], float],
+        recompute: Recompute,
     ) -> None:
+        self.recompute: Recompute = recompute
         self.fleet, self.spec, self.links, self.parameters = fleet, spec, links, parameters
         self.layer_times, self.memory = layer_times, memory
         self.fixed_bytes, self.limit_bytes, self.message_bytes = fixed_bytes, limit_bytes, message_bytes
-        self._known: dict[tuple[Stage, bool, bool, int], StageTerms] = {}
+        self._known: dict[tuple[Stage, bool, bool, int, int, frozenset[str]], StageTerms] = {}
 
-    def terms(self, pipeline: Pipeline, index: int) -> StageTerms:
-        """Of one stage of a pipeline."""
-        last = len(pipeline.stages) - 1
-        key = (pipeline.stages[index], index == 0, index == last, pipeline.microbatch_sequences)
+    def terms(self, pipeline: Pipeline, index: int, sharing: Sharing = NOT_SHARED) -> StageTerms:
+        """Of one stage of a pipeline, in a plan that shares out optimizer state so."""
+        stage, last = pipeline.stages[index], len(pipeline.stages) - 1
+        mine = sharing.layers and sharing.layers.intersection(layers_of(stage, index, last + 1))
+        holders = sharing.holders if mine else 1
+        key = (stage, index == 0, index == last, pipeline.microbatch_sequences, holders, mine)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._terms(pipeline, index)
+            known = self._known[key] = self._terms(pipeline, index, holders, mine)
         return known
 
     def seconds(self, pipeline: Pipeline, index: int, *, rated: bool = False) -> tuple[float, float]:
@@ -67,32 +98,38 @@ class StageCosts:
         kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
         forward = backward = 0.0
         for kind in kinds:
-            times = self.layer_times(kind.gpu_type, stage.tp_degree, pipeline.microbatch_sequences)
+            times = self._layer_times(kind, stage, pipeline.microbatch_sequences)
             slowdown = 1.0 if rated else kind.slowdown
             forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
             backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
         more = self._spread_tp_s(stage, pipeline.microbatch_sequences) + self.parameters.stage_overhead_s
         return forward + more, backward + more
 
-    def _terms(self, pipeline: Pipeline, index: int) -> StageTerms:
+    def _layer_times(self, kind: NodeType, stage: Stage, size: int) -> LayerTimes:
+        return self.layer_times(kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute)
+
+    def _terms(self, pipeline: Pipeline, index: int, holders: int, shared: frozenset[str]) -> StageTerms:
         stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
         chosen = _entries(stage, index, count)
         kinds = sorted({self.fleet.node_of(worker).node_type for worker in stage.workers}, key=lambda kind: kind.name)
-        times = [self.layer_times(kind.gpu_type, stage.tp_degree, size) for kind in kinds]
-        memory = self.memory(stage.tp_degree, size)
+        times = [self._layer_times(kind, stage, size) for kind in kinds]
+        memory = self.memory(stage.tp_degree, size, stage.recompute or self.recompute)
         fixed = max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
-        held = float(memory.state_bytes[chosen].sum() + memory.peak_bytes[chosen].max()) + fixed
-        held += borders * self.parameters.border_messages * self.message_bytes(size)
+        # (layers,) what of its optimizer state each worker keeps, and updates
+        kept = np.array([1.0 / holders if name in shared else 1.0 for name in layers_of(stage, index, count)])
+        state = memory.state_bytes[chosen] - (1.0 - kept) * memory.optimizer_bytes[chosen]
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
-            held -= float(memory.state_bytes[0]) * self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+            state[0] *= 1.0 - self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+        held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
+        held += borders * self.parameters.border_messages * self.message_bytes(size)
         activations = float(memory.activation_bytes[chosen].sum())
         return StageTerms(
             *self.seconds(pipeline, index),
-            max(kind.slowdown * float(of.update_s[chosen].sum()) for kind, of in zip(kinds, times, strict=True)),
+            max(kind.slowdown * float(kept @ of.update_s[chosen]) for kind, of in zip(kinds, times, strict=True)),
             held,
             activations,
-            int((min(map(self.limit_bytes, kinds)) - held) / max(1.0, activations)),
+            min(map(self.limit_bytes, kinds)) - held,
             tuple(dict.fromkeys(note for of in times for note in of.estimated)),
         )
 

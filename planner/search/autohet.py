@@ -7,7 +7,7 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search import limits
 from planner.search.bound import NO_PROOF, prove
-from planner.search.cost_tables import tables_of
+from planner.search.cost_tables import bound_tables, tables_of
 from planner.search.families import Drafter, Proposal
 from planner.search.improve import Improver, Judge, tries_for, walker
 from planner.search.judge import Costed, choose, idle_workers, rank, seconds_of, slower, why_infeasible
@@ -28,7 +28,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     best, _ = choose(request, [_improved(request, tables, ranked)])
     assert best is not None, "it is no slower than what was chosen before"
-    proof = prove(request, tables, best.step_time_s) if request.prove else NO_PROOF
+    proof = prove(request, bound_tables(request, tables), best.step_time_s) if request.prove else NO_PROOF
     tried = len(ranked) + len(rejected)
     report = SearchReport(request.clock() - begin, tried, proof.lower_bound_s, proof.gap, proof.says)
     idle = idle_workers(request, tables, best.plan)

@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from planner.communicators import (
     COMMUNICATOR_BYTES,
     MAX_COMMUNICATORS,
+    communicators_at_most,
     communicators_by_worker,
     holder_sets,
     max_sync_groups,
     merged_groups,
     sync_groups,
 )
+from planner.cost.parameters import CostParameters
+from planner.cost.sync import sync_jobs
+from planner.model_spec import LayerSpec, ModelSpec
 from planner.plan import Plan
 
 
@@ -52,6 +56,18 @@ def test_any_plan_of_64_gpus_has_few_communicators_a_worker(plan: Plan, tied: bo
     groups = sync_groups(plan, tied=tied, most=max_sync_groups(plan))
     assert set(groups) == set(holder_sets(plan, tied=tied))
     assert all(set(holders) <= set(group) for holders, group in groups.items())
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans_of_64(), st.booleans())
+def test_what_is_charged_is_no_less_than_what_there_is(plan: Plan, tied: bool) -> None:
+    layer = LayerSpec(64, 4)
+    spec = ModelSpec(
+        "m", "test", 4, 8, 4, 4, 4, tied, 8, LayerSpec(32), (layer,) * plan.pipelines[0].stages[-1].end_layer, LayerSpec(36, 4)
+    )  # fmt: skip
+    sets = Counter(worker for job in sync_jobs(plan, spec, CostParameters()) for worker in job.members)
+    most, exact = communicators_at_most(plan, sets), communicators_by_worker(plan, tied=tied)
+    assert all(exact[worker] <= most[worker] <= MAX_COMMUNICATORS for worker in plan.workers)
 
 
 @settings(max_examples=15, deadline=None)

@@ -92,7 +92,7 @@ def test_recomputation_trades_memory_for_time():
     fleet = fleet_of(node_type())
     stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1",)))
     plan = Plan("m", 16, 2, 16, (Pipeline(stages, 8, 2),))
-    plain, again = model(fleet).predict(plan), model(fleet, recompute=True).predict(plan)
+    plain, again = model(fleet).predict(plan), model(fleet, recompute="full").predict(plan)
     assert again.step_time_s > plain.step_time_s
     assert again.memory_bytes_by_worker["t4-0/0"] < plain.memory_bytes_by_worker["t4-0/0"]
 

@@ -114,7 +114,7 @@ def test_an_update_measured_at_one_tp_degree_is_shared_out_at_another():
         for layer in ("embedding", "block", "head")
     ]
     times = LayerTimeModel(
-        ProfileTable(rows), spec, "tiny", "fp32", 128, CostParameters(), False, lambda gpu, degree, size: 0.0
+        ProfileTable(rows), spec, "tiny", "fp32", 128, CostParameters(), lambda gpu, degree, size: 0.0
     ).times("GPU of tomorrow", 2, 1)
     block = spec.blocks[0]
     share = block.parameters_per_worker(2) / block.parameters_per_worker(1)

@@ -66,7 +66,7 @@ def fleet_of(counts: dict[str, int], gpus_per_node: int = 8) -> Fleet:
 def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes: Any) -> Request:
     gpus = tuple(dict.fromkeys(node.node_type.gpu_type for node in fleet.nodes))
     cost = CostModel(
-        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute=True,
+        fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute="full",
         parameters=framework_parameters(OURS, CostParameters()),
     )  # fmt: skip
     return Request(

@@ -232,7 +232,7 @@ class ParallelismSection:
     max_usd_per_hour: float | None = None
     """Bound on the price of the workers used."""
     memory_reserve_bytes: int = 1 * GIB
-    """GPU memory that the plan leaves free on each GPU (context, fragmentation)."""
+    """GPU memory that the plan leaves free on each GPU (context, library workspace, fragmentation); communicators are counted apart."""
     search_time_limit_s: float = 10.0
     """How long the search may take."""
     horizon_s: float = 600.0

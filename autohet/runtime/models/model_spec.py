@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autohet.runtime.kept_values import kept_of_block, kept_of_head
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 
@@ -30,7 +31,7 @@ def model_spec_from_config(
     """
     loaded = _load_config(config, revision)
     module = _build_on_meta(loaded)
-    return _spec(name, loaded, module, fused=precision in _FUSED_PRECISIONS)
+    return _spec(name, loaded, module, precision)
 
 
 def _load_config(config: Mapping[str, Any] | str | Path, revision: str | None) -> Any:
@@ -108,7 +109,7 @@ def _check_decoder(config: Any) -> None:
         )
 
 
-def _spec(name: str, config: Any, module: Any, *, fused: bool) -> ModelSpec:
+def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     blocks_name, blocks = _find_blocks(module, config)
     heads = int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads"))
     hidden = int(_first(config, "hidden_size", "n_embd", "d_model", "n_embed"))
@@ -119,7 +120,7 @@ def _spec(name: str, config: Any, module: Any, *, fused: bool) -> ModelSpec:
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
-    specs = [_block_spec(block, config, hidden, heads, kv_heads, head_size, fused) for block in blocks]
+    specs = [_block_spec(block, config, hidden, heads, kv_heads, head_size, precision) for block in blocks]
     vocab = int(config.vocab_size)
     return ModelSpec(
         name=name,
@@ -142,6 +143,7 @@ def _spec(name: str, config: Any, module: Any, *, fused: bool) -> ModelSpec:
             replicated_parameters=head if tied else max(0, head - vocab * hidden),
             matmul_parameters=vocab * hidden,
             replicated_activation_values=2.0 * hidden,
+            autograd=kept_of_head(str(config.model_type), hidden, precision),
         ),
     )
 
@@ -208,7 +210,7 @@ def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> 
 
 
 def _block_spec(
-    block: Any, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, fused: bool
+    block: Any, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, precision: str
 ) -> LayerSpec:
     """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et al. 2022, section
     4.1, without dropout)."""
@@ -216,6 +218,7 @@ def _block_spec(
     vectors = sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
     products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
     width = _widest(block, hidden)
+    inner = int(_first_or(config, width, "intermediate_size", "n_inner"))
     gated = any("gate" in name for name, _ in block.named_modules())
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     attention = (heads * 2 + kv_heads * 2) * head_size
@@ -227,7 +230,8 @@ def _block_spec(
         attention_width=heads * head_size,
         split_activation_values=float(attention + feed_forward),
         replicated_activation_values=4.0 * hidden,
-        attention_heads=0 if fused else heads,
+        attention_heads=0 if precision in _FUSED_PRECISIONS else heads,
+        autograd=kept_of_block(str(config.model_type), hidden, heads, kv_heads, head_size, inner, precision),
     )
 
 

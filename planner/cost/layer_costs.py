@@ -1,0 +1,44 @@
+"""What a search reads of one way to use a node type, and of which stages that is."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.plan import Recompute
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One way to use a node type, at one microbatch: arrays (num_layers + 2,) with the embedding first, the head last.
+
+    Seconds a microbatch (forward_s, backward_s) and a step (update_s); bytes a worker: state_bytes all step long,
+    activation_bytes for each microbatch in flight, peak_bytes while a layer runs (count the largest of a stage
+    once), sync_bytes that the worker contributes to gradient all-reduces. fixed_bytes: whatever its layers.
+    border_bytes: for each neighbour of the stage. limit_bytes: what a GPU has.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    state_bytes: Floats
+    activation_bytes: Floats
+    peak_bytes: Floats
+    sync_bytes: Floats
+    fixed_bytes: float
+    border_bytes: float
+    limit_bytes: float
+    estimated: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Of which stages `layer_costs` are: how they recompute, and among how many holders optimizer state is shared out. at_least: for lower
+    bounds, activations are those of stages that recompute so, if these are less, and communicators are those that no plan can do without.
+    """
+
+    recompute: Recompute
+    holders: int = 1
+    at_least: Recompute | None = None

@@ -1,0 +1,79 @@
+"""Bytes of a whole plan: what each of its workers needs, and how many microbatches memory lets its stages keep in flight."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner.communicators import communicators_at_most
+from planner.cost.boundaries import BoundaryCosts
+from planner.cost.parameters import CostParameters
+from planner.cost.stage_costs import Sharing, StageCosts, sharing_of
+from planner.cost.sync import SyncJob, sync_jobs
+from planner.in_flight import one_each, working_ahead
+from planner.model_spec import ModelSpec
+from planner.plan import Pipeline, Plan
+
+_REMEMBERED = 16  # plans, each asked for several times in a row
+
+
+class PlanMemory:
+    """Plans on the fleet of `stages` and `boundaries`."""
+
+    def __init__(self, spec: ModelSpec, parameters: CostParameters, stages: StageCosts, boundaries: BoundaryCosts):
+        self.spec, self.parameters, self._stages, self._boundaries = spec, parameters, stages, boundaries
+        self._synced: dict[object, tuple[tuple[SyncJob, ...], Mapping[str, float]]] = {}
+
+    def by_worker(self, plan: Plan) -> dict[str, int]:
+        """Peak bytes of every worker."""
+        found, sharing = dict[str, int](), sharing_of(plan)
+        for pipeline in plan.pipelines:
+            for i, stage in enumerate(pipeline.stages):
+                terms = self._stages.terms(pipeline, i, sharing)
+                need = terms.held_bytes + pipeline.in_flight(i) * terms.activation_bytes
+                found.update(dict.fromkeys(stage.workers, int(need)))
+        for worker, num_bytes in self._communicator_bytes(plan).items():
+            found[worker] += int(num_bytes)
+        return found
+
+    def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
+        """As `planner.cost.sync.sync_jobs`; remembered."""
+        return self._jobs(plan)[0]
+
+    def working_ahead(self, plan: Plan, most: int) -> Plan:
+        """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next."""
+        sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
+        pipelines = (
+            replace(p, most_in_flight=self._most_in_flight(plan, p, sharing, taken, most)) for p in plan.pipelines
+        )
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _most_in_flight(
+        self, plan: Plan, pipeline: Pipeline, sharing: Sharing, taken: Mapping[str, float], most: int
+    ) -> tuple[int, ...]:
+        depth = len(pipeline.stages)
+        both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
+        room = [
+            self._stages.terms(pipeline, i, sharing).room(taken.get(stage.workers[0], 0.0))
+            for i, stage in enumerate(pipeline.stages)
+        ]
+        # a stage that holds all microbatches has room for any number
+        room = [most * depth if have >= pipeline.num_microbatches else have for have in room]
+        numbers = working_ahead(both, room, most)
+        return () if numbers == one_each(depth) else numbers
+
+    def _communicator_bytes(self, plan: Plan) -> Mapping[str, float]:
+        """Of each worker; empty where they are not counted."""
+        return self._jobs(plan)[1] if self.parameters.communicator_bytes else {}
+
+    def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
+        """A plan's all-reduces and the bytes of its workers' communicators, which depend on its stages alone."""
+        key = tuple(pipeline.stages for pipeline in plan.pipelines)
+        known = self._synced.get(key)
+        if known is None:
+            jobs = sync_jobs(plan, self.spec, self.parameters)
+            numbers = communicators_at_most(plan, Counter(worker for job in jobs for worker in job.members))
+            each = self.parameters.communicator_bytes
+            known = self._synced[key] = jobs, {worker: number * each for worker, number in numbers.items()}
+            if len(self._synced) > _REMEMBERED:
+                del self._synced[next(iter(self._synced))]
+        return known
