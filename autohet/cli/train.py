@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from autohet.runtime.job import Job
-from planner.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,10 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job.from_yaml(arguments.job)
     if arguments.storage is not None:
         job = replace(job, checkpoint=replace(job.checkpoint, storage=arguments.storage))
-    job.require_training()
     events = Path(arguments.events or f"runs/{job.name}/events.jsonl")
-    _check_writable(events)
-    _check_length(job)
     configure_logging()
     from autohet.driver.control.view import View
     from autohet.driver.run import train
@@ -59,31 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
     print(json.dumps(summary) if arguments.json else describe(summary))
     return 0 if outcome.ok else 1
-
-
-def _check_writable(events: Path) -> None:
-    """Before a fleet is started for a run that could not say what it did."""
-    try:
-        events.parent.mkdir(parents=True, exist_ok=True)
-        with events.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write events '{events}': {error.strerror}; name another file with --events"
-        ) from None
-
-
-def _check_length(job: Job) -> None:
-    """Learned positions end; a worker would find out only once it has the model."""
-    from autohet.runtime.models import family_of, load_config
-
-    config = load_config(job.model)
-    limit, length = config.max_position_embeddings, job.training.sequence_length
-    if family_of(config).position_embedding and length > limit:
-        raise ConfigError(
-            f"training.sequence_length is {length}, but the model has {limit} learned positions; shorten the sequences or"
-            " give model.config more positions"
-        )
 
 
 def configure_logging() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.runtime.job import Job
+from autohet.runtime.models import family_of, load_config
 from planner.cluster import Cluster
 from planner.errors import ConfigError
 
@@ -81,4 +82,35 @@ def check_paces(job: Job, cluster: Cluster) -> None:
         raise ConfigError(
             f"emulation.relative_speed_by_gpu_type has no {', '.join(missing)}, of which cluster '{cluster.name}' has nodes;"
             f" it has {', '.join(sorted(speeds))}"
+        )
+
+
+def check_writable(events: Path) -> None:
+    """Before a fleet is started for a run that could not say what it did.
+
+    Raises:
+        ConfigError: events cannot be written there.
+    """
+    try:
+        events.parent.mkdir(parents=True, exist_ok=True)
+        with events.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write events '{events}': {error.strerror}; name another file with --events"
+        ) from None
+
+
+def check_length(job: Job) -> None:
+    """Learned positions end; a worker would find out only once it has the model.
+
+    Raises:
+        ConfigError: the sequences are longer.
+    """
+    config = load_config(job.model)
+    limit, length = config.max_position_embeddings, job.training.sequence_length
+    if family_of(config).position_embedding and length > limit:
+        raise ConfigError(
+            f"training.sequence_length is {length}, but the model has {limit} learned positions; shorten the sequences or"
+            " give model.config more positions"
         )

@@ -8,8 +8,6 @@ import logging
 import math
 import os
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +18,16 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedConfig
 
 from autohet.driver.callbacks import Callback, EventDispatch
+from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import make_callbacks
-from autohet.driver.checks import check_gpus, check_min_workers, check_paces, check_shared_storage
+from autohet.driver.checks import (
+    check_gpus,
+    check_length,
+    check_min_workers,
+    check_paces,
+    check_shared_storage,
+    check_writable,
+)
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.control.background_search import AsidePlanning
 from autohet.driver.control.controller import Controller, drop_search
@@ -40,10 +46,13 @@ from autohet.driver.ray.scaling import check_wish, fleet_request
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.report.write import leave_report
+from autohet.driver.run_record import RunCopies
+from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
+from autohet.runtime.process_log import RunRecord
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
@@ -79,6 +88,7 @@ class JobRun:
         fleet: EmulatedFleet | None,
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
+        record: RunRecord | None = None,
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
@@ -92,7 +102,13 @@ class JobRun:
         )
         planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(
-            job, run_id(job), self.durable, cluster, worker_threads=threads_of_a_worker(job, fleet), clock=clock
+            job,
+            run_id(job),
+            self.durable,
+            cluster,
+            worker_threads=threads_of_a_worker(job, fleet),
+            clock=clock,
+            record=record,
         )
         pace = paces_of if job.emulation is not None else None
         self.orders = OrderBook(job, config, pace, self.durable.lease.driver)
@@ -244,6 +260,10 @@ def train(
     Raises:
         ConfigError: the user's input is wrong, or there is no cluster.
     """
+    job.require_training()
+    if events_path is not None:
+        check_writable(events_path)
+    check_length(job)
     document = find_document(job, cluster_path, address)
     if document is not None and is_this_machine(document):
         job = for_this_machine(job, document)
@@ -282,22 +302,32 @@ def train_on(
 ) -> Outcome:
     """Run a job on the cluster that this process is connected to."""
     directory = Path(".") if events_path is None else events_path.parent
-    dispatch = EventDispatch([*make_callbacks(job.trackers, job.name, directory), *callbacks])
-    events = EventLog(events_path, listener=dispatch)
+    dispatch = EventDispatch([RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks])
+    copies = RunCopies(job, events_path)
+
+    def tell(event: Mapping[str, Any]) -> None:
+        copies.note(event)
+        dispatch(event)
+
+    events = EventLog(events_path, listener=tell)
     try:
-        return _train(job, cluster, fleet, events, show)
+        return _train(job, cluster, fleet, events, show, copies)
     finally:
         events.close()
         dispatch.close()
         leave_report(events_path)
+        copies.close()
 
 
-def _train(job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show) -> Outcome:
+def _train(
+    job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show, copies: RunCopies
+) -> Outcome:
     try:
-        run = JobRun(job, cluster, fleet, events)
+        run = JobRun(job, cluster, fleet, events, record=copies.record)
         run.start()
     except (StorageError, LeaseHeld) as error:
         raise ConfigError(str(error)) from error
+    copies.begin()
     try:
         with signals(run.workforce):
             while run.controller.ended is None:
@@ -329,6 +359,9 @@ def connection(job: Job, document: Mapping[str, Any] | None, address: str | None
             with undisturbed():
                 fleet.close()
         return
+    if ray.is_initialized() and address is None:  # a notebook's own connection stays its own
+        yield None
+        return
     ray_cluster.connect(address)
     try:
         yield None
@@ -340,55 +373,3 @@ def node_directories(job: Job, node: str) -> tuple[str, ...]:
     """Host memory and disk of an emulated node, which die with it."""
     roots = (job.checkpoint.memory_directory, job.checkpoint.local_directory)
     return tuple(str(path) for root in roots for path in Path(root, run_id(job)).glob(f"{node}-*"))
-
-
-@contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training there is nothing to commit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(number: int, _: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No signal ends the clearing up half-way; what runs inside is bounded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def signals(workforce: RayWorkforce) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask for a stop with a committed checkpoint; a second Ctrl-C ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(number: int, _: object) -> None:
-        if workforce.stop_reason is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        workforce.stop_reason = signal.Signals(number).name
-        logger.info("%s: stopping once the newest step is committed; Ctrl-C again ends at once", workforce.stop_reason)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -34,19 +34,41 @@ def shortest_job(directory: Path) -> Path:
     return path
 
 
+def run_alone(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")}
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # Ray's sockets lie there, and their paths have a limit
+        environment |= {"RAY_TMPDIR": short, "CUDA_VISIBLE_DEVICES": "", "RAY_raylet_start_wait_time_s": "120"}
+        return subprocess.run(
+            [*ALONE, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
 def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")}
-    command = [*ALONE, str(AUTOHET), "train", "--job", str(shortest_job(tmp_path)), "--json"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # Ray's sockets lie there, and their paths have a limit
-        environment |= {"RAY_TMPDIR": short, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+    done = run_alone([str(AUTOHET), "train", "--job", str(shortest_job(tmp_path)), "--json"], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)
     assert (summary["ok"], summary["steps"], summary["steps_lost"]) == (True, 2, 0)
     assert len(summary["losses"]) == 2
     assert summary["losses"][1] < summary["losses"][0] < 12
     assert done.stderr.count("No Ray cluster runs here, so one is started on this machine") == 1
-    assert (tmp_path / "runs" / "job" / "checkpoints" / "step-00000002").is_dir()
+    storage = tmp_path / "runs" / "job" / "checkpoints"
+    assert (storage / "step-00000002").is_dir()
+    (kept,) = (storage / "runs").iterdir()  # what outlives the machine
+    assert '"kind": "finished"' in (kept / "events.jsonl").read_text()
+    assert {path.name for path in kept.iterdir()} == {"events.jsonl", "logs", "report.html", "timeline.json"}
+    assert "driver generation 1 INFO autohet: " in (kept / "logs" / "driver.log").read_text()
+
+
+@pytest.mark.skipif(not alone(), reason="a process namespace needs root")
+def test_the_readmes_python_trains_and_the_same_again_finds_it_done(tmp_path: Path) -> None:
+    (block,) = re.findall(r"## From Python.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
+    short = block.replace('"steps": 20', '"steps": 2').replace("/tmp/autohet-runs", str(tmp_path / "kept"))
+    assert short.count('"steps": 2,') == 1
+    again = "again = autohet.ElasticTrainer(job, run_config=run).fit()\nassert again.checkpoint.path == result.checkpoint.path\n"
+    done = run_alone([sys.executable, "-c", short + again], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loss, checkpoint, losses = re.fullmatch(r"(\S+) (\S+) \[(.*)\]\n", done.stdout).groups()
+    assert checkpoint == str(tmp_path / "kept" / "tiny" / "step-00000002")
+    first, last = map(float, losses.split(", "))
+    assert 5.0 < last == float(loss) < first < 6.0  # 256 bytes, as good as untrained

@@ -81,10 +81,10 @@ def test_numbers_of_events():
     scalars = Scalars()
     assert scalars.of(STEP) == (3, {"loss": 2.5, "gradient_norm": 1.0, "step_s": 0.5, "tokens_per_s": 200.0})
     assert scalars.of({**STEP, "seconds": None})[1].keys() == {"loss", "gradient_norm"}
-    assert scalars.of({"kind": "arrival", "node": "a-0", "num_gpus": 8}) == (3, {"fleet/gpus": 8.0})
-    assert scalars.of({"kind": "arrival", "node": "b-0", "num_gpus": 4})[1] == {"fleet/gpus": 12.0}
-    assert scalars.of({"kind": "death", "nodes": ["a-0"]})[1] == {"fleet/gpus": 4.0}
-    change = {"kind": "reconfigure", "seconds": {"total": 2.0}, "bytes_by_tier": {"peer": 7}, "steps_lost": 0}
+    assert scalars.of({"kind": "arrival", "time": 1.0, "node": "a-0", "gpu_type": "T4", "num_gpus": 8}) == (3, {"fleet/gpus": 8.0})
+    assert scalars.of({"kind": "arrival", "time": 1.0, "node": "b-0", "gpu_type": "L4", "num_gpus": 4})[1] == {"fleet/gpus": 12.0}
+    assert scalars.of({"kind": "death", "time": 1.0, "nodes": ["a-0"]})[1] == {"fleet/gpus": 4.0}
+    change = {"kind": "reconfigure", "time": 2.0, "seconds": {"total": 2.0}, "bytes_by_tier": {"peer": 7}, "steps_lost": 0}
     assert scalars.of(change)[1] == {"change/total_s": 2.0, "change/peer_bytes": 7.0, "change/steps_lost": 0.0}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from autohet.driver.callbacks.living_nodes import LivingNodes
 from autohet.driver.callbacks.protocol import Callback
 from planner.errors import ConfigError
 
@@ -23,11 +24,11 @@ class Scalars:
 
     def __init__(self) -> None:
         self._step = 0
-        self._gpus_by_node: dict[str, int] = {}
+        self._living = LivingNodes()
 
     def of(self, event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         """(step, name -> value); no name where the event has no number."""
-        kind = event["kind"]
+        kind, changed = event["kind"], self._living.take(event)
         if kind == "step":
             self._step = int(event["step"])
             return self._step, _present(
@@ -37,16 +38,7 @@ class Scalars:
             seconds = {f"change/{part}_s": value for part, value in event["seconds"].items()}
             tiers = {f"change/{tier}_bytes": float(count) for tier, count in event["bytes_by_tier"].items()}
             return self._step, {**seconds, **tiers, "change/steps_lost": float(event["steps_lost"])}
-        if kind in ("arrival", "death"):
-            return self._step, {"fleet/gpus": float(self._count(event))}
-        return self._step, {}
-
-    def _count(self, event: Mapping[str, Any]) -> int:
-        if event["kind"] == "arrival":
-            self._gpus_by_node[event["node"]] = int(event["num_gpus"])
-        for node in event.get("nodes", ()):
-            self._gpus_by_node.pop(node, None)
-        return sum(self._gpus_by_node.values())
+        return self._step, {"fleet/gpus": float(self._living.gpus_by_type().total())} if changed else {}
 
 
 def _speed(event: Mapping[str, Any]) -> dict[str, float | None]:

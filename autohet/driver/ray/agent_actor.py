@@ -19,6 +19,7 @@ import ray
 from autohet.driver.control.upkeep import Part, Prune
 from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
 from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.process_log import RunRecord, log_as
 from autohet.runtime.process_state import ProcessState, process_states
 from recovery.local.agent_store import AgentStore
 from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw_others
@@ -53,8 +54,9 @@ class AgentActor:
         memory_directory: str,
         disk_directory: str,
         metadata_poll_s: float | None,
+        record: RunRecord | None = None,
     ) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+        self._log = log_as(node, record)
         self._node = node
         self._directories = (memory_directory, disk_directory)
         self._store = AgentStore(memory_directory, disk_directory, node)
@@ -95,6 +97,7 @@ class AgentActor:
 
     def prune(self, what: Prune) -> int:
         """Remove what newer state has made useless; returns how many files."""
+        self._log.generation = what.memory_before[0]
         withdraw_others(self._directories[0], what.living)
         return self._store.prune(what.memory_before, what.disk_before, what.living)
 
@@ -105,6 +108,7 @@ class AgentActor:
         self._replicator.close()
         self._server.close()
         self._store.close()
+        self._log.close()
         if forget_snapshots:
             for directory in map(Path, self._directories):
                 shutil.rmtree(directory, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import ray
 
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, RollForward, WorkerPlace, WorkerReport
+from autohet.runtime.process_log import RunRecord, log_as
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ CALL_THREADS = 6  # reports must be answered while an order, an interrupt and a 
 class WorkerActor:
     """The process of one GPU. It lives through every generation; Ray never restarts it."""
 
-    def __init__(self, place: WorkerPlace, job: Job, num_threads: int, environment: Mapping[str, str]) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    def __init__(
+        self, place: WorkerPlace, job: Job, num_threads: int, environment: Mapping[str, str], record: RunRecord | None
+    ) -> None:
+        self._log = log_as(place.worker, record)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -45,6 +47,7 @@ class WorkerActor:
         return self._unfit if self._worker is None else self._worker.report()
 
     def begin(self, order: GenerationOrder) -> None:
+        self._log.generation = order.generation
         self._here().begin(order)
 
     def request_stop(self, checkpoint: bool) -> None:
@@ -59,6 +62,7 @@ class WorkerActor:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        self._log.close()
 
     def _here(self) -> Worker:
         assert self._worker is not None, "an unfit worker gets no orders"

@@ -29,6 +29,7 @@ from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.driver.sources.merge import merged
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
+from autohet.runtime.process_log import RunRecord
 from planner.cluster import Cluster, Node, node_of
 from planner.errors import ConfigError
 from recovery.state.ancestry import Descent
@@ -71,6 +72,7 @@ class RayWorkforce:
         *,
         worker_threads: int,
         clock: Callable[[], float] = time.monotonic,
+        record: RunRecord | None = None,
     ) -> None:
         self.job = job
         self.run_id = run_id
@@ -82,6 +84,7 @@ class RayWorkforce:
         self.scripted_notices: dict[str, Notice] = {}
         self._token = secrets.token_hex(16)
         self._worker_threads = worker_threads
+        self._record = record
         self._seats: dict[str, Seat] = {}
         self._names: dict[str, str] = {}
         self._refused: set[str] = set()
@@ -161,7 +164,7 @@ class RayWorkforce:
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
         agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
-            name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll()
+            name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll(), self._record
         )
         self._seats[name] = Seat(node, NodeView(Node(name, kind), now), agent, directory)
         self._agents.add(name, agent, now)
@@ -308,7 +311,7 @@ class RayWorkforce:
             worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory)
         )
         handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
-            place, self.job, self._worker_threads, forwarded_environment()
+            place, self.job, self._worker_threads, forwarded_environment(), self._record
         )
         self._workers[worker] = handle
         self._reports.add(worker, handle, self.clock())

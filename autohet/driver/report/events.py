@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.callbacks.living_nodes import LivingNodes
 from planner.errors import ConfigError
 
 Event = dict[str, Any]
@@ -51,25 +52,13 @@ def kept_steps(events: Sequence[Event]) -> list[Event]:
 
 def fleet_over_time(events: Sequence[Event], begin: float) -> tuple[dict[str, Points], Points]:
     """(GPU type -> (seconds, GPUs alive), (seconds, dollars an hour of nodes whose price is known)), by arrivals, deaths and releases."""
-    alive: dict[str, Event] = {}
-    leaving: dict[str, float] = {}
+    living = LivingNodes()
     gpus: dict[str, Points] = {event["gpu_type"]: [(0.0, 0.0)] for event in of_kind(events, "arrival")}
     dollars: Points = [(0.0, 0.0)]
     for event in events:
-        gone = [name for name, at in leaving.items() if at <= event["time"]]
-        if event["kind"] == "arrival":
-            alive[event["node"]] = event
-        elif event["kind"] == "notice" and event.get("deadline_s") is not None:
-            leaving[event["node"]] = event["time"] + event["deadline_s"]
-        elif event["kind"] == "death":
-            gone += event.get("nodes", ())
-        changed = event["kind"] == "arrival" or any(name in alive for name in gone)
-        for name in gone:
-            alive.pop(name, None)
-            leaving.pop(name, None)
-        if changed:
-            at = event["time"] - begin
+        if living.take(event):
+            at, by_type = event["time"] - begin, living.gpus_by_type()
             for gpu_type, points in gpus.items():
-                points.append((at, float(sum(n["num_gpus"] for n in alive.values() if n["gpu_type"] == gpu_type))))
-            dollars.append((at, float(sum(n.get("usd_per_hour") or 0.0 for n in alive.values()))))
+                points.append((at, float(by_type[gpu_type])))
+            dollars.append((at, living.usd_per_hour))
     return gpus, dollars

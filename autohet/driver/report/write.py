@@ -25,8 +25,7 @@ def write_report(events: str | Path, directory: Path | None = None) -> tuple[Pat
     found = read_events(path)
     job = next((event["job"] for event in found if event.get("job")), path.stem)
     folder = path.parent if directory is None else directory
-    prefix = "" if path.stem == "events" else f"{path.stem}-"
-    page, trace = folder / f"{prefix}report.html", folder / f"{prefix}timeline.json"
+    page, trace = report_paths(path, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         page.write_text(report_page(found, f"Run {job}"), encoding="utf-8")
@@ -34,6 +33,13 @@ def write_report(events: str | Path, directory: Path | None = None) -> tuple[Pat
     except OSError as error:
         raise ConfigError(f"cannot write the report to '{folder}': {error.strerror}") from None
     return page, trace
+
+
+def report_paths(events: Path, directory: Path | None = None) -> tuple[Path, Path]:
+    """Where the page and the timeline of these events lie."""
+    folder = events.parent if directory is None else directory
+    prefix = "" if events.stem == "events" else f"{events.stem}-"
+    return folder / f"{prefix}report.html", folder / f"{prefix}timeline.json"
 
 
 def leave_report(events: Path | None) -> None:

@@ -1,0 +1,41 @@
+"""Which nodes live, by a run's events: what they have and cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+
+class LivingNodes:
+    """Give it each event in order: arrivals come, deaths go, and a node with a notice is gone when its deadline has passed."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[str, Mapping[str, Any]] = {}
+        self._leaving: dict[str, float] = {}
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Whether the event changed who lives."""
+        gone = [name for name, at in self._leaving.items() if at <= event["time"]]
+        if event["kind"] == "arrival":
+            self._arrivals[event["node"]] = event
+        elif event["kind"] == "notice" and event.get("deadline_s") is not None:
+            self._leaving[event["node"]] = event["time"] + event["deadline_s"]
+        elif event["kind"] == "death":
+            gone += event.get("nodes", ())
+        changed = event["kind"] == "arrival" or any(name in self._arrivals for name in gone)
+        for name in gone:
+            self._arrivals.pop(name, None)
+            self._leaving.pop(name, None)
+        return changed
+
+    def gpus_by_type(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for event in self._arrivals.values():
+            found[event["gpu_type"]] += int(event["num_gpus"])
+        return found
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Of the nodes whose price is known."""
+        return float(sum(event.get("usd_per_hour") or 0.0 for event in self._arrivals.values()))

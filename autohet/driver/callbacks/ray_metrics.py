@@ -1,0 +1,100 @@
+"""A run's figures as Ray metrics: what Ray's Prometheus endpoint serves and `cluster_configs/grafana-dashboard.json` draws.
+
+Ray puts `ray_` before each name, and `_total` behind a counter's. All carry `job`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from autohet.driver.callbacks.living_nodes import LivingNodes
+
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "autohet_step": ("Steps whose update is applied", ()),
+    "autohet_loss": ("Loss of the newest step", ()),
+    "autohet_tokens_per_s": ("Tokens a second in the newest step", ()),
+    "autohet_gpus": ("GPUs of living nodes", ("gpu_type",)),
+    "autohet_usd_per_hour": ("Price of the living nodes, as far as it is known", ()),
+    "autohet_usd_per_million_tokens": ("Price of the living nodes over the newest step's tokens a second", ()),
+    "autohet_generation": ("Number of the newest reconfiguration", ()),
+    "autohet_checkpoint_step": ("Step of the newest durable checkpoint", ()),
+}
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "autohet_steps": ("Steps run, those that were run again too", ()),
+    "autohet_tokens": ("Tokens of those steps", ()),
+    "autohet_changes": ("Reconfigurations", ("cause",)),
+    "autohet_lost_seconds": ("Seconds without a step, in reconfigurations", ("cause",)),
+    "autohet_lost_steps": ("Steps that were run again", ("cause",)),
+    "autohet_moved_bytes": ("Bytes of training state that restores took", ("tier",)),
+}
+_BY_JOB = ("job",)
+
+
+def exported_names() -> set[str]:
+    """As Prometheus has them."""
+    return {f"ray_{name}" for name in GAUGES} | {f"ray_{name}_total" for name in COUNTERS}
+
+
+class RayMetrics:
+    """A `Callback`; the process must be connected to Ray."""
+
+    def __init__(self, job: str) -> None:
+        self._tags = {"job": job}
+        self._gauges = {name: Gauge(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in GAUGES.items()}
+        self._counters = {name: Counter(name, what, (*_BY_JOB, *keys)) for name, (what, keys) in COUNTERS.items()}
+        self._living = LivingNodes()
+        self._types: set[str] = set()
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        if self._living.take(event):
+            self._set_fleet()
+        self._set("autohet_generation", event["generation"])
+        match event["kind"]:
+            case "step":
+                self._take_step(event)
+            case "reconfigure":
+                self._count("autohet_changes", 1, cause=event["cause"])
+                self._count("autohet_lost_seconds", event["seconds"]["total"], cause=event["cause"])
+                self._count("autohet_lost_steps", event["steps_lost"], cause=event["cause"])
+            case "restore":
+                for tier, num_bytes in event["bytes_by_tier"].items():
+                    self._count("autohet_moved_bytes", num_bytes, tier=tier)
+            case "checkpoint":
+                self._set("autohet_checkpoint_step", event["step"])
+
+    def close(self) -> None:
+        """Nothing is spent and nothing runs any more."""
+        self._set("autohet_tokens_per_s", 0.0)
+        self._set("autohet_usd_per_hour", 0.0)
+        for gpu_type in self._types:
+            self._set("autohet_gpus", 0, gpu_type=gpu_type)
+
+    def _take_step(self, event: Mapping[str, Any]) -> None:
+        self._count("autohet_steps", 1)
+        self._count("autohet_tokens", event["tokens"])
+        self._set("autohet_step", event["step"] + 1)
+        if event["loss"] is not None:
+            self._set("autohet_loss", event["loss"])
+        if event["seconds"]:
+            tokens_per_s = event["tokens"] / event["seconds"]
+            self._set("autohet_tokens_per_s", tokens_per_s)
+            if tokens_per_s:
+                usd = self._living.usd_per_hour / 3600 / tokens_per_s * 1e6
+                self._set("autohet_usd_per_million_tokens", usd)
+
+    def _set_fleet(self) -> None:
+        gpus = self._living.gpus_by_type()
+        self._types |= gpus.keys()
+        for gpu_type in self._types:
+            self._set("autohet_gpus", gpus[gpu_type], gpu_type=gpu_type)
+        self._set("autohet_usd_per_hour", self._living.usd_per_hour)
+
+    def _set(self, name: str, value: float, **tags: str) -> None:
+        self._gauges[name].set(value, {**self._tags, **tags})
+
+    def _count(self, name: str, value: float, **tags: str) -> None:
+        if value > 0:
+            self._counters[name].inc(value, {**self._tags, **tags})

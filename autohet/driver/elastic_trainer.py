@@ -1,0 +1,213 @@
+"""`autohet.ElasticTrainer`: the job of `autohet train` behind Ray Train's public configuration and result types."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pyarrow.fs
+import ray.train
+from ray.train.constants import DEFAULT_STORAGE_PATH
+from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig
+from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.train.v2.api.result import Result
+
+from autohet.driver.callbacks import Callback
+from autohet.driver.run import Outcome, train
+from autohet.runtime.job import Job
+from planner.errors import ConfigError
+from recovery.checkpoint.commit import list_checkpoints
+from recovery.storage.open import open_storage
+
+ANY_NUMBER = 1 << 30
+GENERATED_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+"""What Ray Train calls a run that was given no name."""
+
+
+class ElasticTrainer:
+    """Trains a job on the Ray cluster that this process belongs to; where none runs, on this machine.
+
+    `job` is a job document: a mapping, the path of a YAML file, or a `Job`. `run_config` goes before what the job says of the same:
+
+    | RunConfig | job |
+    |---|---|
+    | `storage_path`, `name` | checkpoints, events and logs go to `<storage_path>/<name>`; the same two again go on from there |
+    | `failure_config.max_failures` | `elastic.max_failures_in_a_row`; -1: no bound; 0, Ray's default: as the job says |
+    | `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: as the job says |
+    | `logging_config.log_level` | level of the driver's log |
+
+    A value that has no such meaning here is refused by its name. `callbacks` are told of every event (`autohet.driver.callbacks.Callback`).
+    `cluster` and `address` are those of `autohet train`.
+
+    Raises:
+        ConfigError (a ValueError): the job or `run_config` is wrong.
+    """
+
+    def __init__(
+        self,
+        job: Job | Mapping[str, Any] | str | Path,
+        *,
+        run_config: RunConfig | None = None,
+        callbacks: Sequence[Callback] = (),
+        cluster: str | None = None,
+        address: str | None = None,
+    ) -> None:
+        self.job = configured(as_job(job), run_config)
+        logging_config = None if run_config is None else run_config.logging_config
+        self._log_level = None if logging_config is None else logging_config.log_level
+        self._callbacks, self._cluster, self._address = tuple(callbacks), cluster, address
+
+    def fit(self) -> Result:
+        """Train to the last step; blocks. Ctrl-C and SIGTERM commit a checkpoint first.
+
+        Raises:
+            ConfigError: what the job asks for cannot be, or there is no cluster.
+            ray.train.TrainingFailedError: the run ended before its last step; its `result` is what there is, and another `fit` goes
+                on from its checkpoint.
+        """
+        if self._log_level is not None:
+            logging.getLogger("autohet").setLevel(self._log_level)
+        history = History()
+        place = self.job.checkpoint_storage.removeprefix("file://")
+        folder = Path(place) if "://" not in place else Path("runs", self.job.name)
+        outcome = train(
+            self.job,
+            cluster_path=self._cluster,
+            address=self._address,
+            events_path=folder / "events.jsonl",
+            show=SILENT,
+            callbacks=(history, *self._callbacks),
+        )
+        result = make_result(self.job, outcome, history.rows())
+        if result.error is not None:
+            raise result.error
+        return result
+
+
+def SILENT(*_: object) -> None:
+    """Nobody looks at each tick: the log and the callbacks tell."""
+
+
+class History:
+    """A `Callback` that keeps the metrics of each step, as it was run last."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "step":
+            seconds = event["seconds"]
+            speed = event["tokens"] / seconds if seconds else None
+            names = ("step", "loss", "gradient_norm", "tokens", "seconds", "generation", "time")
+            self._rows[event["step"]] = {name: event[name] for name in names} | {"tokens_per_s": speed}
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self._rows[step] for step in sorted(self._rows)]
+
+
+def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
+    """Raises ConfigError where it is no valid job."""
+    if isinstance(job, Job):
+        return job
+    return Job.from_document(job) if isinstance(job, Mapping) else Job.from_yaml(job)
+
+
+def configured(job: Job, config: RunConfig | None) -> Job:
+    """The job as `config` wants it.
+
+    Raises:
+        ConfigError: `config` asks for what has no meaning here; names it.
+    """
+    if config is None:
+        return job if job.name else replace(job, name="job")
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"run_config is a {type(config).__module__}.{type(config).__name__}; give a ray.train.RunConfig of Ray Train v2"
+            " (RAY_TRAIN_V2_ENABLED must not be 0)"
+        )
+    failure, checkpoints = config.failure_config, config.checkpoint_config
+    assert failure is not None  # RunConfig fills them all in
+    assert checkpoints is not None
+    assert config.name is not None
+    assert config.storage_path is not None
+    _refuse(config, failure, checkpoints)
+    keep = checkpoints.num_to_keep
+    name = job.name if job.name and GENERATED_NAME.fullmatch(config.name) else config.name
+    job = replace(job, name=name)
+    if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
+        job = replace(job, checkpoint=replace(job.checkpoint, storage=f"{config.storage_path.rstrip('/')}/{name}"))
+    if keep is not None:
+        job = replace(job, checkpoint=replace(job.checkpoint, keep=keep))
+    if failure.max_failures != 0:
+        bound = ANY_NUMBER if failure.max_failures < 0 else failure.max_failures
+        job = replace(job, elastic=replace(job.elastic, max_failures_in_a_row=bound))
+    return job
+
+
+def _refuse(config: RunConfig, failure: FailureConfig, checkpoints: CheckpointConfig) -> None:
+    """Silence would promise what is not done."""
+    defaults = FailureConfig()
+    pairs = {
+        "storage_filesystem": (config.storage_filesystem, None, "name s3://bucket/prefix or a directory in storage_path"),
+        "callbacks": (config.callbacks, [], "they would be told of Ray Train's workers, and there are none: give ElasticTrainer callbacks"),
+        "worker_runtime_env": (config.worker_runtime_env, {}, "give the runtime environment to the job (ray job submit, ray.init)"),
+        "checkpoint_config.checkpoint_score_attribute": (
+            checkpoints.checkpoint_score_attribute, None, "the newest checkpoints are kept, since a run goes on from the newest"
+        ),
+        **{
+            f"failure_config.{name}": (getattr(failure, name), getattr(defaults, name), why)
+            for name, why in {
+                "controller_failure_limit": "the driver is not started again by itself: run the job once more",
+                "max_preemption_failures": "a preemption is no failure here, however many there are",
+                "relax_collectives_on_preemption": "workers that leave hand over their state before, and no collective waits for them",
+                "preemption_grace_s": "the survivors are never torn down",
+            }.items()
+        },
+    }  # fmt: skip
+    for name, (given, default, why) in pairs.items():
+        if given != default:
+            raise ConfigError(
+                f"run_config.{name} is {given!r}, which has no meaning for ElasticTrainer: {why}; leave it out"
+            )
+
+
+def make_result(job: Job, outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -> Result:
+    """The result of a run whose steps had these metrics; its checkpoints are those that the storage still has."""
+    by_step = {row["step"] + 1: dict(row) for row in rows}  # a checkpoint is named by how many steps it is after
+    storage = open_storage(job.checkpoint_storage)
+    try:
+        kept = [(info.step, info.uri) for info in list_checkpoints(storage)]
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(_as_uri(storage.uri))
+    finally:
+        storage.close()
+    checkpoints = {step: ray.train.Checkpoint(_as_uri(uri)) for step, uri in kept}
+    totals = {name: outcome.summary[name] for name in ("steps_lost", "generations")}
+    last = dict(rows[-1]) if rows else {"step": max(checkpoints, default=0) - 1}
+    result = Result(
+        metrics=last | totals,
+        checkpoint=checkpoints[max(checkpoints)] if checkpoints else None,
+        error=None,
+        path=path,
+        metrics_dataframe=pandas.DataFrame(rows) if rows else None,
+        best_checkpoints=[(checkpoint, by_step.get(step, {})) for step, checkpoint in sorted(checkpoints.items())],
+        _storage_filesystem=filesystem,
+    )
+    if not outcome.ok:
+        error = TrainingFailedError(
+            f"{outcome.reason}; fit() again goes on from {outcome.summary['checkpoint'] or 'the start'}"
+        )
+        error.result = result  # type: ignore[attr-defined]
+        result.error = error
+    return result
+
+
+def _as_uri(place: str) -> str:
+    return place if "://" in place else Path(place).absolute().as_uri()

@@ -1,0 +1,53 @@
+"""What a run leaves in its job's storage beside the checkpoints: `runs/<start>-<id>/` with events, logs, report and timeline."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.report.write import report_paths
+from autohet.runtime.job import Job
+from autohet.runtime.process_log import ProcessLog, RunRecord
+from autohet.runtime.stored_copies import StoredCopies, tail_of
+
+
+class RunCopies:
+    """The driver's part: its events from here on, and its log; at the end the report too. Workers and agents copy their own logs.
+
+    Nothing is copied before `begin`: a job that is refused leaves nothing in a storage that may be another's.
+    """
+
+    def __init__(self, job: Job, events: Path | None) -> None:
+        started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        self.record = RunRecord(job.checkpoint_storage, f"runs/{started}-{secrets.token_hex(3)}")
+        self._events = events
+        self._start = events.stat().st_size if events is not None and events.exists() else 0
+        self._log: ProcessLog | None = None
+        self._copies: StoredCopies | None = None
+
+    def begin(self) -> None:
+        self._log = ProcessLog("driver", self.record)
+        logging.getLogger("autohet").addHandler(self._log)
+        if self._events is not None:
+            source = partial(tail_of, str(self._events), self._start)
+            self._copies = StoredCopies(self.record.storage, self.record.prefix, {"events.jsonl": source})
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Lines of the log tell the generation of the newest event."""
+        if self._log is not None:
+            self._log.generation = event["generation"]
+
+    def close(self) -> None:
+        """After the report is written; waits for the storage, within bounds."""
+        if self._copies is not None and self._events is not None:
+            for path in report_paths(self._events):
+                self._copies.add(path.name, partial(tail_of, str(path)))
+            self._copies.close()
+        if self._log is not None:
+            logging.getLogger("autohet").removeHandler(self._log)
+            self._log.close()

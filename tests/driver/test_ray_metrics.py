@@ -1,0 +1,96 @@
+"""A run's figures where people look for them: every panel of the dashboard has its metric, and Ray's own endpoint serves them all."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.callbacks.ray_metrics import exported_names
+
+DASHBOARD = Path(__file__).parents[2] / "cluster_configs" / "grafana-dashboard.json"
+
+
+def named_metrics(expression: str) -> set[str]:
+    return set(re.findall(r"ray_autohet_\w+", expression))
+
+
+def test_every_panel_draws_metrics_that_exist_and_every_metric_is_drawn() -> None:
+    document = json.loads(DASHBOARD.read_text())
+    drawn: set[str] = set()
+    for panel in document["panels"]:
+        for target in panel["targets"]:
+            names = named_metrics(target["expr"])
+            assert names, panel["title"]
+            assert '{job=~"$job"}' in target["expr"]
+            drawn |= names
+    assert drawn == exported_names()
+    (jobs,) = [v["query"]["query"] for v in document["templating"]["list"] if v["name"] == "job"]
+    assert named_metrics(jobs) <= exported_names()
+    assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])
+
+
+EVENTS = r"""
+import sys, time, urllib.request
+import ray
+from tests.harness.local_fleet import free_port
+from autohet.driver.callbacks.ray_metrics import RayMetrics, exported_names
+
+port = free_port()
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _metrics_export_port=port,
+         _system_config={"metrics_report_interval_ms": 200})
+metrics = RayMetrics("toy")
+common = {"time": 100.0, "generation": 2}
+tiers = {"memory": 0, "disk": 0, "peer": 7000, "s3": 0}
+def arrival(node, gpu_type, num_gpus, usd):
+    return {"kind": "arrival", "node": node, "gpu_type": gpu_type, "num_gpus": num_gpus, "usd_per_hour": usd}
+for event in (
+    arrival("a-0", "A100-40", 8, 9.0), arrival("b-0", "L4", 4, None), arrival("b-1", "L4", 4, 3.0),
+    {"kind": "death", "nodes": ["b-1"]},
+    {"kind": "step", "step": 4, "loss": 2.5, "tokens": 1000, "seconds": 0.5},
+    {"kind": "restore", "bytes_by_tier": tiers},
+    {"kind": "reconfigure", "cause": "death", "seconds": {"total": 3.5}, "steps_lost": 2},
+    {"kind": "checkpoint", "step": 4},
+):
+    metrics.on_event(common | event)
+wanted, text, deadline = exported_names(), "", time.monotonic() + 80
+while not all(name + "{" in text for name in wanted):
+    assert time.monotonic() < deadline, [name for name in wanted if name + "{" not in text]
+    time.sleep(0.3)
+    try:
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    except OSError:
+        pass
+print("\n".join(line for line in text.splitlines() if line.startswith("ray_autohet")))
+"""
+
+
+@pytest.mark.cluster
+def test_rays_endpoint_serves_them(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EVENTS],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=DASHBOARD.parents[1],
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {}
+    for line in done.stdout.splitlines():
+        name, labels, value = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line).groups()
+        tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert tags["job"] == "toy"
+        found[name, tags.get("gpu_type") or tags.get("cause") or tags.get("tier")] = float(value)
+    assert found["ray_autohet_gpus", "A100-40"] == 8
+    assert found["ray_autohet_gpus", "L4"] == 4
+    assert found["ray_autohet_usd_per_hour", None] == 9.0
+    assert found["ray_autohet_tokens_per_s", None] == 2000.0
+    assert found["ray_autohet_usd_per_million_tokens", None] == pytest.approx(9.0 / 3600 / 2000 * 1e6)
+    assert found["ray_autohet_lost_seconds_total", "death"] == 3.5
+    assert found["ray_autohet_moved_bytes_total", "peer"] == 7000
+    assert found["ray_autohet_step", None] == 5
