@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from planner.catalogue import canonical_gpu_type, find_gpu_type, instance_types
 from planner.documents import check_keys, read_mapping
 from planner.errors import ConfigError
+from planner.kuberay import as_launcher_document, is_kuberay
 
 GIB = 2**30
 _T = TypeVar("_T")
@@ -218,7 +219,7 @@ def cluster_from_yaml(path: str | Path) -> Cluster:
 
 
 def read_cluster_yaml(path: str | Path) -> object:
-    """What a cluster file holds, whatever that is; ConfigError where it cannot be read."""
+    """What a cluster file holds, whatever that is; KubeRay's as a cluster-launcher document. ConfigError where it cannot be read."""
     import yaml
 
     try:
@@ -229,7 +230,7 @@ def read_cluster_yaml(path: str | Path) -> object:
         raise ConfigError(f"cluster '{path}' is no text: byte {error.start} is not UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"cluster '{path}' is not YAML: {error}") from None
-    return document
+    return as_launcher_document(document, f"cluster '{path}'") if is_kuberay(document) else document
 
 
 def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
