@@ -7,7 +7,7 @@ As Ray's own autoscaler derives them (`ray/autoscaler/_private/kuberay/autoscali
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from planner.documents import read_mapping
 from planner.errors import ConfigError
@@ -25,7 +25,7 @@ SPOT = {
 """Node labels that say that a node is a spot one: Karpenter, EKS managed node groups, GKE."""
 
 
-def is_kuberay(document: object) -> bool:
+def is_kuberay(document: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(document, Mapping) and str(document.get("apiVersion", "")).startswith("ray.io/")
 
 
