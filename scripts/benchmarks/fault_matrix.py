@@ -1,6 +1,6 @@
 """Run the whole fault matrix and record what came of each cell.
 
-    python scripts/benchmarks/fault_matrix.py [--times 3] [--only forward] [--json scripts/benchmarks/results/fault_matrix.json]
+    python scripts/benchmarks/fault_matrix.py [--times 3] [--processes 2] [--only forward] [--json scripts/benchmarks/results/fault_matrix.json]
 
 Cells are those of tests/faults/fault_matrix.py, each a run of the exact model that is struck once and must end bit-equal to an
 undisturbed one. With `--times`, the whole matrix again and again; the document is written after each time.
@@ -27,7 +27,7 @@ def main() -> int:
     rounds: list[dict[str, Any]] = json.loads(options.json.read_text())["rounds"] if options.append else []
     earlier = len(rounds)
     for _ in range(options.times):
-        rounds.append({"where": _where(options.commit), **_run(options.only)})
+        rounds.append({"where": _where(options.commit), **_run(options.only, options.processes)})
         document = {"what": "fault matrix on the exact model, real processes", "rounds": rounds}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{rounds[-1]['passed']} of {rounds[-1]['cells']} cells in {rounds[-1]['seconds']:.0f} s", flush=True)
@@ -39,13 +39,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--append", action="store_true", help="to the rounds that the document has already")
     parser.add_argument("--only", default="", help="as pytest's -k")
+    parser.add_argument("--processes", type=int, default=1, help="cells that run side by side")
     parser.add_argument("--commit", default="", help="of the tree that is run, where it is no git checkout")
     parser.add_argument("--json", type=Path, default=REPOSITORY / "scripts/benchmarks/results/fault_matrix.json")
     return parser.parse_args()
 
 
-def _run(only: str) -> dict[str, Any]:
-    """One pass over the matrix: seconds of each cell, and what failed."""
+def _run(only: str, processes: int) -> dict[str, Any]:
+    """One pass over the matrix, `processes` cells at a time: seconds of each cell, and what failed."""
     load, began = os.getloadavg()[0], time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
@@ -58,6 +59,8 @@ def _run(only: str) -> dict[str, Any]:
             f"--junitxml={report}",
             "-k",
             only,
+            "-n",
+            str(processes),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, timeout=7200)
@@ -67,6 +70,7 @@ def _run(only: str) -> dict[str, Any]:
     seconds = round(time.monotonic() - began, 1)
     return {
         "cells": len(cells), "passed": len(cells) - len(failed), "failed": failed, "seconds": seconds, "load_before": round(load, 1),
+        "side_by_side": processes,
         "seconds_by_cell": cells,
     }  # fmt: skip
 
