@@ -1,6 +1,6 @@
 """Run the whole fault matrix and record what came of each cell.
 
-    python scripts/benchmarks/fault_matrix.py [--times 3] [--processes 2] [--only forward] [--json scripts/benchmarks/results/fault_matrix.json]
+    python scripts/benchmarks/fault_matrix.py [--times 3] [--processes 2] [--only forward] [--json results/fault_matrix.json]
 
 Cells are those of tests/faults/fault_matrix.py, each a run of the exact model that is struck once and must end bit-equal to an
 undisturbed one. With `--times`, the whole matrix again and again; the document is written after each time.
