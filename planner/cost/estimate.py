@@ -8,9 +8,8 @@ block's rate plus their memory traffic.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from planner.catalogue import GpuType, find_gpu_type
 from planner.cost.parameters import CostParameters
@@ -70,7 +69,7 @@ def estimate_layer(
     device = _device(gpu_type)
     flops = layer.forward_flops(sequence_length) * microbatch / tp_degree
     wanted = spec.blocks[0].forward_flops(sequence_length) * microbatch / tp_degree
-    reference = _nearest(references(tables), device, dtype, wanted)
+    reference = _nearest(tables, device, dtype, wanted)
     scale = device_ratio(reference, device, dtype)
     reason = f"estimated from {reference.model} on {reference.gpu_type} ({reference.dtype}) by FLOPs"
     if reference.gpu_type != device.name or reference.dtype != dtype:
@@ -116,15 +115,23 @@ def _device(gpu_type: str) -> GpuType:
     return device
 
 
-def _nearest(found: Iterable[Reference], device: GpuType, dtype: str, flops: float) -> Reference:
-    def distance(reference: Reference) -> tuple[float, float, str]:
+def _nearest(tables: tuple[ProfileTable, ...], device: GpuType, dtype: str, flops: float) -> Reference:
+    """The block nearest in FLOPs among those of the nearest device and dtype."""
+    return min(_of_nearest_device(tables, device, dtype), key=lambda r: (abs(math.log(r.flops / flops)), r.model))
+
+
+@lru_cache(maxsize=64)
+def _of_nearest_device(tables: tuple[ProfileTable, ...], device: GpuType, dtype: str) -> tuple[Reference, ...]:
+    def distance(reference: Reference) -> float:
         other = _device(reference.gpu_type)
         apart = 0.0 if reference.dtype == dtype else (1.0 if _half(reference.dtype) == _half(dtype) else 4.0)
         apart += 3 * abs(math.log(other.peak_flops(dtype) / device.peak_flops(dtype)))
         apart += abs(math.log(other.memory_bytes_per_s / device.memory_bytes_per_s))
-        return round(apart, 9), abs(math.log(reference.flops / flops)), reference.model
+        return round(apart, 9)
 
-    return min(found, key=distance)
+    found = [(distance(reference), reference) for reference in references(tables)]
+    least = min(apart for apart, _ in found)
+    return tuple(reference for apart, reference in found if apart == least)
 
 
 def _half(dtype: str) -> bool:

@@ -11,6 +11,7 @@ link (flagged); 4. `estimate.py`: the nearest measured model and GPU, scaled by 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -265,14 +266,23 @@ class LayerTimeModel:
             tables, gpu_type, self.dtype, kind, layer, self.spec, length, microbatch, tp_degree, self.parameters
         )
 
+    def _keys_of(self, gpu_type: str) -> list[ProfileKey]:
+        """Where this model was measured on this GPU at this dtype and length, of any TP degree."""
+        return [k for k in self._own_keys if k == self._key(gpu_type, k.tp_degree)]
+
+    @cached_property
+    def _own_keys(self) -> tuple[ProfileKey, ...]:
+        """Where this model was measured at all."""
+        return tuple(key for key in self.profile.keys if key.model == self.model)
+
     def _nearest_key(self, gpu_type: str, name: str) -> ProfileKey | None:
         """Where this model's layer was measured on another device, dtype or length: the nearest, in that order."""
         device = find_gpu_type(gpu_type)
         found = []
-        for key in self.profile.keys:
+        for key in self._own_keys:
             other, layers = find_gpu_type(key.gpu_type), self.profile.layers(key)
             measured = name in layers or name.split(":")[0] in layers
-            if key.model != self.model or other is None or device is None or not measured:
+            if other is None or device is None or not measured:
                 continue
             apart = abs(math.log(other.peak_flops(self.dtype) / device.peak_flops(self.dtype)))
             length = abs(math.log(key.sequence_length / self.sequence_length))
@@ -313,8 +323,7 @@ class LayerTimeModel:
     ) -> tuple[int, Mapping[int, Measurement]] | None:
         """The nearest TP degree at which this model's layer was measured on this GPU."""
         degrees = sorted(
-            (k.tp_degree for k in self.profile.keys if k == self._key(gpu_type, k.tp_degree)),
-            key=lambda degree: (abs(np.log2(degree / tp_degree)), degree),
+            {k.tp_degree for k in self._keys_of(gpu_type)}, key=lambda degree: (abs(np.log2(degree / tp_degree)), degree)
         )
         for degree in degrees:
             layers = self.profile.layers(self._key(gpu_type, degree))

@@ -46,6 +46,7 @@ _FINE = 0.001
 _DEEP = 0.5
 _ROUNDS = 40
 _HOPE = 1.1  # by how much halving raises what the cuts allow after the first rounds
+_EARLY_HOPE = 1.3  # and before
 _CLOSE = 5e-4
 _OUTWARD = 0.9
 _NEAR = 1.003
@@ -138,7 +139,8 @@ class Bound:
                 break
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            if hoped < most * (1 + _CLOSE) or (number > _IDLE and hoped * _HOPE < needed):
+            hope = _HOPE if number > _IDLE else _EARLY_HOPE
+            if hoped < most * (1 + _CLOSE) or hoped * hope < needed:
                 break
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
             way = _OUTWARD ** (idle + 1)

@@ -260,35 +260,28 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     totals = _totals(estimator, shapes, batch, high)
     if totals is None:
         return None
-    trial = _soon if len(totals) == 1 else _shortest
-    counts = _trim(estimator, shapes, *trial(estimator, shapes, batch, (high, totals)))
+    counts = _trim(estimator, shapes, *_shortest(estimator, shapes, batch, (high, totals)))
     return Draft(tuple((shape, k) for shape, k in zip(shapes, counts)))
 
 
-def _soon(estimator: Estimator, shapes: Sequence[Shape], batch: int, most: _Trial) -> _Trial:
-    """A time near the steady state's in which the batch is met. With one microbatch size any will do: trimming shortens it."""
-    seconds, longer = _steady_s(estimator, shapes, batch), limits.LONGER
-    while seconds < most[0]:
+def _shortest(estimator: Estimator, shapes: Sequence[Shape], batch: int, most: _Trial) -> _Trial:
+    """The shortest trial time near the steady state's. With one microbatch size any will do, since trimming shortens it."""
+    low, seconds, longer = 0.0, _steady_s(estimator, shapes, batch), limits.LONGER
+    high = most
+    while low < seconds < high[0]:
         totals = _totals(estimator, shapes, batch, seconds)
         if totals is not None:
-            return seconds, totals
-        seconds, longer = seconds * longer, longer**2
-    return most
-
-
-def _shortest(estimator: Estimator, shapes: Sequence[Shape], batch: int, most: _Trial) -> _Trial:
-    """The shortest trial time, to five digits."""
-    low, (high, totals) = 0.0, most
-    for _ in range(30):
-        middle = (low + high) / 2
-        met = _totals(estimator, shapes, batch, middle)
-        if met is None:
-            low = middle
-        else:
-            high, totals = middle, met
-        if high - low < 1e-5 * high:
+            high = seconds, totals
             break
-    return high, totals
+        low, seconds, longer = seconds, seconds * longer, longer**2
+    if len(most[1]) == 1:
+        return high
+    low = low or high[0] / limits.LONGER**2
+    while high[0] - low > limits.SHARED_WITHIN * high[0]:
+        middle = (low + high[0]) / 2
+        totals = _totals(estimator, shapes, batch, middle)
+        low, high = (middle, high) if totals is None else (low, (middle, totals))
+    return high
 
 
 def _steady_s(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> float:

@@ -9,8 +9,8 @@ on nodes of its own (the other way round).
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,10 +45,12 @@ class Proposal:
 
 @dataclass(frozen=True)
 class _Arranged:
-    """So many pipelines before they are cut: the rows of each kind of pipeline, and how many there are of each."""
+    """So many pipelines before they are cut: the rows of each kind of pipeline, how many there are of each, and the sequences that they
+    share."""
 
     number: int
     pipelines: tuple[tuple[tuple[int, ...], int], ...]
+    sequences: float
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ class Drafter:
             first = first[np.isfinite(seconds[first]) & (seconds[first] <= best_s * limits.FAR_BEHIND)]
             for side in np.unique(sides[first]).tolist():
                 some = all_of.take(first[sides[first] == side])
-                arranged = {f: list(self._arranged(some, f, together)) for f in range(len(some.number))}
-                arranged |= {} if together else {~f: list(self._by_type(some, f)) for f in range(len(some.number))}
+                arranged = {f: list(self._arranged(some, f, together, self.batch)) for f in range(len(some.number))}
                 found += self._timed(arranged, self._timing(side), sync, together)
+        found += [] if together else self._proposed(self._divided(self._timing(1), sync), self._timing(1), sync, False)
         best = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
         return sorted(best.values(), key=lambda proposal: proposal.seconds)[
             : limits.DRAFTS * (4 if self.holders > 1 else 1)
@@ -172,8 +174,11 @@ class Drafter:
             tried += [each.arranged for each in best[: limits.REGROUPED]]
             better = self._quickest({i: list(self._regrouped(a)) for i, a in enumerate(tried)}, timing, sync)
             best, tried = sorted([*best, *better], key=lambda cut: cut.seconds), []
-        proposed = (self._proposal(cut.each(), timing, sync, together) for cut in best[: 2 * limits.DRAFTS])
-        return [proposal for proposal in proposed if proposal is not None]
+        return self._proposed(best, timing, sync, together)
+
+    def _proposed(self, best: list[_Cut], timing: Estimator, sync: SideBySide | None, together: bool) -> list[Proposal]:
+        found = (self._proposal(cut.each(), timing, sync, together) for cut in best[: 2 * limits.DRAFTS])
+        return [proposal for proposal in found if proposal is not None]
 
     def _quickest(self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
         """The best of each list, fastest first: a closed form ranks those of a list, what is known of links and sync those ranked first."""
@@ -188,9 +193,7 @@ class Drafter:
                 if seen[key] > limits.CUTS_TIMED:
                     continue
                 shapes = shapes_of(i)
-                seconds = _steady_s(timing, shapes, [n for _, n in each.pipelines], self.batch)
-                if sync is not None:
-                    seconds += max(sync.after_one_s(timing, each.number, shape) for shape in shapes)
+                seconds = self._about_s(each, shapes, timing, sync)
                 if key not in best or seconds < best[key].seconds:
                     best[key] = _Cut(seconds, each, tuple(shapes))
         return sorted(best.values(), key=lambda cut: cut.seconds)
@@ -208,7 +211,7 @@ class Drafter:
             for many, first in itertools.product(_steps(depth), (False, True)):
                 changed = [(_with_groups(rows, row, other, many, larger, first), n) for rows, n in arranged.pipelines]
                 if all(rows is not None and len(rows) <= self.deepest for rows, _ in changed):
-                    yield _Arranged(arranged.number, tuple((rows, n) for rows, n in changed if rows is not None))
+                    yield replace(arranged, pipelines=tuple((rows, n) for rows, n in changed if rows is not None))
 
     def _proposal(
         self, shapes: list[Shape], timing: Estimator, sync: SideBySide | None, together: bool
@@ -235,7 +238,7 @@ class Drafter:
         rows = tuple(of_kind[tables.rows[row].kind, smaller[-1]] for row in shapes[-1].rows)
         return [*shapes[:-1], Shape(rows, shapes[-1].ends)]
 
-    def _arranged(self, some: Families, f: int, together: bool) -> Iterator[_Arranged]:
+    def _arranged(self, some: Families, f: int, together: bool, sequences: float) -> Iterator[_Arranged]:
         """Node types one after the other, in several orders, and the first one's last stage at the end, where the head is."""
         used = np.flatnonzero(some.rows[f] >= 0).tolist()
         number, groups = int(some.number[f]), some.groups[f].tolist()
@@ -247,25 +250,62 @@ class Drafter:
             rows = {
                 share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j])) for share in shares
             }
-            yield _Arranged(number, tuple((rows[share], n) for share, n in shares.items()))
+            yield _Arranged(number, tuple((rows[share], n) for share, n in shares.items()), sequences)
             if len(order) > 1:
-                yield _Arranged(number, tuple(((*rows[share][1:], rows[share][0]), n) for share, n in shares.items()))
+                turned = tuple(((*rows[share][1:], rows[share][0]), n) for share, n in shares.items())
+                yield _Arranged(number, turned, sequences)
 
-    def _by_type(self, some: Families, f: int) -> Iterator[_Arranged]:
-        """Each pipeline on one node type, as many on each as its speed earns."""
-        used = np.flatnonzero(some.rows[f] >= 0).tolist()
-        number, left = int(some.number[f]), list[tuple[tuple[int, ...], int]]()
-        speeds = {r: int(some.groups[f, r]) / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
-        counts = {r: max(1, round(number * speeds[r] / sum(speeds.values()))) for r in used}
-        if len(used) < 2 or sum(counts.values()) != number:
-            return
-        for r, count in counts.items():
-            each, more = divmod(int(some.groups[f, r]), count)
-            if each == 0 or each + (more > 0) > self.deepest:
-                return
-            row = int(some.rows[f, r])
-            left += [((row,) * (each + longer), n) for longer, n in ((0, count - more), (1, more)) if n]
-        yield _Arranged(number, tuple(left))
+    def _divided(self, timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
+        """Two or more families beside each other, each with node types, TP degrees and a microbatch size of its own."""
+        tables, number_of = self.tables, len(self.tables.resources)
+        speed = np.zeros(number_of)
+        for row, whole_s in zip(tables.rows, tables.time_sums[:, -1], strict=True):
+            kind = tables.kinds[row.kind]
+            speed[kind.resource] = max(speed[kind.resource], kind.count * row.microbatch / whole_s)
+        arranged: dict[int, list[_Arranged]] = {}
+        for block in (b for n in range(1, number_of) for b in itertools.combinations(range(number_of), n)):
+            exactly = (self.families.rows >= 0) == np.isin(np.arange(number_of), block)
+            some = self.families.take(np.flatnonzero(exactly.all(axis=1)))
+            sequences = self.batch * float(speed[list(block)].sum() / speed.sum())
+            seconds = _roughly_s(tables, sequences, self.deepest, some, sync)
+            best: dict[int, int] = {}  # of as many pipelines, or up to twice as many
+            for i in np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()].tolist():
+                best.setdefault(int(some.number[i]).bit_length(), i)
+            for i in list(best.values())[: limits.OF_EACH_BLOCK]:
+                arranged[len(arranged)] = list(self._arranged(some, i, False, sequences))
+        return self._combined(self._quickest(arranged, timing, sync), timing, sync)
+
+    def _combined(self, cuts: list[_Cut], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
+        """All of them that use different node types, two or more together, fastest first."""
+        of_kind = [kind.resource for kind in self.tables.kinds]
+        used = [{of_kind[self.tables.rows[row].kind] for shape in cut.shapes for row in shape.rows} for cut in cuts]
+        found = list[_Cut]()
+
+        def extend(chosen: list[int], taken: set[int]) -> None:
+            if len(chosen) > 1:
+                found.append(self._beside([cuts[i] for i in chosen], timing, sync))
+            for i in range(chosen[-1] + 1 if chosen else 0, len(cuts)):
+                if not taken & used[i]:
+                    extend([*chosen, i], taken | used[i])
+
+        extend([], set())
+        return sorted(found, key=lambda cut: cut.seconds)
+
+    def _beside(self, cuts: list[_Cut], timing: Estimator, sync: SideBySide | None) -> _Cut:
+        """One of several, with the whole batch."""
+        pipelines = tuple(pipeline for cut in cuts for pipeline in cut.arranged.pipelines)
+        arranged = _Arranged(sum(n for _, n in pipelines), pipelines, self.batch)
+        shapes = tuple(shape for cut in cuts for shape in cut.shapes)
+        return _Cut(self._about_s(arranged, shapes, timing, sync), arranged, shapes)
+
+    def _about_s(
+        self, arranged: _Arranged, shapes: Sequence[Shape], timing: Estimator, sync: SideBySide | None
+    ) -> float:
+        """The steady state, and the sync after it."""
+        seconds = _steady_s(timing, shapes, [n for _, n in arranged.pipelines], arranged.sequences)
+        if sync is not None:
+            seconds += max(sync.after_one_s(timing, arranged.number, shape) for shape in shapes)
+        return seconds
 
     def _cut(
         self, arranged: list[_Arranged], tables: Tables, ahead: bool
@@ -274,7 +314,7 @@ class Drafter:
         makes the shapes of one."""
         pipelines = [rows for each in arranged for rows, _ in each.pipelines]
         begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
-        sequences = np.array([self.batch / each.number for each in arranged for _ in each.pipelines])
+        sequences = np.array([each.sequences / each.number for each in arranged for _ in each.pipelines])
         microbatches = np.maximum(sequences / [tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
         cuts = Balancer(tables, self.deepest).cut_each(pipelines, microbatches if ahead else None)
 
@@ -333,7 +373,7 @@ def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> li
     return [tuple(share) for share in shares]
 
 
-def _steady_s(timing: Estimator, shapes: list[Shape], numbers: list[int], batch: int) -> float:
+def _steady_s(timing: Estimator, shapes: Sequence[Shape], numbers: list[int], batch: float) -> float:
     """When all pipelines would end together in the steady state, microbatches not rounded."""
     ways = [(n * timing.microbatch(shape), *timing.affine(shape)) for shape, n in zip(shapes, numbers, strict=True)]
     return (batch + sum(size * (fill / step - 1) for size, fill, step in ways)) / sum(
@@ -341,7 +381,7 @@ def _steady_s(timing: Estimator, shapes: list[Shape], numbers: list[int], batch:
     )
 
 
-def _roughly_s(tables: Tables, batch: int, deepest: int, some: Families, sync: SideBySide | None) -> Floats:
+def _roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: SideBySide | None) -> Floats:
     """(n,) a step if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least sync first;
     infinite where all stages hold too few blocks."""
     used, rows, counts = some.rows >= 0, some.rows, some.groups / some.number[:, None]

@@ -9,6 +9,7 @@ TYPE_ORDERS = 6  # orders of the node types along a pipeline: all of three types
 # ---- drafts: families of near-equal pipelines ----
 FAMILIES = 240  # families at most whose cuts are computed, those first that a closed form ranks first
 FAMILIES_TOGETHER = 60  # of these as many at a time: more only while the closed form lets hope for a better one
+OF_EACH_BLOCK = 6  # families of some node types that are combined with those of others
 CUTS_TIMED = 4  # of the orders of one family, or of its other groups, with their links and sync
 DRAFTS = 12  # drafts that are placed and predicted: the estimate is within 3% of the prediction in nine cases of ten
 PARTS = (1, 2, 3, 4, 6, 8)  # parts into which pipelines side by side are divided, so that fewer share a card
@@ -18,6 +19,7 @@ BISECTIONS = 12  # steps of the closed form's bottleneck: to a thousandth of its
 CUT_TOLERANCE = 1.001  # ratio of bottlenecks at which a bisection stops: a block more or less is a hundredth
 NEAR_EVEN = 1.4  # times an even share of the work: most bottlenecks lie below
 LONGER = 1.01  # ratio of the first two times tried in sharing microbatches
+SHARED_WITHIN = 1e-4  # of the step time, at which sharing stops: a microbatch is a hundredth of it
 CUTS_AT_ONCE = 700  # entries of an array below which numpy costs the same however short it is
 
 # ---- improvement ----
