@@ -27,34 +27,18 @@ Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within t
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linprog
 
+from planner.search import limits
 from planner.search.paths import PricedStages
 from planner.search.problem import Request
 from planner.search.tables import Floats, Ints, Tables
 
-WIDEST_GAP = 0.15  # of a plan over its bound, above which the two say nothing of each other
 FAMILY = "of the searched family, under this cost model,"
-
-_COARSE = 1.35
-_DEPTHS = (8, 20, 45)
-_FINE = 0.001
-_DEEP = 0.5
-_ROUNDS = 40
-_HOPE = 1.1  # by how much halving raises what the cuts allow after the first rounds
-_EARLY_HOPE = 1.3  # and before
-_CLOSE = 5e-4
-_OUTWARD = 0.9
-_NEAR = 1.003
-_HALVINGS = 4
-_BEYOND = 1.3  # times the bound: longer bottlenecks do not limit it
-_SEVERAL = 64
-_IDLE = 2
-_FALLEN = 0.9
 
 
 @dataclass(frozen=True)
@@ -121,35 +105,35 @@ class Bound:
         self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
         self.centre = np.zeros(len(supply))  # the best prices so far
 
-    def seconds(self, target: float = np.inf, needed: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> float:
-        """The bound, or any number from `target` on once that is reached, or what is proved once `needed` is out of reach, or what the
-        round under way proves once there is need to `hurry`. Zero where no pipeline holds the model.
+    def seconds(self, target: float = np.inf, needed: float = 0.0) -> float:
+        """The bound, or any number from `target` on once that is reached, or what is proved once `needed` is out of
+        reach. Zero where no pipeline holds the model.
         """
         if not self.intervals:
             return 0.0
         most, idle = -np.inf, 0
         prices = self.centre = self._first_prices()
-        for number in range(_ROUNDS):
+        for number in range(limits.BOUND_ROUNDS):
             least = self._price(prices)
             idle += 1
             if least > most:
                 most, self.centre, idle = least, prices, 0
             self.best = max(self.best, most)
-            if self.best >= target or idle > _IDLE or hurry():
+            if self.best >= target or idle > limits.IDLE_ROUNDS:
                 break
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            hope = _HOPE if number > _IDLE else _EARLY_HOPE
-            if hoped < most * (1 + _CLOSE) or hoped * hope < needed:
+            hope = limits.HOPE if number > limits.IDLE_ROUNDS else limits.EARLY_HOPE
+            if hoped < most * (1 + limits.CLOSE) or hoped * hope < needed:
                 break
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
-            way = _OUTWARD ** (idle + 1)
+            way = limits.OUTWARD ** (idle + 1)
             prices = (1 - way) * self.centre + way * corner
         return self.best
 
     def _depths(self, most: int) -> list[tuple[int, int]]:
         """Least and most stages of the first intervals."""
-        ends = [0, *(depth for depth in _DEPTHS if depth < most), most]
+        ends = [0, *(depth for depth in limits.FIRST_DEPTHS if depth < most), most]
         return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
     def _speed(self) -> Floats:
@@ -174,7 +158,7 @@ class Bound:
         """The bound of an interval at the present prices: a path falls by no larger factor than any price. Where some fell far, pipelines
         may pay now that did not then, and the interval has to be looked at again."""
         falls = self.falls[interval.look] if interval.look >= 0 else 0.0
-        path_s = falls * interval.path_s if falls >= _FALLEN else 0.0
+        path_s = falls * interval.path_s if falls >= limits.OUTWARD else 0.0
         return self._proved_s(interval, path_s, self.looks[-1])
 
     def _proved_s(self, interval: Interval, path_s: float, prices: Floats) -> float:
@@ -186,11 +170,11 @@ class Bound:
         """The bound that these prices give; intervals that limit it are halved while that raises it."""
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        self.fewest = [_FALLEN * self._fewest(stages, prices) for stages in self.relaxed]
+        self.fewest = [limits.OUTWARD * self._fewest(stages, prices) for stages in self.relaxed]
         least = self._look()
-        for _ in range(_HALVINGS):
+        for _ in range(limits.HALVINGS):
             self.best = max(self.best, least)
-            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * _NEAR])
+            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * limits.NEAR_LEAST])
             if not halves:
                 break
             self._look_at(halves)
@@ -202,8 +186,8 @@ class Bound:
         ours = list(map(self._seconds, self.intervals))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         least, done = np.inf, 0
-        while done < len(order) and ours[order[done]] < least * _NEAR:
-            several = [self.intervals[i] for i in order[done : done + _SEVERAL] if ours[i] < least * _NEAR]
+        while done < len(order) and ours[order[done]] < least * limits.NEAR_LEAST:
+            several = [self.intervals[i] for i in order[done : done + limits.TOGETHER] if ours[i] < least * limits.NEAR_LEAST]
             done += len(several)
             least = min(least, self._look_at(several))
         return least
@@ -265,13 +249,13 @@ class Bound:
 
     def _cuts(self) -> tuple[Floats, Floats]:
         """Slopes and constants of the cuts that may limit the bound."""
-        near = [cut for (_, low, *_), each in self.cuts.items() if low < _BEYOND * self.best for cut in each]
+        near = [cut for (_, low, *_), each in self.cuts.items() if low < limits.BEYOND * self.best for cut in each]
         cuts = near or [cut for each in self.cuts.values() for cut in each]
         return np.array([cut.slope for cut in cuts]), np.array([cut.constant for cut in cuts])
 
     def _spread(self, interval: Interval) -> tuple[float, float, float]:
         """What bottlenecks, depths and sync of an interval may make of the step time at most, as shares of it."""
-        stage = _DEEP * interval.high / self.best
+        stage = limits.DEEP * interval.high / self.best
         sync = min(1.0, interval.most * stage) * (interval.heavy - interval.light) / self.best
         return interval.high / interval.low - 1, (interval.most - interval.least) * stage, sync
 
@@ -285,7 +269,7 @@ class Bound:
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The halves that take the place of those that are not narrow enough."""
         spreads = [(interval, self._spread(interval)) for interval in intervals]
-        halved = {id(i): i.halves(spread.index(max(spread))) for i, spread in spreads if _FINE < max(spread) < np.inf}
+        halved = {id(i): i.halves(spread.index(max(spread))) for i, spread in spreads if limits.FINE < max(spread) < np.inf}
         for interval in intervals:
             if id(interval) in halved:
                 self.cuts.pop(interval.key, None)
@@ -338,22 +322,21 @@ def _falls(before: Floats, prices: Floats) -> float:
 def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
     if not np.isfinite(stages.quickest):
         return []
-    times = math.ceil(max(0.0, math.log(stages.slowest / stages.quickest, _COARSE)))
-    ends = [stages.quickest * _COARSE**i for i in range(times + 1)]
+    times = math.ceil(max(0.0, math.log(stages.slowest / stages.quickest, limits.COARSE)))
+    ends = [stages.quickest * limits.COARSE**i for i in range(times + 1)]
     return list(itertools.pairwise([*ends, np.inf]))
 
 
 def lower_bound_s(
     tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1, needed: float = 0.0,
-    hurry: Callable[[], bool] = lambda: False,
 ) -> float:  # fmt: skip
     """The least step time of any plan of so many `pipelines` or more; one alone, which sums nothing, is a case of its own. Zero where no
     pipeline holds the model; something lower where `needed` is out of reach."""
     fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(needed=needed, hurry=hurry)
+    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(needed=needed)
     if pipelines > 1:
         return least
-    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, needed, hurry)
+    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, needed)
     return min(least, alone) if least > 0 else alone
 
 
@@ -369,9 +352,9 @@ class Proof:
 NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
 
 
-def prove(request: Request, tables: Tables, step_s: float, hurry: Callable[[], bool] = lambda: False) -> Proof:
+def prove(request: Request, tables: Tables, step_s: float) -> Proof:
     """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is never clipped: one above the plan is an
-    error of the bound's, which the proof says, and a gap above `WIDEST_GAP` is no proof."""
+    error of the bound's, which the proof says, and a gap above `limits.WIDEST_GAP` is no proof."""
     supply = [resource.num_gpus for resource in tables.resources]
     depth = min(request.deepest(tables.num_blocks), sum(supply))
     bound_s = lower_bound_s(
@@ -380,8 +363,7 @@ def prove(request: Request, tables: Tables, step_s: float, hurry: Callable[[], b
         supply,
         depth,
         request.min_node_disjoint_holders,
-        step_s / (1 + WIDEST_GAP),
-        hurry,
+        step_s / (1 + limits.WIDEST_GAP),
     )
     return proof_of(bound_s, step_s)
 
@@ -395,6 +377,6 @@ def proof_of(bound_s: float, step_s: float) -> Proof:
             f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so it is none; please report it",
         )
     gap = step_s / bound_s - 1 if bound_s > 0 else math.inf
-    if gap > WIDEST_GAP:
-        return Proof(None, None, f"nothing is proved: the lower bound is more than {WIDEST_GAP:.0%} below this plan")
+    if gap > limits.WIDEST_GAP:
+        return Proof(None, None, f"nothing is proved: the lower bound is more than {limits.WIDEST_GAP:.0%} below this plan")
     return Proof(bound_s, gap, f"no plan {FAMILY} is more than {gap:.1%} faster")

@@ -40,7 +40,6 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
         _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows), least_boundary_s=_least_boundary(cost, resources, kinds, rows),
         least_ring_s=_least_ring(cost, resources, holders > 1), least_nics_s=_least_nics(cost, resources, holders),
-        ring_s=_ring(cost, resources),
     )  # fmt: skip
 
 
@@ -185,24 +184,6 @@ def ring_rate(
     """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as for `CostModel.sync_s`."""
     low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9
-
-
-def _ring(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[frozenset[int], float, int], float]:
-    """One all-reduce while every GPU of each node takes part in another: the NIC is shared by all of them."""
-    rates: dict[tuple[frozenset[int], int], tuple[float, float]] = {}
-
-    def seconds(used: frozenset[int], num_bytes: float, pipelines: int) -> float:
-        if pipelines < 2:
-            return 0.0
-        if (used, pipelines) not in rates:
-            types = [resources[r].node_type for r in sorted(used)]
-            members = [(str(i), types[i % len(types)]) for i in range(max(pipelines, len(types)))]
-            flows = {name: float(kind.num_gpus) for name, kind in members}
-            rates[used, pipelines] = ring_rate(cost, members, flows)
-        latency, each = rates[used, pipelines]
-        return latency + each * num_bytes
-
-    return seconds
 
 
 def _least_ring(

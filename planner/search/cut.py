@@ -32,16 +32,11 @@ class Cuts:
 
 
 class Balancer:
-    """Cuts pipelines over one set of tables. `max_stages` is the deepest pipeline asked for; no stage reaches over a wall, a
-    block after which every pipeline is to be cut."""
+    """Cuts pipelines over one set of tables. `max_stages` is the deepest pipeline asked for."""
 
-    def __init__(self, tables: Tables, max_stages: int, walls: Sequence[int] = ()):
+    def __init__(self, tables: Tables, max_stages: int):
         self.tables = tables
-        until = [
-            min((w + 1 for w in walls if w + 1 > start), default=tables.num_layers)
-            for start in range(tables.num_layers + 1)
-        ]
-        self.fits = np.minimum(tables.fitting(max_stages), np.array(until))
+        self.fits = tables.fitting(max_stages)
         sums = tables.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
@@ -51,34 +46,31 @@ class Balancer:
     def cut_each(self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None = None) -> Cuts:
         """As `cut`, of pipelines given by the table row of each of their stages."""
         depth = np.array([len(rows) for rows in pipelines])
-        return self.cut(padded(pipelines, int(depth.max())), depth, microbatches=microbatches)
+        return self.cut(padded(pipelines, int(depth.max())), depth, microbatches)
 
-    def cut(
-        self, rows: Ints, num_stages: Ints, weights: Floats | None = None, microbatches: Floats | None = None
-    ) -> Cuts:
-        """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. weights: (n, P) how much longer than
-        the bottleneck a stage may be. microbatches: (n,) of each pipeline; with these early stages may also be as much longer as they
-        work ahead, if they do and memory allows, and the bottleneck is without that.
+    def cut(self, rows: Ints, num_stages: Ints, microbatches: Floats | None = None) -> Cuts:
+        """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. microbatches: (n,) of each pipeline; with these early stages
+        may also be as much longer than the bottleneck as they work ahead, if they do and memory allows, and the bottleneck is without that.
         """
-        plain = np.ones(rows.shape) if weights is None else weights
+        plain = np.ones(rows.shape)
         if microbatches is None or self.tables.begun_ahead == 1:
-            return self._cut(rows, num_stages, plain, np.ones(rows.shape))
+            return self._cut(rows, num_stages, plain)
         slopes = slopes_of(self.tables, rows, num_stages, microbatches)
-        sloped = self._cut(rows, num_stages, plain * slopes, slopes)
+        sloped = self._cut(rows, num_stages, slopes)
         held = np.isfinite(sloped.bottleneck_s)
         held &= memory_holds(self.tables, rows, np.maximum(sloped.ends, 0), num_stages, microbatches)
         if (left := np.flatnonzero(~held)).size:
-            flat = self._cut(rows[left], num_stages[left], plain[left], np.ones(rows[left].shape))
+            flat = self._cut(rows[left], num_stages[left], plain[left])
             for name in ("ends", "stage_s", "bottleneck_s", "fill_s"):
                 getattr(sloped, name)[left] = getattr(flat, name)
         return sloped
 
-    def _cut(self, rows: Ints, num_stages: Ints, scale: Floats, slopes: Floats) -> Cuts:
+    def _cut(self, rows: Ints, num_stages: Ints, slopes: Floats) -> Cuts:
         extra = self._boundary(rows, num_stages)
         own = extra * (2 * self.tables.boundary_share)
         own, extra = own + self.tables.stage_overhead_s, extra + self.tables.stage_overhead_s
         order = np.argsort(-num_stages, kind="stable")
-        ends = self._search(rows[order], num_stages[order], own[order], scale[order])
+        ends = self._search(rows[order], num_stages[order], own[order], slopes[order])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return self._measure(rows, num_stages, ends[back], extra, own, slopes)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from planner.cluster import node_of
 from planner.cost.model import CostModel, Prediction
+from planner.errors import InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.redundancy import redundancy
-from planner.search.limits import AS_FAST, FEW_MICROBATCHES
-from planner.search.problem import Idle, Rejected, Request
+from planner.search import limits
+from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.search.tables import Tables
 
 GIB = 2**30
@@ -31,13 +32,13 @@ def least_ahead(cost: CostModel, plan: Plan) -> Plan:
     """The plan with the fewest microbatches in flight with which it is as fast as with any number, or very nearly."""
     ways = cost.ways_ahead(plan)
     seconds = [cost.predict(way).step_time_s for way in ways]
-    return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * AS_FAST)
+    return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * limits.AS_FAST)
 
 
 def settled(cost: CostModel, plan: Plan) -> Plan:
     """The plan as it competes with others: as far ahead as memory allows, or where some pipeline has few microbatches for its stages as
     far as is best."""
-    few = any(1 < len(p.stages) > p.num_microbatches / FEW_MICROBATCHES for p in plan.pipelines)
+    few = any(1 < len(p.stages) > p.num_microbatches / limits.FEW_MICROBATCHES for p in plan.pipelines)
     return least_ahead(cost, plan) if few else cost.working_ahead(plan)
 
 
@@ -73,6 +74,16 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
         return None, rejected
     best, *others = ranked
     return costed(request, least_ahead(request.cost, best.plan)), rejected + slower(others)
+
+
+def answer_of(strategy: str, request: Request, tables: Tables, plans: Iterable[Plan], begin_s: float, tried: int) -> Answer:
+    """The answer of a strategy that proposes these plans and proves nothing. InfeasibleError where none may be chosen."""
+    best, rejected = choose(request, plans)
+    if best is None:
+        raise InfeasibleError(f"{strategy} finds no plan that fits: {why_infeasible(request, tables, rejected)}")
+    report = SearchReport(request.clock() - begin_s, tried, None, None)
+    idle = idle_workers(request, tables, best.plan)
+    return Answer(strategy, best.plan, best.prediction, report, tuple(rejected), idle)
 
 
 def slower(others: Sequence[Costed]) -> list[Rejected]:

@@ -42,3 +42,42 @@ REGROUPINGS = 2  # times: a plan has three TP degrees on one node type at most
 WHOLE_SEARCH_GPUS = 64  # up to so many a whole search takes about a second, for which workers can wait
 REPAIRS_GPUS = 6_000  # tries times GPUs: the reach is 0.3 s on 256
 FEWEST_REPAIRS = 10  # tries
+
+# ---- the bound: all of these change how near it comes and how long it takes, none whether it holds ----
+WIDEST_GAP = 0.15  # of a plan over its bound, above which the two say nothing of each other
+COARSE = 1.35  # ratio of the ends of the first intervals of bottlenecks
+FIRST_DEPTHS = (8, 20, 45)  # stages at which the first intervals of depths end
+FINE = 0.001  # of the step time: what narrower intervals would change
+DEEP = 0.5  # share of an interval's depths that may count: the cheapest path seldom has the most stages
+BOUND_ROUNDS = 40  # of prices; few need more than ten
+IDLE_ROUNDS = 2  # without a better bound, after which no more prices are tried
+EARLY_HOPE = 1.3  # by how much halving raises what the cuts allow after the first rounds, at most as seen
+HOPE = 1.1  # and after three
+CLOSE = 5e-4  # of the bound: less is not worth another round
+OUTWARD = 0.9  # share of the way to new prices; a price that fell to less has its paths looked at again
+NEAR_LEAST = 1.003  # times the least: intervals that may limit the bound soon
+HALVINGS = 4  # of intervals, before other prices
+BEYOND = 1.3  # times the bound: longer bottlenecks do not limit it
+TOGETHER = 64  # intervals solved in one array: beyond, arrays leave the cache
+BANDS = (0, 1, 2, 3, 5, 8, 12, 17, 24, 33, 46, 63)  # stages after one, for which its memory is looked at
+REPEATS = 12  # of a fixed point, which is near after three
+LONGEST_TRANSFER = 3.0  # times the shortest block
+
+# ---- strategies of others ----
+CANDIDATES = 8  # plans that are predicted: closed forms are within a few percent
+SIMULATED = 2  # times as many grids are simulated
+LOOKED_AT = 24  # cuts that are simulated
+SHARED_BY_SPEED = 4  # of these, with microbatches by the pipelines' speed as well
+METIS_SLACK = 1.08  # times the best closed form: thousands of arrangements end nearly alike
+FASOP_SLACK = 1.2  # times the best closed form: cuts are few there, and it is rough
+MAX_PERMUTE = 4  # groups of stages that are permuted (Metis's max_permute_len)
+REPAIRS = 3  # of over-full stages, as in Metis
+MOST_ARRANGEMENTS = 400  # of each number of stages, so that 64 GPUs take a second
+POLISHED_GPUS = 32  # fleets up to which single blocks are moved under the prediction
+POLISH_ROUNDS = 6  # of these moves
+OTHER_KIND = 0.2  # share by which a block's seconds differ where an encoder ends and a decoder begins
+SEARCH_SHARE = 4.0  # of an equal share of the time left: most searches end well before their limit
+MIN_SEARCH_S = 0.2  # seconds of one fleet's search at least
+EXPLAINED_FLEETS = 24  # looked at to say by how much a price limit is too low
+EXHAUSTIVE = (5, 6, 16)  # GPUs, blocks and sequences at most: some ten thousand plans
+WIDER = 1.25  # each round looks at all plans that stages alone allow to be so much slower than those of the one before

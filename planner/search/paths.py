@@ -8,14 +8,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from planner.search import limits
 from planner.search.tables import Floats, Ints, Tables
-
-_TOGETHER = 64
-_REPEATS = 12
-_LONGEST_TRANSFER = 3.0  # times the shortest block
-
-
-BANDS = (0, 1, 2, 3, 5, 8, 12, 17, 24, 33, 46, 63)  # stages after one, for which its memory is looked at
 
 
 class PricedStages:
@@ -57,7 +51,7 @@ class PricedStages:
     def _room_of(self, first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
         """Of each band whether memory holds layers [first, last) on each row."""
         fits = self.tables.fitting(min(self.stages, self.blocks))[self.rows]
-        return [(fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed for depth in BANDS]
+        return [(fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed for depth in limits.BANDS]
 
     def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_], pipelines: int) -> None:
         """Seconds of layers [first, last), with so many boundaries: busy, with what transfers occupy the stage for; fill, with the transfer
@@ -68,7 +62,7 @@ class PricedStages:
         apart = tables.transfers == "none"
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
             shortest = float(tables.time_sums[rows, -1].min(initial=np.inf)) / self.blocks
-            toll = np.minimum(toll, _LONGEST_TRANSFER * shortest)
+            toll = np.minimum(toll, limits.LONGEST_TRANSFER * shortest)
         times, forwards = (
             sums[rows][:, last] - sums[rows][:, first] for sums in (tables.time_sums, tables.forward_sums)
         )
@@ -136,8 +130,8 @@ class PricedStages:
         cost = prices[self.resource] * self.degree
         order = np.lexsort((high, depths[:, 1]))
         least, gpus, fill = np.empty(len(high)), np.empty((len(high), len(prices))), np.empty(len(high))
-        for i in range(0, len(order), _TOGETHER):
-            mine = order[i : i + _TOGETHER]
+        for i in range(0, len(order), limits.TOGETHER):
+            mine = order[i : i + limits.TOGETHER]
             paths = Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine], syncs[mine])
             least[mine] = paths.solve()
             gpus[mine], fill[mine] = paths.totals()
@@ -160,7 +154,7 @@ class PricedStages:
         `Paths` allows, and the sync of the first.
         """
         after = np.full(len(high), max(fewest - 1, 1e-9))
-        for _ in range(_REPEATS if self.bounded else 0):
+        for _ in range(limits.REPEATS if self.bounded else 0):
             hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
             longest, more = self.growth(high, after)
             with np.errstate(over="ignore"):
@@ -274,7 +268,7 @@ class Paths:
         return np.asarray(self.relaxed.room[self._band(depth)][:, :, : self.wide])
 
     def _band(self, depth: int) -> int:
-        return bisect.bisect_right(BANDS, min(depth, self.fewest)) - 1
+        return bisect.bisect_right(limits.BANDS, min(depth, self.fewest)) - 1
 
     def _least_arcs(self, from_depth: NDArray[np.int16]) -> Iterator[Floats]:
         """(intervals, place, size) cost of the cheapest stage with no stage after it, of all places; then with one after it, two and so on,

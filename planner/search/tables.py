@@ -92,8 +92,7 @@ class Tables:
     half that the first and the last stage bear. crossing_s(row): a boundary between two groups of one row on two nodes; None where
     boundary_s says it all. least_boundary_s: as boundary_s, wherever the two lie. side_by_side: pipelines whose same stages share nodes.
 
-    ring_s(resources, bytes, pipelines): one all-reduce over pipelines on these node types while all GPUs of their nodes send; None:
-    `sync_s` estimates drafts of any size. least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a
+    least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a
     worker of a group of that degree, with so many gradient bytes, where at least so many pipelines share the model.
     least_nics_s(bytes, pipelines): at least what some node's NIC needs then for so many gradient bytes, of all tensor-parallel slices.
     """
@@ -108,7 +107,6 @@ class Tables:
     stage_overhead_s: float = 0.0
     boundary_ends: Callable[[int], tuple[float, float]] = lambda stages: (1.0, 1.0)
     crossing_s: Callable[[int], float] | None = None
-    ring_s: Callable[[frozenset[int], float, int], float] | None = None
     least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
     least_nics_s: Callable[[float, int], float] = lambda num_bytes, pipelines: 0.0
     side_by_side: int = 1
@@ -199,12 +197,6 @@ class Tables:
         groups, one of the two leaves it."""
         near, far = np.diagonal(self.boundaries), self.crossings
         return np.asarray(np.where(self.groups_a_node > 1, (near + far) / 2, far))
-
-    @cached_property
-    def typical_hop(self) -> Floats:
-        """(rows,) seconds of a boundary between equal groups, on average over a long run of them."""
-        near = np.diagonal(self.boundaries)
-        return np.asarray(near + (self.crossings - near) / self.groups_a_node)
 
     @cached_property
     def groups_a_node(self) -> Ints:

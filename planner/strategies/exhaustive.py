@@ -17,12 +17,8 @@ from planner.cluster import Node
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
+from planner.search import limits
 from planner.search.problem import Answer, Request, SearchReport, check_request
-
-MAX_GPUS = 5
-MAX_BLOCKS = 6
-MAX_BATCH = 16
-_WIDER = 1.25  # each round looks at all plans that stages alone allow to be so much slower than those of the one before
 
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
 
@@ -49,7 +45,7 @@ def search_exhaustive(request: Request) -> Answer:
             step_s, way = every.best(plan)
             if step_s < seconds * (1 - 1e-12):
                 best, seconds = way, step_s
-        limit, looked_at = looked_at, looked_at * _WIDER
+        limit, looked_at = looked_at, looked_at * limits.WIDER
     if best is None:
         raise InfeasibleError(
             f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence"
@@ -60,12 +56,9 @@ def search_exhaustive(request: Request) -> Answer:
 
 
 def _check_small(request: Request) -> None:
-    limits = (
-        ("GPUs", len(request.fleet.workers), MAX_GPUS),
-        ("layers", request.spec.num_layers, MAX_BLOCKS),
-        ("sequences in the global batch", request.global_batch_sequences, MAX_BATCH),
-    )
-    for what, have, limit in limits:
+    names = ("GPUs", "layers", "sequences in the global batch")
+    sizes = (len(request.fleet.workers), request.spec.num_layers, request.global_batch_sequences)
+    for what, have, limit in zip(names, sizes, limits.EXHAUSTIVE, strict=True):
         if have > limit:
             raise ConfigError(f"strategy exhaustive takes at most {limit} {what}, not {have}; use autohet")
 

@@ -15,22 +15,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.cluster import Fleet, Node, NodeType
-from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan
+from planner.search import limits
 from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator, Shape, fits
-from planner.search.judge import Costed, choose, idle_workers, why_infeasible
-from planner.search.problem import Answer, Request, SearchReport, check_request
+from planner.search.judge import Costed, answer_of, choose
+from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.shortlist import Groups, Shortlist
-from planner.strategies.staged import Group, Staged, Stager
+from planner.strategies.staged import Group, Groups, Shortlist, Staged, Stager
 from planner.strategies.symmetric import equal_split
 
-_CANDIDATES = 8
-_SLACK = 1.2  # cuts are few here, and their closed form is rough
-_FEW = 32
-_POLISH_ROUNDS = 6
-_OTHER_KIND = 0.2
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
 Transfer = tuple[NodeType, NodeType, bool, int, int, int]
 
@@ -41,23 +35,20 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist = Shortlist(request, stager, estimator, _SLACK)
+    shortlist = Shortlist(request, stager, estimator, limits.FASOP_SLACK)
     tried = 0
     for whole in (True, False):
         for nodes in node_orders(request.fleet, most_orders) if shortlist.is_empty else ():
             tried += _try_order(request, tables, stager, estimator, shortlist, nodes, whole)
             if request.clock() - begin > request.time_limit_s:
                 break
-    few = len(request.fleet.workers) <= _FEW
-    best, rejected = choose(request, shortlist.plans(2 * _CANDIDATES if few else _CANDIDATES))
-    if best is None:
-        raise InfeasibleError(f"fasop finds no plan that fits: {why_infeasible(request, tables, rejected)}")
-    if few:
-        best = polish(request, best)
-    report = SearchReport(request.clock() - begin, tried, None, None)
-    return Answer(
-        "fasop", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
-    )
+    few = len(request.fleet.workers) <= limits.POLISHED_GPUS
+    plans = shortlist.plans(2 * limits.CANDIDATES if few else limits.CANDIDATES)
+    found = answer_of("fasop", request, tables, plans, begin, tried)
+    if not few:
+        return found
+    best = polish(request, Costed(found.plan, found.prediction))
+    return dataclasses.replace(found, plan=best.plan, prediction=best.prediction)
 
 
 def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:
@@ -153,7 +144,7 @@ def kinds_change(sums: Sequence[float]) -> int | None:
     """The block at which an encoder's blocks end and a decoder's begin: where the seconds of neighbours differ by a fifth;
     None where they do so nowhere or more than once."""
     seconds = [b - a for a, b in itertools.pairwise(sums[1:-1])]
-    changes = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(seconds)) if abs(b / a - 1) > _OTHER_KIND]
+    changes = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(seconds)) if abs(b / a - 1) > limits.OTHER_KIND]
     return changes[0] if len(changes) == 1 else None
 
 
@@ -219,7 +210,7 @@ def _stage_seconds(
 
 def polish(request: Request, best: Costed) -> Costed:
     """Single blocks moved between neighbouring stages of all pipelines alike while the full prediction falls."""
-    for _ in range(_POLISH_ROUNDS):
+    for _ in range(limits.POLISH_ROUNDS):
         moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
         if moved is None or moved.prediction.step_time_s >= best.prediction.step_time_s * (1 - 1e-9):
             break

@@ -14,20 +14,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.errors import InfeasibleError
+from planner.search import limits
 from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator
-from planner.search.judge import choose, idle_workers, why_infeasible
-from planner.search.problem import Answer, Request, SearchReport, check_request
+from planner.search.judge import answer_of
+from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Floats, Tables
-from planner.strategies.shortlist import Groups, Shortlist
-from planner.strategies.staged import Staged, Stager
-
-_MAX_PERMUTE = 4
-_REPAIRS = 3
-_MOST_ARRANGEMENTS = 400
-_CANDIDATES = 8
-_SLACK = 1.08  # thousands of arrangements end nearly alike
+from planner.strategies.staged import Groups, Shortlist, Staged, Stager
 
 
 def search_metis(request: Request) -> Answer:
@@ -36,7 +29,7 @@ def search_metis(request: Request) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist = Shortlist(request, stager, estimator, _SLACK)
+    shortlist = Shortlist(request, stager, estimator, limits.METIS_SLACK)
     tried = 0
     used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
     while used > 0 and not laid_out:
@@ -49,13 +42,7 @@ def search_metis(request: Request) -> Answer:
                     break
             laid_out |= arranger.laid_out
         used -= 1
-    best, rejected = choose(request, shortlist.plans(_CANDIDATES))
-    if best is None:
-        raise InfeasibleError(f"metis finds no plan that fits: {why_infeasible(request, tables, rejected)}")
-    report = SearchReport(request.clock() - begin, tried, None, None)
-    return Answer(
-        "metis", best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan)
-    )
+    return answer_of("metis", request, tables, shortlist.plans(limits.CANDIDATES), begin, tried)
 
 
 def gpu_orders(tables: Tables) -> Iterator[list[str]]:
@@ -76,7 +63,7 @@ def arrangements(gpus: int, blocks: int) -> Iterator[tuple[int, ...]]:
         seen: set[tuple[int, ...]] = set()
         for composition in _compositions(gpus, stages, least):
             for arrangement in _permutations(composition):
-                if arrangement not in seen and len(seen) < _MOST_ARRANGEMENTS:
+                if arrangement not in seen and len(seen) < limits.MOST_ARRANGEMENTS:
                     seen.add(arrangement)
                     yield arrangement
 
@@ -97,7 +84,7 @@ def _compositions(total: int, count: int, least: int) -> Iterator[tuple[int, ...
 def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Distinct orders of the sizes; where there are many, equal neighbours move as one block."""
     blocks: list[tuple[int, ...]] = [(size,) for size in sizes]
-    while len(blocks) > _MAX_PERMUTE:
+    while len(blocks) > limits.MAX_PERMUTE:
         merged: list[tuple[int, ...]] = []
         for block, group in itertools.groupby(blocks):
             members = list(group)
@@ -106,7 +93,7 @@ def _permutations(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if len(merged) == len(blocks):
             break
         blocks = merged
-    if len(blocks) > 2 * _MAX_PERMUTE:
+    if len(blocks) > 2 * limits.MAX_PERMUTE:
         yield tuple(itertools.chain(*blocks))
         return
     for order in sorted(set(itertools.permutations(blocks))) if len(blocks) <= 6 else [tuple(blocks)]:
@@ -156,7 +143,7 @@ class Arranger:
         depth, sums = len(rows), self._seconds[rows[0]]
         speeds = [1.0 / self._seconds[row][-1] for row in rows]
         capacity = [speed / sum(speeds) for speed in speeds]
-        for _ in range(_REPAIRS):
+        for _ in range(limits.REPAIRS):
             ends = split_by_capacity(sums, capacity)
             bounds = zip((0, *ends[:-1]), ends, strict=True)
             share = [self._fullness(staged.rows[s], a, b, depth - s) for s, (a, b) in enumerate(bounds)]

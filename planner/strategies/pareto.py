@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 from planner.cluster import Fleet
 from planner.errors import ConfigError, InfeasibleError
+from planner.search import limits
 from planner.search.problem import Answer, Request, narrowed
 from planner.strategies.fasop import fleets_up_to
 
 Search = Callable[[Request], Answer]
-SHARE = 4.0  # of an equal share of the time left: most searches end well before their limit
-MIN_SEARCH_S = 0.2
-_EXPLAINED = 24  # fleets looked at to say by how much a price limit is too low
 
 
 def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> list[Answer]:
@@ -38,7 +36,7 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
         if request.max_usd_per_hour is not None and price > request.max_usd_per_hour:
             continue
         try:
-            share_s = max(MIN_SEARCH_S, SHARE * left_s / (len(fleets) - index))
+            share_s = max(limits.MIN_SEARCH_S, limits.SEARCH_SHARE * left_s / (len(fleets) - index))
             answers.append(
                 search(
                     dataclasses.replace(narrowed(request, fleet), objective="time", time_limit_s=min(left_s, share_s))
@@ -98,14 +96,14 @@ def _why_none(search: Search, request: Request) -> str:
     if limit is None:
         return "no number of these nodes can train the model; add nodes"
     dearer = sorted(
-        (fleet.usd_per_hour() or 0.0, i, fleet) for i, fleet in enumerate(fleets_up_to(request.fleet, _EXPLAINED))
+        (fleet.usd_per_hour() or 0.0, i, fleet) for i, fleet in enumerate(fleets_up_to(request.fleet, limits.EXPLAINED_FLEETS))
     )
     for price, _, fleet in dearer:
         if price <= limit:
             continue
         try:
             asked = dataclasses.replace(
-                narrowed(request, fleet), objective="time", max_usd_per_hour=None, time_limit_s=MIN_SEARCH_S
+                narrowed(request, fleet), objective="time", max_usd_per_hour=None, time_limit_s=limits.MIN_SEARCH_S
             )
             price = search(asked).prediction.usd_per_hour or price
         except InfeasibleError:

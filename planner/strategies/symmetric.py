@@ -12,17 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cluster import Fleet, NodeType
-from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
+from planner.search import limits
 from planner.search.cost_tables import tables_of
 from planner.search.draft import Draft, Estimator, Shape, draft_fits
-from planner.search.judge import choose, idle_workers, why_infeasible
-from planner.search.limits import FAR_BEHIND
-from planner.search.problem import Answer, Request, SearchReport, check_request
+from planner.search.judge import answer_of
+from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-
-_SIMULATED = 2
-_CANDIDATES = 8
 
 
 @dataclass(frozen=True)
@@ -115,23 +111,6 @@ def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(cuts, [*cuts[1:], blocks]))
 
 
-def draft_of(tables: Tables, plan: Plan, fleet: Fleet) -> Draft | None:
-    """The plan as a draft over these tables; None where it uses what the tables do not have."""
-    out = []
-    for pipeline in plan.pipelines:
-        rows, ends = [], []
-        for stage in pipeline.stages:
-            kind = fleet.node_of(stage.workers[0]).node_type
-            row = tables.row_of.get((kind, stage.tp_degree, pipeline.microbatch_sequences))
-            if row is None:
-                return None
-            rows.append(row)
-            ends.append(stage.end_layer + 1)
-        ends[-1] += 1
-        out.append((Shape(tuple(rows), tuple(ends)), pipeline.num_microbatches))
-    return Draft(tuple(out))
-
-
 def ranked_grids(
     request: Request, tables: Tables, grids: Iterable[Grid], estimator: Estimator, keep: int
 ) -> list[tuple[float, Plan]]:
@@ -143,14 +122,14 @@ def ranked_grids(
     )
     rough, best = [], np.inf
     for bound_s, number, grid in least:
-        if bound_s > FAR_BEHIND * best:
+        if bound_s > limits.FAR_BEHIND * best:
             break
         draft = grid.draft(tables)
         if draft is not None and draft_fits(estimator, draft):
             slowest = max(estimator.quick_s(shape, k) for shape, k in set(draft.pipelines))
             rough.append((slowest + tables.sync_s(estimator.sync_shape(draft)), number, draft, grid))
             best = min(best, rough[-1][0])
-    near = sorted(rough, key=lambda item: item[:2])[: _SIMULATED * keep]
+    near = sorted(rough, key=lambda item: item[:2])[: limits.SIMULATED * keep]
     found = sorted(((estimator.draft_s(draft), number, grid) for _, number, draft, grid in near), key=lambda f: f[:2])
     return [(seconds, grid.plan(request)) for seconds, _, grid in found[:keep]]
 
@@ -170,9 +149,5 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     begin = request.clock()
     tables = tables_of(request)
     grids = grids_of(request, tables, max_tp=max_tp, balanced=balanced)
-    ranked = ranked_grids(request, tables, grids, Estimator(tables), _CANDIDATES)
-    best, rejected = choose(request, [plan for _, plan in ranked])
-    if best is None:
-        raise InfeasibleError(why_infeasible(request, tables, rejected))
-    report = SearchReport(request.clock() - begin, len(ranked), None, None)
-    return Answer(name, best.plan, best.prediction, report, tuple(rejected), idle_workers(request, tables, best.plan))
+    ranked = ranked_grids(request, tables, grids, Estimator(tables), limits.CANDIDATES)
+    return answer_of(name, request, tables, [plan for _, plan in ranked], begin, len(ranked))

@@ -23,7 +23,7 @@ from planner.profile import Measurement, ProfileTable
 from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
 from planner.strategies.fasop import Transfers, cuts, kinds_change
-from planner.strategies.staged import Staged, Stager
+from planner.strategies.staged import Groups, Staged, Stager
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -172,7 +172,7 @@ def partition_row(entries: Sequence[Row], case: Case) -> Row:
     asked = request(entries, case, fleet(1, case.nodes - 1))
     tables = tables_of(asked)
     stager = Stager(tables, asked.fleet)
-    staged = stager.stages(asked.fleet.workers, [tp * dp] * len(published), dp, size)
+    staged = Groups(stager, asked.fleet.workers).stages([tp * dp] * len(published), dp, size)
     assert staged is not None
     sums = tables.time_sums.tolist()
     tried = cuts(sums, stager.slowest(staged), Transfers(asked).seconds(staged, size), kinds_change(sums[0]))
