@@ -1,19 +1,27 @@
-"""What is wrong between a job and the Ray cluster that it is given to, found before anything is started there."""
+"""What is wrong with a job's data, and between a job and the Ray cluster that it is given to, found before anything is started there."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.control.data_watch import TELL_EVERY_S, describe
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.runtime.data import prepare_dataset
+from autohet.runtime.data.build import survey
 from autohet.runtime.job import Job
+from autohet.runtime.messages import DataState
 from autohet.runtime.models import family_of, load_config
 from planner.cluster import Cluster
 from planner.errors import ConfigError
 
+logger = logging.getLogger("autohet")
+DRIVER_READS_BYTES = 64 << 20
+"""Of a corpus whose nodes are other machines: a second or some; what is wrong with a larger one its nodes tell."""
 AUTOSCALER_TIMEOUT_S = 15.0
 """An autoscaler reports to the head every 5 s; one that has just been started is waited for."""
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"})
@@ -114,3 +122,29 @@ def check_length(job: Job) -> None:
             f"training.sequence_length is {length}, but the model has {limit} learned positions; shorten the sequences or"
             " give model.config more positions"
         )
+
+
+def check_data(job: Job, vocab_size: int, *, here: bool) -> None:
+    """What is wrong with the data is the user's to mend, before a cluster is asked. Where the nodes are `here`, on this machine, the
+    dataset is prepared for them; for others a corpus is read as far as that takes a driver no time, and each node prepares its own.
+
+    Raises:
+        ConfigError: the data is missing, cannot be read, or does not suit the model.
+    """
+    data, length = job.require_training(), job.training.sequence_length
+    if not here and survey(data) > DRIVER_READS_BYTES:
+        return
+    dataset = prepare_dataset(data, length, progress=_told_at_times())
+    dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
+
+
+def _told_at_times() -> Callable[[int, int], None]:
+    started = told_at = time.monotonic()
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        nonlocal told_at
+        if (now := time.monotonic()) - told_at >= TELL_EVERY_S:
+            told_at = now
+            logger.info("Preparing the data: %s", describe(DataState(done_bytes, total_bytes), now - started))
+
+    return tell

@@ -21,6 +21,7 @@ from autohet.driver.callbacks import Callback, EventDispatch
 from autohet.driver.callbacks.ray_metrics import RayMetrics
 from autohet.driver.callbacks.trackers import make_callbacks
 from autohet.driver.checks import (
+    check_data,
     check_gpus,
     check_length,
     check_min_workers,
@@ -48,7 +49,6 @@ from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies
 from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
-from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
@@ -92,7 +92,7 @@ class JobRun:
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
-        check_data(job, int(config.vocab_size))
+        check_data(job, int(config.vocab_size), here=fleet is not None)
         self.durable = Durable(
             open_storage(job.checkpoint_storage),
             job.name,
@@ -174,19 +174,11 @@ def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
     return 1 if job.emulation is not None else min(CORES_A_WORKER, os.cpu_count() or 1) if alone else 4
 
 
-def check_data(job: Job, vocab_size: int) -> None:
-    """Build the dataset, or find it built: what is wrong with it is the user's to mend.
-
-    Raises:
-        ConfigError: the data is missing, cannot be read, or does not suit the model.
-    """
-    dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
-    dataset.check(vocab_size=vocab_size, global_batch_sequences=job.training.global_batch_sequences)
-
-
-def check_inputs(job: Job, cluster: Cluster | None) -> tuple[CheckpointInfo | None, Proposal | None]:
-    """All that can be wrong with a job before a cluster is asked: model, storage, data, and whether the whole of
-    `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from, and that plan; where the
+def check_inputs(
+    job: Job, cluster: Cluster | None, *, here: bool = True
+) -> tuple[CheckpointInfo | None, Proposal | None]:
+    """All that can be wrong with a job before a cluster is asked: model, storage, data (`here`: of nodes on this machine), and whether
+    the whole of `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from, and that plan; where the
     checkpoint is of its last step, nothing more is asked.
 
     Raises:
@@ -196,7 +188,7 @@ def check_inputs(job: Job, cluster: Cluster | None) -> tuple[CheckpointInfo | No
     found = check_storage(job, config)
     if is_finished(found, job):
         return found, None
-    check_data(job, int(config.vocab_size))
+    check_data(job, int(config.vocab_size), here=here)
     planning = make_planning(job)
     if cluster is not None:
         check_paces(job, cluster)
@@ -277,7 +269,7 @@ def train(
         first = first_nodes(document) if document is not None and emulated else None
         check_script(job.elastic.script, cluster, first, job.training.steps or 0)
     check_shared_storage(job, document if address is None else None, set())
-    found, best = check_inputs(job, cluster)
+    found, best = check_inputs(job, cluster, here=emulated)
     if is_finished(found, job):
         return Outcome(True, *summary_of_finished(job, found, events_path))
     with ending_on_sigterm(), connection(job, document, address) as fleet:

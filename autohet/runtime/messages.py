@@ -42,6 +42,23 @@ class AgentEndpoint:
 
 
 @dataclass(frozen=True)
+class DataState:
+    """How far a node's data is prepared, in bytes of its sources; `digest` and `num_rows` once it is there (SHA-256 of all tokens);
+    `error`: why it cannot be used, ever.
+    """
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+    digest: str | None = None
+    num_rows: int = 0
+    error: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.digest is not None and self.error is None
+
+
+@dataclass(frozen=True)
 class WorkerPlace:
     """Facts that a worker's process is started with and that never change."""
 

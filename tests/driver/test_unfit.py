@@ -114,7 +114,7 @@ def test_bf16_is_asked_of_the_hardware(monkeypatch, capability, fits):
 
 
 def test_workers_get_what_the_job_says_of_cuda_and_its_libraries(monkeypatch):
-    from autohet.driver.ray.workforce import forwarded_environment
+    from autohet.driver.ray.environment import forwarded_environment
 
     told = {"NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "GLOO_SOCKET_IFNAME": "eth1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip

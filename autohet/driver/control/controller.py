@@ -74,18 +74,18 @@ class Controller(Rebuild):
         if seen.stop_reason:
             reason = f"stopped while waiting ({seen.stop_reason}): {state.reason}"
             return self._save_at_rest(state, seen, reason) or self._ended(reason, ok=False)
-        if state.since == 0.0:
-            state.since = seen.now
         usable = policy.usable_nodes(seen)
         num_workers = sum(len(seen.nodes[name].workers) for name in usable)
-        starting = policy.workers_to_hire(seen)
+        starting, preparing = policy.workers_to_hire(seen), policy.preparing_nodes(seen)
+        if state.since == 0.0 or (preparing and num_workers < self.job.elastic.min_workers):
+            state.since = seen.now  # data takes what it takes: that is no fleet that does not come
         newest = max((seen.nodes[name].joined_at for name in seen.nodes), default=seen.now)
-        settled = seen.now - newest >= self.job.elastic.arrivals_debounce_s and not starting
+        settled = seen.now - newest >= self.job.elastic.arrivals_debounce_s and not starting and not preparing
         late = seen.now - state.since > self.timeouts.worker_start_s
         if num_workers >= self.job.elastic.min_workers and (settled or late) and frozenset(usable) != state.tried:
             return self._plan_from_rest(state, seen, usable)
         if num_workers < self.job.elastic.min_workers:
-            state.reason = policy.shortage(num_workers, self.job.elastic.min_workers, len(starting))
+            state.reason = policy.shortage(num_workers, self.job.elastic.min_workers, len(starting), len(preparing))
         self._announce_wait(state, seen, late=late, short=num_workers < self.job.elastic.min_workers)
         if seen.now - state.since > self.job.elastic.wait_for_fleet_s:
             reason = f"waited {self.job.elastic.wait_for_fleet_s:.0f} s: {state.reason}"

@@ -134,7 +134,7 @@ class Desk:
         """
         unfit = {} if self.ended else policy.find_unfit(seen)
         new, self._unfit = unfit.keys() - self._unfit, set(unfit)
-        told = {worker: why for worker, why in unfit.items() if worker in seen.reports}
+        told = {worker: why for worker, why in unfit.items() if worker not in seen.losses}
         nodes = {seen.node_of(worker) for worker in unfit}
         fatal = told if told and not self.plans else unfit if nodes and nodes >= seen.nodes.keys() else {}
         if fatal:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, DataState, GenerationOrder, WorkerReport
 from planner.cluster import Node, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 
@@ -28,6 +28,17 @@ class NodeView:
     node: Node
     joined_at: float
     endpoint: AgentEndpoint | None = None
+    data: DataState | None = None
+    """How far its agent has prepared the training data; None where nothing is to be prepared."""
+
+    @property
+    def preparing(self) -> bool:
+        return self.data is not None and not self.data.ready and self.data.error is None
+
+    @property
+    def may_work(self) -> bool:
+        """Its agent is up, and its data is there."""
+        return self.endpoint is not None and (self.data is None or self.data.ready)
 
     @property
     def workers(self) -> tuple[str, ...]:

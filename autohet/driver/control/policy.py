@@ -33,11 +33,11 @@ class Trouble:
 
 
 def usable_nodes(observation: Observation) -> tuple[str, ...]:
-    """Living nodes that may be planned on: agent up, no notice, and a process that answers on every GPU."""
+    """Living nodes that may be planned on: agent up, data prepared, no notice, and a process that answers on every GPU."""
     return tuple(
         name
         for name, view in sorted(observation.nodes.items())
-        if view.endpoint is not None
+        if view.may_work
         and name not in observation.notices
         and all(_can_work(observation, worker) for worker in view.workers)
     )
@@ -66,26 +66,36 @@ def workers_to_hire(observation: Observation) -> tuple[str, ...]:
     return tuple(
         worker
         for name, view in sorted(observation.nodes.items())
-        if view.endpoint is not None and name not in observation.notices
+        if view.may_work and name not in observation.notices
         for worker in view.workers
         if worker not in observation.reports
         and not (worker in observation.losses and observation.losses[worker].for_good)
     )
 
 
-def shortage(num_ready: int, num_needed: int, num_starting: int) -> str:
-    """What a job that waits for its fleet has, and what it needs."""
+def preparing_nodes(observation: Observation) -> tuple[str, ...]:
+    """Living nodes without a notice whose data is not ready yet."""
+    return tuple(name for name, view in observation.nodes.items() if view.preparing and name not in observation.notices)
+
+
+def shortage(num_ready: int, num_needed: int, num_starting: int, num_preparing: int = 0) -> str:
+    """What a job that waits for its fleet has, and what it needs. `num_preparing`: nodes."""
     starting = f" ({num_starting} more starting)" if num_starting else ""
-    return f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}; the job needs {num_needed}"
+    nodes = f"{num_preparing} node{'s' * (num_preparing != 1)}"
+    preparing = f" and {nodes} preparing the data" if num_preparing else ""
+    return f"the fleet has {num_ready} worker{'s' * (num_ready != 1)}{starting}{preparing}; the job needs {num_needed}"
 
 
 def find_unfit(observation: Observation) -> dict[str, str]:
-    """Workers that can never take part -> why: they report so themselves, or never came up."""
+    """Workers that can never take part -> why: they report so themselves, their node's data is of no use, or they never came up."""
     found = {
         worker: report.error or "it does not say why"
         for worker, report in observation.reports.items()
         if report.unfit and observation.node_of(worker) in observation.nodes
     }
+    for view in observation.nodes.values():
+        if view.data is not None and view.data.error is not None:
+            found |= dict.fromkeys(view.workers, view.data.error)
     lost = {worker: loss.reason for worker, loss in observation.losses.items() if loss.for_good}
     return found | {w: reason for w, reason in lost.items() if observation.node_of(w) in observation.nodes}
 

@@ -1,14 +1,15 @@
-"""One Ray actor per node: keeps the node's snapshots when workers die, serves them to peers, copies what it alone holds to
-them, and watches for notices.
+"""One Ray actor per node: prepares its data, keeps the node's snapshots when workers die, serves them to peers, copies what it alone
+holds to them, and watches for notices.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ import ray
 
 from autohet.driver.control.upkeep import Part, Prune
 from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
-from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.job import Job
+from autohet.runtime.messages import AgentEndpoint, DataState
+from autohet.runtime.preparation import Preparation
 from autohet.runtime.process_log import RunRecord, log_as
 from autohet.runtime.process_state import ProcessState, process_states
 from recovery.local.agent_store import AgentStore
@@ -26,13 +29,14 @@ from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw
 from recovery.peers.server import ShardServer
 
 logger = logging.getLogger("autohet.agent")
+NOTHING_YET = DataState()
 SELDOM = 6
 """Polls of a metadata service that has never answered take this many times longer."""
 
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a node's agent knows: where it serves, what notice the instance has had, and trouble with its disk."""
+    """What a node's agent knows: where it serves, what notice the instance has had, trouble with its disk, and how its data stands."""
 
     node: str
     endpoint: AgentEndpoint
@@ -40,6 +44,7 @@ class AgentReport:
     notice_in_s: float | None = None
     notice: str | None = None
     problems: tuple[str, ...] = ()
+    data: DataState = NOTHING_YET
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1})  # type: ignore[call-overload]
@@ -54,8 +59,12 @@ class AgentActor:
         memory_directory: str,
         disk_directory: str,
         metadata_poll_s: float | None,
+        job: Job,
+        environment: Mapping[str, str],
         record: RunRecord | None = None,
     ) -> None:
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
         self._log = log_as(node, record)
         self._node = node
         self._directories = (memory_directory, disk_directory)
@@ -65,6 +74,7 @@ class AgentActor:
         self._replicator = Replicator(self._store, memory_directory, token)
         self._endpoint = AgentEndpoint(node, host, self._server.port, token)
         self._watch = None if metadata_poll_s is None else NoticeWatch(metadata_poll_s)
+        self._data = Preparation(job)
 
     def report(self) -> AgentReport:
         notice = None if self._watch is None else self._watch.notice
@@ -76,6 +86,7 @@ class AgentActor:
             left,
             notice and notice[0],
             self._store.problems,
+            self._data.state,
         )
 
     @ray.method(concurrency_group="witness")
@@ -105,6 +116,7 @@ class AgentActor:
         """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""
         if self._watch is not None:
             self._watch.close()
+        self._data.close()
         self._replicator.close()
         self._server.close()
         self._store.close()

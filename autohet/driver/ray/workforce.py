@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from autohet.driver.control.data_watch import DataWatch
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
 from autohet.driver.ray import cluster as ray_cluster
@@ -22,6 +22,7 @@ from autohet.driver.ray.agent_actor import AgentActor, AgentReport
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.ray.cluster import RayNode
+from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.polling import Poller, RayCalls
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.silence import Heard, Witnesses
@@ -42,8 +43,6 @@ BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfigurati
 METADATA = "EC2 instance metadata"
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
-FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_")
-NODE_OWN = ("AWS_EC2_METADATA_", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NCCL_HOSTID")  # each machine's or process's own
 
 
 @dataclass
@@ -102,6 +101,7 @@ class RayWorkforce:
         self._inventories = Inventories(calls, self.timeouts)
         self._errands = AgentErrands(self.timeouts, calls)
         self._witnesses = Witnesses(self.timeouts, calls)
+        self._data = DataWatch(job)
 
     # observing -------------------------------------------------------------------------------------------------------
 
@@ -112,6 +112,7 @@ class RayWorkforce:
             self._nodes_read_at = now
             self._read_nodes(now)
             self._agents.poll(0.0, self.clock)
+            self._data.judge({name: a.value.data for name, a in self._agents.answers.items() if a.value}, now)
             self._drains = ray_cluster.draining_nodes() if "ray" in self.job.elastic.notice_sources else {}
         fresh = self._reports.poll(0.05, self.clock)
         now = self.clock()
@@ -142,7 +143,9 @@ class RayWorkforce:
     def _view(self, seat: Seat) -> NodeView:
         answer = self._agents.answers.get(seat.view.node.name)
         report: AgentReport | None = None if answer is None else answer.value
-        return replace(seat.view, endpoint=None if report is None else report.endpoint)
+        if report is None:
+            return seat.view
+        return replace(seat.view, endpoint=report.endpoint, data=self._data.states.get(seat.view.node.name))
 
     def _read_nodes(self, now: float) -> None:
         alive = {node.node_id: node for node in ray_cluster.living_nodes()}
@@ -164,8 +167,9 @@ class RayWorkforce:
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
         agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
-            name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll(), self._record
-        )
+            name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll(),
+            self.job, forwarded_environment(), self._record,
+        )  # fmt: skip
         self._seats[name] = Seat(node, NodeView(Node(name, kind), now), agent, directory)
         self._agents.add(name, agent, now)
 
@@ -381,17 +385,6 @@ class RayWorkforce:
             ray.kill(handle)
         self._workers.clear()
         self._rendezvous.close()
-
-
-def forwarded_environment() -> dict[str, str]:
-    """Where this process finds its storage, models and caches, and what it was told of CUDA, NCCL, gloo and PyTorch: workers on other
-    machines need the same, unless their own environment says otherwise.
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(FORWARDED) and not name.startswith(NODE_OWN)
-    }
 
 
 def affinity(node_id: str) -> NodeAffinitySchedulingStrategy:

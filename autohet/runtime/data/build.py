@@ -1,4 +1,4 @@
-"""Builds token datasets into a cache directory: once per node, atomically, in bounded memory."""
+"""Builds token datasets into a cache directory: once per node, in parts that survive their builder, in bounded memory."""
 
 import contextlib
 import errno
@@ -7,12 +7,14 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from xxhash import xxh3_64_intdigest
 
 from autohet.runtime.data.dataset import (
     FORMAT_VERSION,
@@ -21,22 +23,29 @@ from autohet.runtime.data.dataset import (
     TokenDataset,
     write_facts,
 )
-from autohet.runtime.data.documents import Piece, read_pieces
-from autohet.runtime.data.sources import SourceFile, list_sources, local_copy
+from autohet.runtime.data.parts import PART_BYTES, Finished, PartCorrupt, PartsStore, divide
+from autohet.runtime.data.sources import SourceFile, list_sources
 from autohet.runtime.data.tokenization import Tokenizer, Tokens, load_tokenizer
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
+from recovery.storage.open import open_storage
 
 TOKENS_PER_BATCH = 1 << 22
-TEXTS_PER_CALL = 1024
-CHARACTERS_PER_CALL = 1 << 20
 LOCK_POLL_S = 0.05
+PROGRESS_S = 1.0
+Progress = Callable[[int, int], None]
+"""Called with the source bytes whose tokens are there, and all; every second or so; what it raises ends the preparation."""
 
 
-def prepare_dataset(data: DataSection, sequence_length: int) -> TokenDataset:
-    """The token dataset of `data`, from the cache when it is there and current, else built now.
+def prepare_dataset(
+    data: DataSection, sequence_length: int, *, progress: Progress = lambda done, total: None, shared: str | None = None
+) -> TokenDataset:
+    """The token dataset of `data`, from the cache when it is there and current, else prepared now.
 
-    Called by any number of processes of a node; one builds and the others wait, at most `data.build_timeout_s`.
+    Called by any number of processes of a node; one builds and the others wait, at most `data.build_timeout_s`. What a builder that
+    was killed had tokenized is there for the next one. Nodes whose cache is one directory share the work out; so do those that are given
+    one `shared` storage (a URI), to which each publishes what it has tokenized.
+
     ConfigError for sources that are missing, empty, unreadable or too short for one row.
     """
     files = list_sources(data)
@@ -46,16 +55,26 @@ def prepare_dataset(data: DataSection, sequence_length: int) -> TokenDataset:
     dataset = _open_complete(target)
     if dataset is not None:
         return dataset
-    with _space_errors(target.parent), _lock(target.with_suffix(".lock"), data.build_timeout_s):
+    lock = target.with_name(f"{target.name}.{socket.gethostname()}.lock")
+    with _space_errors(target.parent), _lock(lock, data.build_timeout_s):
         dataset = _open_complete(target)
         if dataset is not None:
             return dataset
-        return _build(target, data, files, tokenizer, sequence_length, fingerprint)
+        return _Build(target, data, files, tokenizer, sequence_length, fingerprint, progress).run(shared)
+
+
+def survey(data: DataSection) -> int:
+    """What can be said of the data without reading it: bytes of all its files.
+
+    ConfigError for sources that are missing or empty, and a tokenizer that cannot be loaded.
+    """
+    load_tokenizer(data.tokenizer, data.end_of_document)
+    return sum(file.size_bytes for file in list_sources(data))
 
 
 def _fingerprint(data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, sequence_length: int) -> str:
     """Changes when any file's version, the way to read it, the tokenizer or the row length does."""
-    parts = [FORMAT_VERSION, files, data.text_field, tokenizer.identity, sequence_length]
+    parts = [FORMAT_VERSION, PART_BYTES, files, data.text_field, tokenizer.identity, sequence_length]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -109,33 +128,96 @@ def _space_errors(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _build(
-    target: Path,
-    data: DataSection,
-    files: list[SourceFile],
-    tokenizer: Tokenizer,
-    sequence_length: int,
-    fingerprint: str,
-) -> TokenDataset:
-    """Called under the lock: what an earlier builder left unfinished is nobody's."""
-    for leftover in target.parent.glob(f"{target.name}.building-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    building = target.with_name(f"{target.name}.building-{os.getpid()}")
-    building.mkdir()
-    try:
-        writer = _RowWriter(building / TOKENS_FILE, tokenizer.vocab_size, sequence_length + 1)
-        with writer:
-            for tokens in _token_stream(data, files, tokenizer, building, writer):
-                writer.write(tokens)
-        _require_rows(writer, data, sequence_length)
-        write_facts(building, writer.facts(fingerprint, data, tokenizer, len(files)))
-        _sync(building)
-        shutil.rmtree(target, ignore_errors=True)  # incomplete or corrupt, or _open_complete would have taken it
-        os.rename(building, target)
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return TokenDataset(target)
+class _Build:
+    """One process's work on one dataset, under its node's lock."""
+
+    def __init__(
+        self, target: Path, data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, sequence_length: int, fingerprint: str,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self._target, self._data, self._files, self._tokenizer = target, data, files, tokenizer
+        self._sequence_length, self._fingerprint, self._progress = sequence_length, fingerprint, progress
+        self._parts = divide(files)
+        self._total = sum(part.num_bytes for part in self._parts)
+        self._directory = target.with_name(f"{target.name}.parts")
+        self._told_at = 0.0
+
+    def run(self, shared: str | None) -> TokenDataset:
+        storage = None if shared is None else open_storage(f"{shared.rstrip('/')}/{self._target.name}")
+        store = PartsStore(self._directory, token_dtype(self._tokenizer.vocab_size), storage)
+        try:
+            while (dataset := self._attempt(store)) is None:
+                pass  # a part was corrupt, and is made anew
+        except ConfigError:  # the data is wrong: mended data is another dataset
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+        finally:
+            if storage is not None:
+                storage.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return dataset
+
+    def _attempt(self, store: PartsStore) -> TokenDataset | None:
+        try:
+            return self._assemble(store, self._tokenize(store))
+        except PartCorrupt:
+            return None
+        except FileNotFoundError:  # the parts are gone: another node has made the dataset of them
+            dataset = _open_complete(self._target)
+            if dataset is None:
+                raise
+            return dataset
+
+    def _tokenize(self, store: PartsStore) -> Mapping[int, Finished]:
+        """Every part, made here or by others: each builder goes through them in an order of its own."""
+        me = f"{socket.gethostname()} {os.getpid()}"
+        order = sorted(self._parts, key=lambda part: xxh3_64_intdigest(f"{me} {part.index}".encode()))
+        for part in order:
+            store.fetch()
+            if part.index not in self._told(store):
+                store.write(part, self._tokenizer, self._data.text_field, lambda: self._tell_at_times(store))
+        return self._told(store)
+
+    def _tell_at_times(self, store: PartsStore) -> None:
+        if time.monotonic() - self._told_at >= PROGRESS_S:
+            self._told(store)
+
+    def _told(self, store: PartsStore) -> Mapping[int, Finished]:
+        """The parts that there are; whoever waits for them is told."""
+        finished = store.finished()
+        self._told_at = time.monotonic()
+        self._progress(sum(part.num_bytes for part in self._parts if part.index in finished), self._total)
+        return finished
+
+    def _assemble(self, store: PartsStore, finished: Mapping[int, Finished]) -> TokenDataset:
+        """Rows from the parts, committed by one rename. Another node may have been faster. PartCorrupt where a part is not what it was."""
+        for leftover in self._target.parent.glob(f"{self._target.name}.building-{socket.gethostname()}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        building = self._target.with_name(f"{self._target.name}.building-{socket.gethostname()}-{os.getpid()}")
+        building.mkdir()
+        try:
+            writer = _RowWriter(building / TOKENS_FILE, self._tokenizer.vocab_size, self._sequence_length + 1)
+            with writer:
+                for part in self._parts:
+                    for tokens in store.read(finished[part.index]):
+                        writer.write(tokens)
+                    writer.num_documents += finished[part.index].num_documents
+            _require_rows(writer, self._data, self._sequence_length)
+            write_facts(building, writer.facts(self._fingerprint, self._data, self._tokenizer, len(self._files)))
+            _sync(building)
+            return self._commit(building)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    def _commit(self, building: Path) -> TokenDataset:
+        other = _open_complete(self._target)
+        if other is not None:
+            return other
+        shutil.rmtree(self._target, ignore_errors=True)  # incomplete or corrupt, or _open_complete would have taken it
+        with contextlib.suppress(FileExistsError):  # by another node, just now
+            os.rename(building, self._target)
+        _sync(self._target.parent)
+        return TokenDataset(self._target)
 
 
 def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int) -> None:
@@ -146,33 +228,9 @@ def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int)
         )
 
 
-def _token_stream(
-    data: DataSection, files: list[SourceFile], tokenizer: Tokenizer, scratch: Path, writer: "_RowWriter"
-) -> Iterator[Tokens]:
-    """The tokens of all documents in order, each followed by the end token."""
-    end = np.array([tokenizer.end_token], np.int64)
-    for file in files:
-        with local_copy(file, scratch) as path:
-            for pieces in _grouped(read_pieces(path, file.name, file.format, data.text_field)):
-                for piece, tokens in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
-                    yield tokens
-                    if piece.ends_document:
-                        writer.num_documents += 1
-                        yield end
-
-
-def _grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups that are worth one call of a tokenizer that works in parallel."""
-    group: list[Piece] = []
-    characters = 0
-    for piece in pieces:
-        group.append(piece)
-        characters += len(piece.text)
-        if len(group) == TEXTS_PER_CALL or characters >= CHARACTERS_PER_CALL:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
+def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    """What tokens are stored as."""
+    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.uint32)
 
 
 class _RowWriter:
@@ -185,7 +243,7 @@ class _RowWriter:
         self._path = path
         self._row_tokens = row_tokens
         self._rows_per_batch = max(1, TOKENS_PER_BATCH // row_tokens)
-        self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self._dtype = token_dtype(vocab_size)
         self._buffer = np.empty(self._rows_per_batch * row_tokens, self._dtype)
         self._filled = 0
         self._digest = hashlib.sha256()

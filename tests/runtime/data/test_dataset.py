@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from autohet.runtime.data import TokenDataset, build, documents, prepare_dataset
+from autohet.runtime.data import TokenDataset, build, documents, parts, prepare_dataset
 from autohet.runtime.job import DataSection
 from planner.errors import ConfigError
 
@@ -71,7 +71,7 @@ def test_formats_and_compressions_give_the_same_content(tmp_path: Path, make_dat
 def test_rows_span_batches(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"document {number} " * (number % 7) for number in range(300)]
     monkeypatch.setattr(build, "TOKENS_PER_BATCH", 100)
-    monkeypatch.setattr(build, "TEXTS_PER_CALL", 7)
+    monkeypatch.setattr(parts, "TEXTS_PER_CALL", 7)
     dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", texts)), 15)
     assert dataset.facts.rows_per_batch == 6
     rows = expected_rows(texts, 16)
@@ -136,7 +136,7 @@ def test_cache_is_used_and_a_stale_one_is_not(
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     first = prepare_dataset(make_data(path), 15)
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_build", lambda *arguments: pytest.fail("built again"))
+        patch.setattr(build, "_Build", lambda *arguments: pytest.fail("built again"))
         assert prepare_dataset(make_data(path), 15).path == first.path
     write_jsonl(path, [*TEXTS, "one more document of some length"])
     second = prepare_dataset(make_data(path), 15)
@@ -204,7 +204,9 @@ def test_the_wait_for_another_builder_ends(tmp_path: Path, make_data: MakeData) 
     program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
     program += "; sys.stdin.read()"
     holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(target.with_suffix(".lock"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(next(target.parent.glob("*.lock")))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         assert holder.stdout is not None

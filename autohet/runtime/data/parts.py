@@ -1,0 +1,220 @@
+"""A corpus in parts: each is tokenized by itself, by whoever comes first, and committed by one rename.
+
+Parts make preparation resumable (what a killed builder had committed stays) and let nodes that share a directory, or a storage, share
+the work. Nobody claims a part: each builder walks them in an order of its own, so that two seldom meet at one; where they do they write
+the same bytes under the same name.
+
+A part's file is its tokens, each document's followed by the end token, in the dataset's dtype; its name says how many tokens and documents
+they are, and their xxh3-64.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from autohet.runtime.data.documents import Piece, is_divisible, read_pieces
+from autohet.runtime.data.sources import S3_SCHEME, SourceFile, local_copy
+from autohet.runtime.data.tokenization import Tokenizer, Tokens
+from recovery.storage.errors import ObjectExists, StorageError
+from recovery.storage.payload import BytesPayload
+from recovery.storage.protocol import Storage
+
+PART_BYTES = 64 << 20
+"""Of source text: seconds of work, so that little is lost with a builder, and few enough files for a terabyte."""
+TOKENS_PER_READ = 1 << 22
+TEXTS_PER_CALL = 1024
+CHARACTERS_PER_CALL = 1 << 20
+_NAME = re.compile(r"(\d{6})-(\d+)-(\d+)-([0-9a-f]{16})\.tokens")
+
+
+class Stretch(NamedTuple):
+    """Bytes [start, stop) of a file that can be read from anywhere: the lines that begin there. stop None: to its end."""
+
+    file: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stretches that are tokenized together, in order."""
+
+    index: int
+    stretches: tuple[Stretch, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A committed part, as its file's name has it."""
+
+    index: int
+    num_tokens: int
+    num_documents: int
+    digest: str
+
+    @classmethod
+    def from_name(cls, name: str) -> Finished | None:
+        match = _NAME.fullmatch(name)
+        return None if match is None else cls(int(match[1]), int(match[2]), int(match[3]), match[4])
+
+    @property
+    def name(self) -> str:
+        return f"{self.index:06d}-{self.num_tokens}-{self.num_documents}-{self.digest}.tokens"
+
+
+def divide(files: Sequence[SourceFile], part_bytes: int | None = None) -> list[Part]:
+    """The corpus in parts of about `part_bytes`, a function of the files alone: the same on every node that has them."""
+    limit = part_bytes or PART_BYTES
+    parts: list[Part] = []
+    open_stretches: list[Stretch] = []
+    open_bytes = 0
+    for stretch, size in _stretches(files, limit):
+        if open_stretches and open_bytes + size > limit:
+            parts.append(Part(len(parts), tuple(open_stretches), open_bytes))
+            open_stretches, open_bytes = [], 0
+        open_stretches.append(stretch)
+        open_bytes += size
+    return [*parts, Part(len(parts), tuple(open_stretches), open_bytes)]
+
+
+def _stretches(files: Iterable[SourceFile], limit: int) -> Iterator[tuple[Stretch, int]]:
+    for file in files:
+        if file.size_bytes <= limit or file.name.startswith(S3_SCHEME) or not is_divisible(file.name, file.format):
+            yield Stretch(file), file.size_bytes
+            continue
+        starts = range(0, file.size_bytes, limit)
+        for start in starts:
+            stop = None if start == starts[-1] else start + limit
+            yield Stretch(file, start, stop), min(limit, file.size_bytes - start)
+
+
+class PartCorrupt(Exception):
+    """A part's file does not hold what its name says."""
+
+
+class PartsStore:
+    """The committed parts of one dataset: a directory, and a storage that other nodes read too, where there is one."""
+
+    def __init__(self, directory: Path, dtype: np.dtype[Any], shared: Storage | None = None) -> None:
+        self.directory, self.dtype, self._shared = directory, dtype, shared
+        self.trouble: str | None = None
+        """Why the shared storage is not used (any more): preparation goes on without it."""
+        directory.mkdir(exist_ok=True)
+
+    def finished(self) -> dict[int, Finished]:
+        """Parts that lie here, by number."""
+        names = os.listdir(self.directory)
+        return {part.index: part for name in names if (part := Finished.from_name(name)) is not None}
+
+    def fetch(self) -> None:
+        """Bring in what other nodes have published; what is not as its name says is left out, and is made here."""
+        here = self.finished()
+        for info in self._ask(lambda storage: list(storage.list())) or ():
+            part = Finished.from_name(info.name)
+            if part is None or part.index in here:
+                continue
+            content = self._ask(lambda storage, name=info.name: storage.get(name))  # type: ignore[misc]
+            if content is not None and f"{xxh3_64_intdigest(content):016x}" == part.digest:
+                self._commit(part, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+                here[part.index] = part
+
+    def write(self, part: Part, tokenizer: Tokenizer, text_field: str, check: Callable[[], None]) -> Finished:
+        """Tokenize a part and commit it. `check` is called every second or so, and raises what ends the work."""
+        temporary = self._temporary()
+        digest, num_tokens, num_documents = xxh3_64(), 0, 0
+        try:
+            with open(temporary, "wb") as output:
+                for tokens, ended in _tokens_of(part, tokenizer, text_field, self.directory, check):
+                    stored = np.ascontiguousarray(tokens, self.dtype)
+                    digest.update(stored.data)
+                    output.write(stored.data)
+                    num_tokens, num_documents = num_tokens + len(stored), num_documents + ended
+                output.flush()
+                os.fsync(output.fileno())
+            finished = Finished(part.index, num_tokens, num_documents, digest.hexdigest())
+            os.rename(temporary, self.directory / finished.name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._publish(finished)
+        return finished
+
+    def _publish(self, part: Finished) -> None:
+        if self._shared is not None:
+            payload = BytesPayload((self.directory / part.name).read_bytes())
+            with suppress(ObjectExists):  # another node was as fast; its bytes are the same
+                self._ask(lambda storage: storage.put(part.name, payload, if_none_match=True))
+
+    def _ask(self, question: Callable[[Storage], Any]) -> Any:
+        """What the shared storage answers; None once it has failed: a dataset needs it less than a job needs to start."""
+        if self._shared is None or self.trouble is not None:
+            return None
+        try:
+            return question(self._shared)
+        except ObjectExists:
+            raise
+        except StorageError as error:
+            self.trouble = str(error)
+            return None
+
+    def _temporary(self) -> Path:
+        return self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.writing"
+
+    def _commit(self, part: Finished, write: Callable[[Path], object]) -> None:
+        temporary = self._temporary()
+        write(temporary)
+        os.rename(temporary, self.directory / part.name)
+
+    def read(self, part: Finished) -> Iterator[NDArray[Any]]:
+        """A part's tokens in order, shape [any]. PartCorrupt, and the part is gone, where they are not those that were committed."""
+        digest, num_tokens = xxh3_64(), 0
+        with open(self.directory / part.name, "rb") as file:
+            while len(block := np.fromfile(file, self.dtype, TOKENS_PER_READ)):
+                digest.update(block.data)
+                num_tokens += len(block)
+                yield block
+        if (num_tokens, digest.hexdigest()) != (part.num_tokens, part.digest):
+            (self.directory / part.name).unlink(missing_ok=True)
+            raise PartCorrupt(f"part {part.index} is corrupt")
+
+
+def _tokens_of(
+    part: Part, tokenizer: Tokenizer, text_field: str, scratch: Path, check: Callable[[], None]
+) -> Iterator[tuple[Tokens, bool]]:
+    """Tokens of the part's documents in order, and whether a document ends with them (the end token then)."""
+    end = np.array([tokenizer.end_token], np.int64)
+    for stretch in part.stretches:
+        file = stretch.file
+        with local_copy(file, scratch) as path:
+            pieces = read_pieces(path, file.name, file.format, text_field, stretch.start, stretch.stop)
+            for group in _grouped(pieces):
+                check()
+                for piece, tokens in zip(group, tokenizer.encode([piece.text for piece in group]), strict=True):
+                    yield tokens, False
+                    if piece.ends_document:
+                        yield end, True
+
+
+def _grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in groups that are worth one call of a tokenizer that works in parallel."""
+    group: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece.text)
+        if len(group) == TEXTS_PER_CALL or characters >= CHARACTERS_PER_CALL:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group

@@ -1,0 +1,73 @@
+"""The preparation of a node's data in a thread of its agent: what it has done so far, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from autohet.runtime.messages import DataState
+from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.runtime.job import Job
+
+logger = logging.getLogger("autohet.data")
+ATTEMPTS = 3
+PAUSE_S = 5.0
+S3_SCHEME = "s3://"
+
+
+class Preparation:
+    """Owns the thread. What an attempt had done is there for the next one, in this process or another."""
+
+    def __init__(self, job: Job) -> None:
+        self.state = DataState()
+        self._job = job
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="data-preparation", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        """The thread's edge: the data that is wrong is told at once, what may pass is tried again."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._prepare()
+            except ConfigError as error:
+                return self._end(str(error))
+            except InterruptedError:
+                return None
+            except Exception as error:
+                logger.exception("attempt %d to prepare the data failed", attempt)
+                if attempt == ATTEMPTS or self._stop.wait(PAUSE_S):
+                    return self._end(f"its data cannot be prepared: {type(error).__name__}: {error}")
+        return None
+
+    def _prepare(self) -> None:
+        from autohet.runtime.data.build import prepare_dataset  # pyarrow takes its time: not in the agent's constructor
+
+        data, length = self._job.require_training(), self._job.training.sequence_length
+        dataset = prepare_dataset(data, length, progress=self._progress, shared=shared_datasets(self._job))
+        facts = dataset.facts
+        total = max(self.state.total_bytes, 1)
+        self.state = DataState(total, total, facts.content_sha256, facts.num_rows)
+
+    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+        if self._stop.is_set():
+            raise InterruptedError
+        self.state = DataState(done_bytes, total_bytes)
+
+    def _end(self, error: str) -> None:
+        self.state = DataState(self.state.done_bytes, self.state.total_bytes, error=error)
+
+
+def shared_datasets(job: Job) -> str | None:
+    """Where nodes publish what they have tokenized: beside the checkpoints, where these are in S3. On a file system that nodes share,
+    `data.cache` shares the work out.
+    """
+    storage = job.checkpoint_storage
+    return f"{storage.rstrip('/')}/datasets" if storage.startswith(S3_SCHEME) else None
