@@ -15,11 +15,11 @@ from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.redundancy import layers_of
 from planner.search import limits
-from planner.search.autohet import search_autohet
 from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
 from planner.search.improve import Improver, Judge, walker
 from planner.search.judge import costed, least_ahead, settled, unacceptable
+from planner.search.memory import cost_like, search_with_memory
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
 
@@ -87,6 +87,7 @@ def replan(
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
     migration = migration or MigrationCost()
+    request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
     held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
     begin, judged = request.clock(), _Judged(previous, request, held, horizon_s, migration)
@@ -154,7 +155,7 @@ class _Judged:
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
     try:
-        return search_autohet(request, seeds)
+        return search_with_memory(request, seeds)
     except InfeasibleError:
         return None
 

@@ -34,11 +34,27 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryChoices:
+    """What plans may do for memory. recompute: of a stage's blocks, the quickest first; shard_optimizer: whether holders of a layer may
+    share out its optimizer state."""
+
+    recompute: tuple[Recompute, ...] = ("none",)
+    shard_optimizer: bool = False
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is nothing to choose."""
+        return len(self.recompute) == 1 and not self.shard_optimizer
+
+
+@dataclass(frozen=True, slots=True)
 class Assumed:
     """Of which stages `layer_costs` are: how they recompute, and among how many holders optimizer state is shared out. at_least: for lower
     bounds, activations are those of stages that recompute so, if these are less, and communicators are those that no plan can do without.
+    choices: each stage of a plan is given the first of these with which it fits (`CostModel.working_ahead`); empty: it keeps what it says.
     """
 
     recompute: Recompute
     holders: int = 1
     at_least: Recompute | None = None
+    choices: tuple[Recompute, ...] = ()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from planner.cluster import Fleet, NodeType
 from planner.communicators import LEAST_OF_A_GROUP, MOSTLY
 from planner.cost.boundaries import BoundaryCosts
-from planner.cost.layer_costs import Assumed, LayerCosts
+from planner.cost.layer_costs import Assumed, LayerCosts, MemoryChoices
 from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
 from planner.cost.links import Links, LinkTable
 from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
@@ -31,7 +31,7 @@ from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, check_plan
 from planner.profile import ProfileTable, default_profile
 
-__all__ = ["Assumed", "CostModel", "LayerCosts", "Prediction", "Simulation"]
+__all__ = ["Assumed", "CostModel", "LayerCosts", "MemoryChoices", "Prediction", "Simulation"]
 
 Floats = NDArray[np.float64]
 
@@ -53,7 +53,7 @@ class CostModel:
 
     profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else
     the spec's name, else the profile's only model). With a `links` table measured bandwidths replace the labels' and
-    the catalogue's.
+    the catalogue's. recompute: of stages that say none; choices: what a search may choose instead (None: nothing).
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class CostModel:
         sequence_length: int,
         precision: str = "bf16",
         recompute: Recompute = "none",
+        choices: MemoryChoices | None = None,
         links: LinkTable | None = None,
         parameters: CostParameters | None = None,
         model: str | None = None,
@@ -72,6 +73,7 @@ class CostModel:
         require_dtype(precision)
         self.fleet, self.spec, self.precision = fleet, spec, precision
         self.recompute: Recompute = recompute
+        self.choices = choices or MemoryChoices((recompute,))
         self.assumed = Assumed(recompute)
         self.sequence_length = sequence_length
         self.parameters = parameters or CostParameters()
@@ -336,8 +338,10 @@ class CostModel:
         )
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
-        """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next, where
-        transfers run beside the work; else as it is."""
+        """The plan as it would be run: what its stages do for memory chosen where there is a choice (`Assumed.choices`), then as many
+        microbatches in flight as fit, at most so many more at each stage than at the next, where transfers run beside the work."""
+        if self.assumed.choices:
+            plan = self._memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
         return plan if self.parameters.transfers != "none" else self._memory_of.working_ahead(plan, most)
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:

@@ -1,7 +1,7 @@
 """Bytes of a whole plan: what each of its workers needs, and how many microbatches memory lets its stages keep in flight."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.communicators import communicators_at_most
@@ -11,7 +11,7 @@ from planner.cost.stage_costs import Sharing, StageCosts, sharing_of
 from planner.cost.sync import SyncJob, sync_jobs
 from planner.in_flight import one_each, working_ahead
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan
+from planner.plan import Pipeline, Plan, Recompute
 
 _REMEMBERED = 16  # plans, each asked for several times in a row
 
@@ -38,6 +38,25 @@ class PlanMemory:
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
         """As `planner.cost.sync.sync_jobs`; remembered."""
         return self._jobs(plan)[0]
+
+    def with_choices(self, plan: Plan, choices: Sequence[Recompute], shard: bool) -> Plan:
+        """The plan, optimizer state shared out or not, in which each stage recomputes by the first choice with which it fits, as few
+        microbatches in flight as 1F1B allows; by the last where it fits with none."""
+        ways = [_saying(plan, choice, shard) for choice in choices]
+        sharing, taken = sharing_of(ways[0]), self._communicator_bytes(plan)
+        pipelines = []
+        for number, first in enumerate(ways[0].pipelines):
+            several = [way.pipelines[number] for way in ways]
+            stages = [
+                next((w.stages[i] for w in several if self._fits(w, i, sharing, taken)), several[-1].stages[i])
+                for i in range(len(first.stages))
+            ]
+            pipelines.append(replace(first, stages=tuple(stages)))
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _fits(self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]) -> bool:
+        terms, worker = self._stages.terms(pipeline, index, sharing), pipeline.stages[index].workers[0]
+        return terms.room(taken.get(worker, 0.0)) >= pipeline.in_flight(index)
 
     def working_ahead(self, plan: Plan, most: int) -> Plan:
         """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next."""
@@ -67,7 +86,7 @@ class PlanMemory:
 
     def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
         """A plan's all-reduces and the bytes of its workers' communicators, which depend on its stages alone."""
-        key = tuple(pipeline.stages for pipeline in plan.pipelines)
+        key = tuple((s.first_layer, s.num_layers, s.workers) for pipeline in plan.pipelines for s in pipeline.stages)
         known = self._synced.get(key)
         if known is None:
             jobs = sync_jobs(plan, self.spec, self.parameters)
@@ -77,3 +96,16 @@ class PlanMemory:
             if len(self._synced) > _REMEMBERED:
                 del self._synced[next(iter(self._synced))]
         return known
+
+
+def _saying(plan: Plan, recompute: Recompute, shard: bool) -> Plan:
+    """The plan with one choice for all stages, microbatches in flight as 1F1B has them."""
+    pipelines = (
+        replace(
+            pipeline,
+            stages=tuple(replace(stage, recompute=recompute, shard_optimizer=shard) for stage in pipeline.stages),
+            most_in_flight=(),
+        )
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=tuple(pipelines))

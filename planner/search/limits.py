@@ -81,3 +81,7 @@ MIN_SEARCH_S = 0.2  # seconds of one fleet's search at least
 EXPLAINED_FLEETS = 24  # looked at to say by how much a price limit is too low
 EXHAUSTIVE = (5, 6, 16)  # GPUs, blocks and sequences at most: some ten thousand plans
 WIDER = 1.25  # each round looks at all plans that stages alone allow to be so much slower than those of the one before
+
+# ---- memory ----
+CLEARLY = 1.02  # times faster: by so much a plan that recomputes or shards must be, where one does without: shared moments have no twin
+SHARED_BY = (2, 8)  # holders for which stages are cut: the fewest there can be, and where most of what can be saved is

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from planner.errors import ConfigError
-from planner.search.autohet import search_autohet
+from planner.search.memory import search_with_memory
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
@@ -13,7 +13,7 @@ from planner.strategies.pareto import search_objective
 from planner.strategies.symmetric import search_megatron, search_varuna
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
-    "autohet": search_autohet,
+    "autohet": search_with_memory,
     "metis": search_metis,
     "fasop": search_fasop,
     "hap": search_hap,

@@ -1,0 +1,146 @@
+"""Recomputation and sharded optimizer state as variables of the search.
+
+The whole search runs on tables of one assumption at a time: that nothing is done for memory, or as much as the job allows. Whatever it
+looks at is then given, stage by stage, the quickest choice with which it fits (`CostModel.working_ahead`) and is judged by the prediction
+as it would be run. Where a draft on tables without any limit of memory promises nothing, the first search is the only one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from planner.cost.model import Assumed, CostModel
+from planner.errors import InfeasibleError
+from planner.plan import Plan, Stage
+from planner.search import limits
+from planner.search.autohet import search_autohet
+from planner.search.bound import NO_PROOF, Proof, prove
+from planner.search.cost_tables import tables_of
+from planner.search.families import Drafter
+from planner.search.problem import Answer, Rejected, Request, SearchReport
+
+
+def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
+    """As `search_autohet`, where there is a choice also with stages that recompute or share out optimizer state: where nothing else fits,
+    or by CLEARLY faster."""
+    if request.cost.choices.is_fixed:
+        return search_autohet(request, seeds)
+    begin, known = request.clock(), list(seeds)
+    plain, *others = levels(request)
+    first = _search(request, plain, known)
+    if isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s):
+        others = []
+    tried = [first, *(_search(request, each, known + _plan_of(first)) for each in others)]
+    best = _chosen(tried)
+    plan = fewest_shared(request.cost, best.plan)
+    prediction = request.cost.predict(plan)
+    proof = _proof(request, prediction.step_time_s)
+    report = SearchReport(
+        request.clock() - begin,
+        sum(each.search.plans_evaluated for each in tried if isinstance(each, Answer)),
+        proof.lower_bound_s, proof.gap, proof.says,
+    )  # fmt: skip
+    rejected = tuple(_left(assumed, each, best) for assumed, each in zip([plain, *others], tried) if each is not best)
+    return replace(best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected))
+
+
+def levels(request: Request) -> list[Assumed]:
+    """What is assumed of all stages, the first with nothing done for memory. Shared moments lie once, so a job that wants each shard on
+    several nodes shares none out."""
+    allowed = request.cost.choices
+    lightest, heaviest = allowed.recompute[0], allowed.recompute[-1]
+    found = [Assumed(lightest, choices=(lightest,)), Assumed(heaviest, choices=allowed.recompute)]
+    if _may_share(request):
+        for holders in (number for number in limits.SHARED_BY if number <= len(request.fleet.workers)):
+            found += [Assumed(how, holders, choices=allowed.recompute) for how in (lightest, heaviest)]
+    return list(dict.fromkeys(found))
+
+
+def cost_like(cost: CostModel, plan: Plan) -> CostModel:
+    """The cost model whose searches do for memory what a plan does."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    shared = any(stage.shard_optimizer for stage in stages)
+    ways = [how for how in cost.choices.recompute if any(stage.recompute == how for stage in stages)]
+    if cost.choices.is_fixed or not (ways or shared):
+        return cost
+    holders = max(2, len(plan.pipelines)) if shared else 1
+    return cost.assuming(Assumed((ways or cost.choices.recompute)[-1], holders, choices=cost.choices.recompute))
+
+
+def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
+    """The plan with optimizer state shared out only by stages that do not fit without, if it is no slower by more than CLEARLY."""
+    needed = cost.memory_by_worker(_shared_by(plan, set()))
+    limit = {worker: cost.limit_bytes(cost.fleet.node_of(worker).node_type) for worker in plan.workers}
+    fewer = _shared_by(plan, {worker for worker in plan.workers if needed[worker] > limit[worker]})
+    before, after = cost.predict(plan), cost.predict(fewer)
+    return fewer if after.fits and after.step_time_s <= limits.CLEARLY * before.step_time_s else plan
+
+
+def _shared_by(plan: Plan, workers: set[str]) -> Plan:
+    def said(stage: Stage) -> Stage:
+        return replace(stage, shard_optimizer=stage.shard_optimizer and not workers.isdisjoint(stage.workers))
+
+    return replace(plan, pipelines=tuple(replace(p, stages=tuple(map(said, p.stages))) for p in plan.pipelines))
+
+
+def _may_share(request: Request) -> bool:
+    return request.cost.choices.shard_optimizer and request.min_node_disjoint_holders < 2
+
+
+def _search(request: Request, assumed: Assumed, seeds: Iterable[Plan]) -> Answer | InfeasibleError:
+    try:
+        return search_autohet(replace(request, cost=request.cost.assuming(assumed), prove=False), seeds)
+    except InfeasibleError as error:
+        return error
+
+
+def _plan_of(tried: Answer | InfeasibleError) -> list[Plan]:
+    return [tried.plan] if isinstance(tried, Answer) else []
+
+
+def _unlimited(request: Request) -> Request:
+    """With layers as quick as they can be, and as small: no plan takes less time or memory than its tables say."""
+    allowed, sharing = request.cost.choices, _may_share(request)
+    holders = len(request.fleet.workers) if sharing else 1
+    return replace(
+        request, cost=request.cost.assuming(Assumed(allowed.recompute[0], holders, at_least=allowed.recompute[-1]))
+    )
+
+
+def _promises(request: Request, step_s: float) -> bool:
+    """Whether drafts whose stages do everything for memory and lose no time by it would be clearly faster."""
+    free = _unlimited(request)
+    tables = tables_of(free)
+    drafter = Drafter(
+        tables, free.global_batch_sequences, free.deepest(tables.num_blocks), free, free.mixed_tp, free.mixed_microbatch
+    )
+    return min((each.seconds for each in drafter.proposals()), default=step_s) * limits.CLEARLY < step_s
+
+
+def _proof(request: Request, step_s: float) -> Proof:
+    free = _unlimited(request)
+    return prove(free, tables_of(free), step_s) if request.prove else NO_PROOF
+
+
+def _chosen(tried: list[Answer | InfeasibleError]) -> Answer:
+    """The fastest; the first, which does nothing for memory, unless another is clearly faster."""
+    found = [each for each in tried if isinstance(each, Answer)]
+    if not found:
+        raise next(each for each in tried if isinstance(each, InfeasibleError))
+    best = min(found, key=lambda each: each.prediction.step_time_s)
+    plain = tried[0]
+    if isinstance(plain, Answer) and plain.prediction.step_time_s <= limits.CLEARLY * best.prediction.step_time_s:
+        return plain
+    return best
+
+
+def _left(assumed: Assumed, tried: Answer | InfeasibleError, best: Answer) -> Rejected:
+    """In words."""
+    what = f"stages that recompute {' or '.join(assumed.choices)}" + (", optimizer state shared out" if assumed.holders > 1 else "")
+    if isinstance(tried, InfeasibleError):
+        return Rejected(what, str(tried))
+    seconds = tried.prediction.step_time_s
+    if seconds < best.prediction.step_time_s:
+        return Rejected(what, f"{seconds:.4g} s a step, not clearly faster than a plan that does without")
+    return Rejected(what, f"{seconds:.4g} s a step, slower than the chosen plan")
+
+

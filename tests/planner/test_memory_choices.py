@@ -1,0 +1,171 @@
+"""Recomputation and shared optimizer state as choices of the search: what fits by them only, and what a brute force would choose."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import Fleet
+from planner.cost.model import CostModel, MemoryChoices
+from planner.cost.parameters import OURS, CostParameters, framework_parameters
+from planner.errors import InfeasibleError
+from planner.model_spec import KeptValues, ModelSpec
+from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.redundancy import redundancy
+from planner.replan import replan
+from planner.search.memory import fewest_shared, search_with_memory
+from planner.search.problem import Request
+from tests.planner.cases import fleet, model, profile
+
+ALL = MemoryChoices(("none", "selective", "full"), True)
+WIDTH = 256
+PARAMETERS = replace(framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0)
+
+
+def spec(layers: int) -> ModelSpec:
+    """Blocks of 12.6 MB of state and, a microbatch of one sequence, 14.4 MB of activations."""
+    plain = model(layers, WIDTH, vocab=500)
+    kept = KeptValues(100 * WIDTH, 10 * WIDTH, 50 * WIDTH, 3 * WIDTH)
+    return replace(plain, blocks=(replace(plain.blocks[0], autograd=kept),) * layers)
+
+
+def request(
+    of: Fleet, layers: int, batch: int = 8, choices: MemoryChoices | None = None, **wishes: object
+) -> Request:
+    wanted = spec(layers)
+    cost = CostModel(
+        of, wanted, profile(), sequence_length=128, precision="fp32", parameters=PARAMETERS, choices=choices
+    )
+    return Request(of, wanted, cost, batch, 128, **wishes)  # type: ignore[arg-type]
+
+
+def small(*types: tuple[str, int, int], mib: float) -> Fleet:
+    return fleet(*types, memory_gib=dict.fromkeys(("A100", "A10G", "T4"), mib / 1024))
+
+
+def choices_in(plan: Plan) -> set[object]:
+    return {choice for p in plan.pipelines for s in p.stages for choice in (s.recompute, s.shard_optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "stages"), [(MemoryChoices(("none", "full")), None), (MemoryChoices(("none",), True), 1), (ALL, None)]
+)
+def test_a_model_one_layer_larger_than_fits_without_either_is_planned(
+    allowed: MemoryChoices, stages: int | None
+) -> None:
+    """Sharing helps where pipelines may not be deeper: else a further stage saves more."""
+    of = small(("A100", 2, 1), mib=160)
+
+    def fits(layers: int) -> bool:
+        try:
+            search_with_memory(request(of, layers, prove=False, max_stages=stages))
+        except InfeasibleError:
+            return False
+        return True
+
+    first = next(layers for layers in range(4, 40) if not fits(layers))
+    wanted = request(of, first, choices=allowed, prove=False, max_stages=stages)
+    found = search_with_memory(wanted)
+    check_plan(found.plan, first)
+    assert found.prediction.fits
+    assert choices_in(found.plan) & {"selective", "full", True}
+
+
+def test_what_fits_is_planned_as_without_a_choice() -> None:
+    """Plenty of memory: nothing is recomputed, nothing shared."""
+    of = small(("A100", 2, 1), ("T4", 1, 1), mib=4000)
+    free, plain = search_with_memory(request(of, 6, choices=ALL)), search_with_memory(request(of, 6))
+    assert choices_in(free.plan) == {"none", False}
+    assert free.prediction.step_time_s == pytest.approx(plain.prediction.step_time_s, rel=1e-3)
+    assert free.search.lower_bound_s is None or free.search.lower_bound_s <= free.prediction.step_time_s * (1 + 1e-9)
+
+
+def test_state_wanted_on_two_nodes_is_not_shared_out() -> None:
+    of = small(("A100", 2, 1), mib=220)
+    answers = [
+        search_with_memory(request(of, 8, choices=ALL, min_node_disjoint_holders=holders, prove=False))
+        for holders in (1, 2)
+    ]
+    assert redundancy(answers[1].plan, of, 8).weakest == 2
+    assert True not in choices_in(answers[1].plan)
+
+
+def test_only_stages_that_need_it_share_out_their_state() -> None:
+    """The second stage of the first pipeline holds more than fits; its layers are shared out wherever they lie, the others' are not."""
+    narrow, wide = small(("A100", 3, 1), mib=120), small(("A100", 3, 1), mib=2000)
+    of = Fleet(0, (*narrow.nodes[:2], wide.nodes[2]))
+    first = Pipeline((Stage(0, 1, ("a100-0/0",), "full", True), Stage(1, 9, ("a100-1/0",), "full", True)), 4, 1)
+    plan = Plan("tiny", 8, 1, 128, (first, Pipeline((Stage(0, 10, ("a100-2/0",), "full", True),), 4, 1)))
+    cost = request(of, 10, choices=ALL).cost
+    assert not cost.predict(replace(plan, pipelines=tuple(_plain(p) for p in plan.pipelines))).fits
+    fewer = fewest_shared(cost, plan)
+    assert [s.shard_optimizer for p in fewer.pipelines for s in p.stages] == [False, True, False]
+    assert cost.predict(fewer).fits
+
+
+def _plain(pipeline: Pipeline) -> Pipeline:
+    return replace(pipeline, stages=tuple(replace(stage, shard_optimizer=False) for stage in pipeline.stages))
+
+
+def every_plan(of: Fleet, layers: int, batch: int) -> list[Plan]:
+    """Of two or three workers: one pipeline in any order, or pipelines of one worker each, every cut and every choice of every stage."""
+    workers, found = of.workers, list[Plan]()
+    for size in (1, 2, 4):
+        for depth in range(1, len(workers) + 1):
+            for order in itertools.permutations(workers, depth):
+                for cuts in itertools.combinations(range(1, layers), depth - 1):
+                    found += _with_choices(((order, (0, *cuts, layers), batch // size),), size, batch)
+        for number in range(2, len(workers) + 1):
+            for some in itertools.combinations(workers, number):
+                for counts in _shares(batch // size, number):
+                    one_each = tuple(((w,), (0, layers), k) for w, k in zip(some, counts, strict=True))
+                    found += _with_choices(one_each, size, batch)
+    return found
+
+
+def _shares(total: int, parts: int) -> list[tuple[int, ...]]:
+    return [c for c in itertools.product(range(1, total), repeat=parts) if sum(c) == total]
+
+
+def _with_choices(pipelines: tuple, size: int, batch: int) -> list[Plan]:
+    found, stages = [], sum(len(order) for order, _, _ in pipelines)
+    for recompute in itertools.product(("none", "selective", "full"), repeat=stages):
+        for shard in (False, True) if len(pipelines) > 1 else (False,):
+            left = iter(recompute)
+            made = tuple(_one(order, ends, k, size, left, shard) for order, ends, k in pipelines)
+            found.append(Plan("tiny", batch, size, 128, made))
+    return found
+
+
+def _one(order: tuple, ends: tuple, number: int, size: int, recompute: Iterator, shard: bool) -> Pipeline:
+    parts = zip(order, itertools.pairwise(ends), strict=True)
+    return Pipeline(tuple(Stage(a, b - a, (w,), next(recompute), shard) for w, (a, b) in parts), number, size)
+
+
+@pytest.mark.parametrize(
+    ("types", "mib", "layers"),
+    [
+        ((("A100", 2, 1),), 110, 6),
+        ((("A100", 1, 1), ("T4", 1, 1)), 130, 6),
+        pytest.param((("A100", 2, 1), ("T4", 1, 1)), 95, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_the_choice_is_a_brute_forces(types: tuple, mib: float, layers: int) -> None:
+    of = small(*types, mib=mib)
+    wanted = request(of, layers, batch=4, choices=ALL, prove=False)
+    cost = wanted.cost
+    costed = [cost.predict(way) for plan in every_plan(of, layers, 4) for way in cost.ways_ahead(plan)]
+    best = min(each.step_time_s for each in costed if each.fits)
+    found = search_with_memory(wanted)
+    assert choices_in(found.plan) & {"selective", "full", True}
+    assert found.prediction.step_time_s <= best * 1.02 * (1 + 1e-9)
+
+
+def test_a_plan_that_recomputes_is_repaired_by_plans_that_do() -> None:
+    of = small(("A100", 4, 1), mib=110)
+    before = search_with_memory(request(of, 10, choices=MemoryChoices(("none", "full")), prove=False)).plan
+    left = replace(of, nodes=of.nodes[:3])
+    after = replan(before, request(left, 10, choices=MemoryChoices(("none", "full")), prove=False), thorough=False)
+    assert "full" in choices_in(after.answer.plan)
+    assert after.answer.prediction.fits
