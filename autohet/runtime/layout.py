@@ -4,7 +4,7 @@ recovery meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from transformers import PreTrainedConfig
 
@@ -47,8 +47,27 @@ def held_units(plan: Plan, config: PreTrainedConfig) -> Iterator[tuple[str, str,
 
 
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
-    """Which worker holds which shards under `plan`."""
-    shards: dict[str, set[ShardId]] = {worker: set() for worker in plan.workers}
-    for worker, name, _, units in held_units(plan, config):
-        shards[worker].update(ShardId(state_name(kind, name), unit) for kind in STATE_KINDS for unit in units)
-    return Layout(tensor_specs(config), {worker: frozenset(held) for worker, held in shards.items()})
+    """Which worker holds which shards under `plan`. Workers that hold the same share one set: pipelines are often alike."""
+    specs = family_of(config).parameter_specs(config)
+    known: dict[tuple[int, int, int, int], frozenset[ShardId]] = {}
+    shards: dict[str, frozenset[ShardId]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for rank, worker in enumerate(stage.workers):
+                part = (stage.first_layer, stage.num_layers, rank, stage.tp_degree)
+                if part not in known:
+                    known[part] = _shards_of(specs, config, *part)
+                shards[worker] = known[part]
+    return Layout(tensor_specs(config), shards)
+
+
+def _shards_of(
+    specs: Mapping[str, ParameterSpec], config: PreTrainedConfig, first_layer: int, num_layers: int, rank: int, tp_degree: int
+) -> frozenset[ShardId]:
+    """What one rank of such a stage holds."""
+    return frozenset(
+        ShardId(state_name(kind, name), unit)
+        for name in stage_parameter_names(config, first_layer, num_layers)
+        for unit in local_units(specs[name], rank, tp_degree)
+        for kind in STATE_KINDS
+    )

@@ -161,7 +161,8 @@ class Layout:
     shards_by_worker: Mapping[str, frozenset[ShardId]]
 
     def __post_init__(self) -> None:
-        for worker, shards in self.shards_by_worker.items():
+        distinct = {id(shards): (worker, shards) for worker, shards in self.shards_by_worker.items()}
+        for worker, shards in distinct.values():
             for shard in shards:
                 spec = self.tensors.get(shard.tensor)
                 if spec is None or not 0 <= shard.unit < spec.num_units:

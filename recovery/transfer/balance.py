@@ -108,6 +108,36 @@ def assign(placement: Placement, links: Links) -> Assignment:
     return balancer.result()
 
 
+class _Ends:
+    """When the lines of several sources of one shard would end if they gave it, kept while it goes to one node after another: only who
+    has just given changes. Where pairs of nodes have speeds of their own, every destination is asked about anew.
+    """
+
+    def __init__(self, lines: Lines, by_pair: bool, num_bytes: int, sources: Sequence[Source]) -> None:
+        self.sources: list[Source] = []
+        self._lines, self._by_pair, self._num_bytes = lines, by_pair, num_bytes
+        self._until: list[float] = []
+        self._at: dict[str, list[int]] = {}
+        for source in sources:
+            self.add(source)
+
+    def add(self, source: Source) -> None:
+        self._at.setdefault(source.node, []).append(len(self.sources))
+        self.sources.append(source)
+        self._until.append(self._lines.until(source, "", self._num_bytes))
+
+    def refresh(self, node: str) -> None:
+        """A source on `node` has given something."""
+        for at in self._at.get(node, ()):
+            self._until[at] = self._lines.until(self.sources[at], "", self._num_bytes)
+
+    def for_node(self, node: str) -> list[float]:
+        """By source, for this destination."""
+        if self._by_pair:
+            return [self._lines.until(source, node, self._num_bytes) for source in self.sources]
+        return self._until
+
+
 class _Balancer:
     """One run of the greedy assignment; its state is the lines' loads and what was decided so far."""
 
@@ -121,7 +151,8 @@ class _Balancer:
         self.tier_bytes = [0, 0, 0, 0]
         self.busy_bytes: dict[str, int] = {}
         self.remote: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
-        self._ordered: dict[tuple[tuple[int, ...], str, str, Source], tuple[Source, ...]] = {}
+        self._ordered: dict[tuple[tuple[int, ...], str, Source], tuple[Source, ...]] = {}
+        self._nearest: dict[tuple[tuple[int, ...], str], tuple[Source, ...]] = {}
         self._local: dict[tuple[tuple[int, ...], str], Source | None] = {}
         self.reserved_s: dict[str, float] = {}
         self._nodes: dict[tuple[int, ...], tuple[str, ...]] = {}
@@ -242,37 +273,42 @@ class _Balancer:
             first, out = self.reader_of.get(shard), self.lines.out
             groups = sorted(groups, key=lambda group: (group[0] != first, out.get(group[0], 0.0), group))
         served: list[tuple[Source, int]] = []
+        held, relayed = self._ends(shard, originals), self._ends(shard, ())
         for node, workers in groups:
             leader = workers[0] if len(workers) == 1 else min(workers, key=lambda w: (self.busy_bytes.get(w, 0), w))
-            source, depth = self._best(shard, node, originals, served)
+            source, depth = self._best(shard, node, held, relayed, served)
             tier = S3 if source.kind == "s3" else PEER
             self._take(leader, shard, source, tier, depth)
             arrived = depth + 1 if source.kind == "worker" else 1
             here = Source("worker", node, leader, self.placement.step)
             served.append((here, arrived))
+            relayed.add(here)
+            for ends in (held, relayed):
+                ends.refresh(source.node)
             for worker in workers:
                 if worker != leader:
                     self._take(worker, shard, here, MEMORY, arrived)
 
+    def _ends(self, shard: int, sources: Sequence[Source]) -> _Ends:
+        return _Ends(self.lines, bool(self.links.pair_bytes_per_s), self.placement.num_bytes[shard], sources)
+
     def _best(
-        self, shard: int, node: str, originals: tuple[Source, ...], served: list[tuple[Source, int]]
+        self, shard: int, node: str, held: _Ends, relayed: _Ends, served: list[tuple[Source, int]]
     ) -> tuple[Source, int]:
-        """The source whose lines end first, and the depth of its sends; relays only once the holders' lines are too
-        long.
+        """The source whose lines end first (of several the one that does least), and the depth of its sends; relays only once the
+        holders' lines are too long.
         """
-        num_bytes = self.placement.num_bytes[shard]
-        until, busy = self.lines.until, self.busy_bytes
-        best, best_until = None, float("inf")
-        for source in originals:
-            ends = until(source, node, num_bytes)
-            if ends < best_until or (ends == best_until and best and busy.get(source.name, 0) < busy.get(best.name, 0)):
-                best, best_until = source, ends
-        depth = 0
-        if best is None or best_until + self.reserved_s.get(best.node, 0.0) > self.target_s:
-            for source, arrived in served:
-                ends = until(source, node, num_bytes)
-                if ends < best_until:
-                    best, best_until, depth = source, ends, arrived
+        best, depth, best_until = None, 0, float("inf")
+        if until := held.for_node(node):
+            best_until = min(until)
+            at = until.index(best_until)
+            if until.count(best_until) > 1:
+                equal = (other for other, ends in enumerate(until) if ends == best_until)
+                at = min(equal, key=lambda other: (self.busy_bytes.get(held.sources[other].name, 0), other))
+            best = held.sources[at]
+        late = best is None or best_until + self.reserved_s.get(best.node, 0.0) > self.target_s
+        if served and late and min(until := relayed.for_node(node)) < best_until:
+            best, depth = served[until.index(min(until))]
         return (best, depth) if best is not None else (self._durable(shard), 0)
 
     def _durable(self, shard: int) -> Source:
@@ -297,16 +333,21 @@ class _Balancer:
             table = self.received
             self.busy_bytes[source.name] = self.busy_bytes.get(source.name, 0) + num_bytes
             self.sends.append(Send(shard, source.name, worker, depth))
-        sources = self._with_fallbacks(self.placement.holders[shard], node, worker, source)
+        sources = self._with_fallbacks(self.placement.holders[shard], node, source)
         table.setdefault(worker, {}).setdefault(sources, []).append(shard)
 
-    def _with_fallbacks(self, holders: tuple[int, ...], node: str, worker: str, first: Source) -> tuple[Source, ...]:
-        key = (holders, node, worker, first)
+    def _with_fallbacks(self, holders: tuple[int, ...], node: str, first: Source) -> tuple[Source, ...]:
+        key = (holders, node, first)
         if key not in self._ordered:
-            others = [s for s in map(self.placement.sources.__getitem__, holders) if s != first]
-            others.sort(key=lambda source: (distance(source, node), source))
-            self._ordered[key] = (first, *others)
+            self._ordered[key] = (first, *(source for source in self._by_distance(holders, node) if source != first))
         return self._ordered[key]
+
+    def _by_distance(self, holders: tuple[int, ...], node: str) -> tuple[Source, ...]:
+        key = (holders, node)
+        if key not in self._nearest:
+            sources = map(self.placement.sources.__getitem__, holders)
+            self._nearest[key] = tuple(sorted(sources, key=lambda source: (distance(source, node), source)))
+        return self._nearest[key]
 
     def result(self) -> Assignment:
         memory, disk, peer, s3 = self.tier_bytes

@@ -8,7 +8,7 @@ import pytest
 from autohet.cli.main import main
 from autohet.cli.status import describe
 from autohet.driver.report.events import fleet_over_time, kept_steps, read_events
-from autohet.driver.report.page import chart, report_page
+from autohet.driver.report.page import _around, chart, report_page
 from autohet.driver.report.timeline import timeline
 from autohet.driver.report.write import leave_report, write_report
 from autohet.driver.status import SILENT_S, with_liveness
@@ -103,6 +103,23 @@ def test_a_curve_goes_where_its_points_do():
     assert x0 < x1
     assert y0 > y1  # larger is higher
     assert chart({"loss": []}) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "first", "second", "last"),
+    [(0, 135_100, 0, 20_000, 140_000), (2.478, 10.94, 2, 4, 12), (0, 8, 0, 2, 10), (3, 3, 3, 3.5, 3.5), (0, 0, 0, 0.2, 0.2)],
+)
+def test_axes_have_round_numbers_and_room_above_the_curve(low, high, first, second, last):
+    values = _around(low, high)
+    assert (values[0], values[1]) == (pytest.approx(first), pytest.approx(second))
+    assert values[-1] > high
+    assert values[-1] == pytest.approx(last)
+
+
+def test_charts_over_time_have_one_axis():
+    drawn = chart({"GPUs": [(5.0, 1.0), (9.0, 2.0)]}, [(50.0, "death")], until=100.0)
+    assert ">death</text>" in drawn  # which lies beyond the curve
+    assert ">100</text>" in drawn
 
 
 def test_the_timeline_has_steps_changes_by_part_and_restores_by_worker():

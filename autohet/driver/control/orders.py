@@ -51,6 +51,7 @@ class OrderBook:
         self.model_config = model_config
         self._pace = pace
         self.driver = driver
+        self._planned: tuple[Plan, Layout] | None = None
         self._layouts: dict[int, Layout] = {}
         self.ancestry = Ancestry()
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
@@ -60,6 +61,12 @@ class OrderBook:
     def confirm(self) -> None:
         """A generation has its state, or has run a step: from now on the state must be found, never drawn anew."""
         self._begun = True
+
+    def _layout_of_plan(self, plan: Plan) -> Layout:
+        """Of the plan that was asked about last it is known: who may need inventories gets orders next."""
+        if self._planned is None or self._planned[0] != plan:
+            self._planned = (plan, layout_of_plan(plan, self.model_config))
+        return self._planned[1]
 
     def layout_of(self, generation: int) -> Layout:
         return self._layouts[generation]
@@ -107,7 +114,7 @@ class OrderBook:
         self._note_bad(seen)
         live = without(self.live_holdings(seen, members), self._bad)
         newest = max((holding.step for holding in live), default=None)
-        layout = layout_of_plan(plan, self.model_config)
+        layout = self._layout_of_plan(plan)
         return newest is None or restorable_step(layout.shards, live) != newest
 
     def write(
@@ -119,7 +126,7 @@ class OrderBook:
             NotRestorable: training has begun and no step has all its shards anywhere.
         """
         plan = proposal.plan
-        layout = layout_of_plan(plan, self.model_config)
+        layout = self._layout_of_plan(plan)
         self._note_bad(seen)
         self.ancestry = self.ancestry.followed_by(*seen.checkpoint.ancestry.entries.values())
         live = self.live_holdings(seen, members) if self._begun else []

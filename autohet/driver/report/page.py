@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from textwrap import shorten
 
 from autohet.driver.report.events import Event, Points, fleet_over_time, kept_steps, of_kind
 from autohet.driver.report.timeline import PARTS
@@ -18,7 +20,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding
 h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.1em;margin:1.4em 0 .3em}svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:13px}td,th{padding:.25em .5em;border-bottom:1px solid #ddd;text-align:right}
 td.text,th.text{text-align:left}.facts{display:flex;flex-wrap:wrap;gap:1.6em;margin:.8em 0}.facts b{display:block;font-size:1.3em}
-text{font:12px system-ui,sans-serif;fill:#555}li{margin:.15em 0}
+text{font:12px system-ui,sans-serif;fill:#555}.name{font-weight:bold;paint-order:stroke;stroke:#fff;stroke-width:3px}li{margin:.15em 0}
 """
 
 
@@ -36,9 +38,9 @@ def report_page(events: Sequence[Event], title: str) -> str:
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
             f"<h1>{escape(title)}</h1>", _outcome(events), _facts(events, steps, changes, end),
             _section("Loss by step", chart(losses, x_unit="step")),
-            _section("Tokens a second", chart({"tokens/s": throughput(steps, begin)}, marks, from_zero=True)),
-            _section("GPUs alive, by type", chart(_held(gpus, end), marks, from_zero=True, stepped=True)),
-            _section("Price of the living nodes, USD an hour", chart(prices, marks, from_zero=True, stepped=True)),
+            _section("Tokens a second", chart({"tokens/s": throughput(steps, begin)}, marks, until=end, from_zero=True)),
+            _section("GPUs alive, by type", chart(_held(gpus, end), marks, until=end, from_zero=True, stepped=True)),
+            _section("Price of the living nodes, USD an hour", chart(prices, marks, until=end, from_zero=True, stepped=True)),
             _section("Changes", _changes(changes, begin)), _section("Decisions", _decisions(events, begin)), "</html>",
         )
     )  # fmt: skip
@@ -103,7 +105,8 @@ def _changes(changes: Sequence[Event], begin: float) -> str:
         )
         seconds = [event["time"] - begin, *(event["seconds"][name] for name in (*PARTS, "total"))]
         cells = "".join(f"<td>{value:,.2f}</td>" for value in seconds)
-        why = f"<td class=text title='{escape(event['reason'], quote=True)}'>{escape(event['cause'])}: {escape(event['reason'][:90])}</td>"
+        reason = escape(shorten(event["reason"], 90, placeholder=" …"))
+        why = f"<td class=text title='{escape(event['reason'], quote=True)}'>{escape(event['cause'])}: {reason}</td>"
         rows.append(f"<tr>{why}{cells}<td>{event['steps_lost']}</td><td>{moved}</td></tr>")
     return f"<table><tr><th class=text>cause</th>{head}</tr>{''.join(rows)}</table>"
 
@@ -123,24 +126,29 @@ def chart(
     marks: Sequence[tuple[float, str]] = (),
     *,
     x_unit: str = "s",
+    until: float | None = None,
     from_zero: bool = False,
     stepped: bool = False,
 ) -> str:
-    """An SVG of curves over one axis; `marks` are dashed lines with a word. Empty without points."""
+    """An SVG of curves over one axis; `marks` are dashed lines with a word. With `until` the axis goes from 0 to there, so that several
+    charts have one. Empty without points.
+    """
     series = {name: _thinned(points) for name, points in series.items() if points}
     points = [point for of in series.values() for point in of]
     if not points:
         return ""
-    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
-    low_y, high_y = (0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points)
-    span_x, span_y = (high_x - low_x) or 1.0, (high_y - low_y) or 1.0
+    low_x, high_x = (min(x for x, _ in points), max(x for x, _ in points)) if until is None else (0.0, until)
+    rows = _around((0.0 if from_zero else min(y for _, y in points)), max(y for _, y in points))
+    low_y, high_y = rows[0], rows[-1]
+    span_x, span_y = (high_x - low_x) or 1.0, high_y - low_y
 
     def place(x: float, y: float) -> tuple[float, float]:
         return LEFT + (x - low_x) / span_x * (WIDTH - LEFT - 12), HEIGHT - BOTTOM - (y - low_y) / span_y * (
             HEIGHT - BOTTOM - TOP
         )
 
-    parts = [_axis(place, low_x, span_x, low_y, span_y, x_unit)]
+    columns = [x for x in _around(low_x, low_x + span_x) if low_x <= x <= low_x + span_x]
+    parts = [_axis(place, columns, rows, x_unit)]
     for x, word in marks:
         if low_x <= x <= high_x:
             at, _ = place(x, low_y)
@@ -154,23 +162,35 @@ def chart(
         parts.append(f"<polyline points='{placed}' fill=none stroke='{colour}' stroke-width=1.8 />")
         if len(series) > 1:
             parts.append(
-                f"<text x={LEFT + 8 + 110 * index} y={HEIGHT - BOTTOM - 6} style='fill:{colour}'>{escape(name)}</text>"
+                f"<text x={LEFT + 8 + 110 * index} y={HEIGHT - BOTTOM - 6} class=name style='fill:{colour}'>{escape(name)}</text>"
             )
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role=img>{''.join(parts)}</svg>"
 
 
-def _axis(place: Place, low_x: float, span_x: float, low_y: float, span_y: float, x_unit: str) -> str:
+def _around(low: float, high: float) -> list[float]:
+    """Round values, 1, 2 or 5 times a power of ten apart, four to ten of them, from at most `low` to more than `high`."""
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    apart = max(step for step in (power, 2 * power, 5 * power) if step <= 1.001 * span / 4)
+    first, last = math.floor(low / apart), math.floor(high / apart) + 1
+    return [index * apart for index in range(first, last + 1)]
+
+
+def _axis(place: Place, columns: Sequence[float], rows: Sequence[float], x_unit: str) -> str:
     parts = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, _ = place(low_x + share * span_x, low_y)
-        _, y = place(low_x, low_y + share * span_y)
-        anchor = "end" if share == 1.0 else "middle"
+    for value in rows:
+        _, y = place(columns[0], value)
         parts.append(f"<line x1={LEFT} x2={WIDTH - 12} y1={y:.1f} y2={y:.1f} stroke=#eee />")
-        parts.append(f"<text x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{low_y + share * span_y:,.4g}</text>")
-        parts.append(
-            f"<text x={x:.1f} y={HEIGHT - 8} text-anchor={anchor}>{low_x + share * span_x:,.4g} {x_unit}</text>"
-        )
+        parts.append(f"<text x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{_number(value)}</text>")
+    for value in columns:
+        x, _ = place(value, rows[0])
+        parts.append(f"<text x={x:.1f} y={HEIGHT - 8} text-anchor=middle>{_number(value)}</text>")
+    parts.append(f"<text x={WIDTH - 12} y={HEIGHT - 8} text-anchor=end>{escape(x_unit)}</text>")
     return "".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.10g}" if abs(value) >= 1 else f"{value:.4g}"
 
 
 def _stepped(points: Points) -> Points:
