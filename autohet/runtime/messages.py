@@ -99,6 +99,29 @@ class GenerationOrder:
 
 
 @dataclass(frozen=True)
+class Parted:
+    """A shard whose holders were not bit-equal any more when `step` was to be committed, `checked_every` steps after the last look:
+    `workers` have been given the bits of `owner`. `layer`: a number, or which of the ends.
+    """
+
+    step: int
+    tensor: str
+    unit: int
+    layer: int | str
+    workers: tuple[str, ...]
+    owner: str
+    checked_every: int
+
+    def __str__(self) -> str:
+        workers = ", ".join(self.workers)
+        since = f"within the last {self.checked_every} steps" if self.checked_every > 1 else "in the step before"
+        return (
+            f"{self.tensor}[{self.unit}] of layer {self.layer} parted before step {self.step}, {since}: {workers} did not hold the bits"
+            f" of {self.owner}, and have them now"
+        )
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One committed step as one worker saw it; loss and norm are the whole batch's, seconds its own. `ended_at` is on that
     process's monotonic clock: only its differences mean something.
@@ -112,6 +135,7 @@ class StepRecord:
     generation: int
     ended_at: float
     parts_s: Mapping[str, float] = field(default_factory=dict)
+    parted: tuple[Parted, ...] = ()
 
 
 @dataclass(frozen=True)

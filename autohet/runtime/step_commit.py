@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,20 @@ from torch import Tensor
 from autohet.runtime.batches import Batch
 from autohet.runtime.groups import GenerationGroups, Group, PeerLost
 from autohet.runtime.job import TrainingSection
+from autohet.runtime.messages import Parted
+from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
 from recovery.peers.replication_rounds import PreservationStatus
 
+MOST_REPAIRS = 2
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
 PhaseHook = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What all workers' contributions to a step add up to. `tokens` counts targets; the last three count workers whose part
-    of the open replication round is still under way, or has failed, and those that still write an earlier checkpoint.
+    """What all workers' contributions to a step add up to. `tokens` counts targets; `replicating` and the two after it count workers
+    whose part of the open replication round is still under way, or has failed, and those that still write an earlier checkpoint.
+    `parted` is not zero where holders of a shard are not bit-equal (`replica_check`): then the step did not happen.
 
     `squared_norm` is of the gradient of `loss_sum`, the sum (not the mean) of the global batch's losses; NaN or
     infinite where a gradient is.
@@ -45,6 +49,7 @@ class Vote:
     replicating: int = 0
     replication_failures: int = 0
     writing: int = 0
+    parted: int = 0
 
     @property
     def loss(self) -> float:
@@ -92,6 +97,8 @@ class StepResult:
     replication_failed: bool = False
     writing: bool = False
     parts_s: Mapping[str, float] = field(default_factory=dict)
+    parted: tuple[Parted, ...] = ()
+    """Shards whose holders had parted and were made equal before the step was run."""
 
 
 class Trainer(ABC):
@@ -116,6 +123,8 @@ class Trainer(ABC):
         self._counts_loss = counts_loss
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
+        self.replicas: ReplicaCheck | None = None
+        """Asked in each vote whether holders of a shard are still bit-equal; all workers have one, or none has."""
 
     @abstractmethod
     def _gradients_of(
@@ -133,6 +142,9 @@ class Trainer(ABC):
     @abstractmethod
     def _update(self, vote: Vote) -> None:
         """Change the state in place with the summed gradients of the prepared step."""
+
+    def _state_mended(self, names: Collection[str]) -> None:  # noqa: B027 - a trainer that computes with the state itself has nothing to do
+        """These tensors of the state have got other bits: what is made of them is made anew."""
 
     @property
     def step(self) -> int:
@@ -157,8 +169,7 @@ class Trainer(ABC):
         assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
         try:
             self._groups.check()
-            squares, loss, num_targets, marks = self._gradients_of(batch)
-            vote = self._cast_vote(squares, loss, num_targets)
+            vote, marks, parted = self._voted(batch)
         except PeerLost:
             self._groups.interrupt()  # whoever waits for this worker, though not for the lost one, is woken too
             raise
@@ -180,7 +191,22 @@ class Trainer(ABC):
             vote.replication_failures > 0,
             vote.writing > 0,
             parts,
+            parted,
         )
+
+    def _voted(self, batch: Callable[[int, range], Batch]) -> tuple[Vote, tuple[Any, Any, Any], tuple[Parted, ...]]:
+        """Gradients and their vote; where it finds that replicas have parted they are made equal, and the step is run again."""
+        found: tuple[Parted, ...] = ()
+        for _ in range(MOST_REPAIRS + 1):
+            squares, loss, num_targets, marks = self._gradients_of(batch)
+            vote = self._cast_vote(squares, loss, num_targets)
+            if not vote.parted:
+                return vote, marks, found
+            assert self.replicas is not None
+            mended = self.replicas.mend(self.step)
+            self._state_mended({each.tensor for each in mended})
+            found += mended
+        raise ReplicasParted("; ".join(str(each) for each in found))
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
         """Seconds by part, on the device. The vote, whose end the host has waited for, has what is left: what it took, and what waited."""
@@ -197,7 +223,7 @@ class Trainer(ABC):
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """One all-reduce over all workers: it decides the step. Loss and tokens come from workers that count them."""
-        mine = torch.zeros(9, dtype=torch.float64, device=self._device)
+        mine = torch.zeros(10, dtype=torch.float64, device=self._device)
         mine[0] = squares
         mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
         mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
@@ -205,6 +231,7 @@ class Trainer(ABC):
         if self._preservation_status is not None:
             status = self._preservation_status()
             mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
+        mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
         self._enter("vote")
         self._world.wait_on_host(self._world.start_all_reduce(mine))
@@ -214,7 +241,10 @@ class Trainer(ABC):
             vote.members != self._world.size
         ):  # the others' generation was over before they voted: their sums are made up
             raise PeerLost(f"{vote.members} of {self._world.size} workers voted")
-        self.last_vote = (self.step, vote)
+        if vote.parted:
+            self.prepared = None
+        else:
+            self.last_vote = (self.step, vote)
         return vote
 
     def apply_prepared(self, vote: Vote | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from transformers import PreTrainedConfig
 from autohet.runtime.batches import Batch
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.layout import state_name
+from autohet.runtime.layout import layout_of_plan, state_name
 from autohet.runtime.models import TensorParallel, build_stage, family_of
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.place import Place, place_of
+from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.optimizer import clip_factor, update
 from autohet.runtime.step_commit import PhaseHook, Trainer, Vote
 from planner.communicators import num_border_groups
@@ -80,6 +81,11 @@ class StageTrainer(Trainer):
             place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check, self._clock
         )
 
+        if training.replica_check_steps:
+            layers = {name: spec.layer for name, spec in family_of(config).parameter_specs(config).items()}
+            layout = layout_of_plan(plan, config)
+            self.replicas = ReplicaCheck(me, layout, state, world, training.replica_check_steps, layers)
+
     def _tensor_group(self, groups: GenerationGroups) -> Group | None:
         """The ranks of this worker's stage, where it has several. Every worker builds the one that it is in, in plan order."""
         stage = self.place.stage
@@ -109,6 +115,10 @@ class StageTrainer(Trainer):
         for name in names:
             update(self.state, {name: self._sync.gradient(name)}, self.training, self.step, factor)
         self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in names})
+
+    def _state_mended(self, names: Collection[str]) -> None:
+        if any(name.startswith("param/") for name in names):
+            self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in self._sync.names})
 
 
 __all__ = ["COMPUTE_DTYPE", "StageTrainer"]

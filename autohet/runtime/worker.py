@@ -317,6 +317,7 @@ class Worker:
             order.generation,
             time.monotonic(),
             result.parts_s,
+            result.parted,
         )
         with self._lock:
             self._steps.append(record)

@@ -14,8 +14,8 @@ from autohet.driver import run
 from autohet.driver.ray.workforce import RayWorkforce
 from tests.harness.local_fleet import local_fleet, make_job, run_job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
-WORKER_START_S = 30.0
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
+WORKER_START_S = 60.0
 BUILDER = """
 import sys, time
 from autohet.runtime.data import prepare_dataset
@@ -44,7 +44,7 @@ def test_preparation_may_take_longer_than_a_workers_start(tmp_path: Path, monkey
     killer.start()
     try:
         with local_fleet(big=1, small=1) as fleet:
-            outcome, events = run_job(job, fleet, tmp_path)
+            outcome, events = run_job(job, fleet, tmp_path, timeout_s=300)
     finally:
         builder.kill()
         killer.cancel()

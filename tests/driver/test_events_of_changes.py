@@ -5,6 +5,7 @@ from rich.console import Console
 from autohet.driver.control.observation import Loss
 from autohet.driver.control.states import Building, Quiescing, Waiting
 from autohet.driver.control.view import View
+from autohet.runtime.messages import Parted, StepRecord
 from tests.driver.test_controller import make, run, trained
 from tests.driver.test_overtaken import make_faulty
 
@@ -135,3 +136,12 @@ def test_a_wait_for_want_of_nodes_names_the_jobs_own_option():
     run(controller, lambda: bool(waits(controller)))
     assert "parallelism.min_pipelines is 2" in waits(controller)[-1]
     assert "the fleet has 1" in waits(controller)[-1]
+
+
+def test_replicas_that_parted_are_an_event_of_their_step():
+    controller, _ = make(nodes=1)
+    parted = Parted(7, "exp_avg/model.layers.3.mlp.up_proj.weight", 0, 3, ("a/0",), "b/0", 100)
+    controller.ledger._keep(StepRecord(7, 1.0, 1.0, 64, 0.1, 1, 0.0, parted=(parted,)))
+    (event,) = [event for event in controller.events.records if event["kind"] == "parted"]
+    assert (event["step"], event["layer"], event["workers"], event["owner"]) == (7, 3, ("a/0",), "b/0")
+    assert "up_proj.weight[0] of layer 3" in event["reason"]

@@ -125,6 +125,20 @@ def train(case: Case, steps: int) -> list[tuple[float, float]]:
     return results
 
 
+def train_and_tell(case: Case, steps: int) -> list[tuple[float, float, tuple[Any, ...]]]:
+    """Train; losses, gradient norms, and what of the replicas had parted, by step."""
+    assert SEAT.trainer is not None
+    results = [SEAT.trainer.train_step(rows_of(case)) for _ in range(steps)]
+    return [(result.loss, result.gradient_norm, result.parted) for result in results]
+
+
+def flip_bit(tensor: str, element: int, bit: int) -> None:
+    """One bit of this worker's copy of a tensor of state, and of what its stage computes with."""
+    assert SEAT.trainer is not None
+    SEAT.trainer.state[tensor].view(-1).view(torch.int32)[element] ^= 1 << bit
+    SEAT.trainer._state_mended({tensor})
+
+
 def run_case(
     case: Case, me: str, port: int, generation: int
 ) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:

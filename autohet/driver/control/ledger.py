@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autohet.driver.control.change import Change
@@ -163,6 +164,8 @@ class Ledger:
 
     def _keep(self, record: StepRecord) -> None:
         self.records[record.step] = record
+        for parted in record.parted:
+            self.events.emit("parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted))
         seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
         self.events.emit(
             "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,

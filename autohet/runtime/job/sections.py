@@ -82,6 +82,9 @@ class TrainingSection:
     """Bound on the global gradient norm; null: no clipping."""
     recompute: Literal["none", "full"] = "none"
     """Activations of a block: kept, or recomputed from the block's input in the backward pass."""
+    replica_check_steps: int = 100
+    """Steps between two looks whether all holders of each shard hold the same bits of weights and moments (a checksum of each, compared
+    in the step's vote); those that differ take the owner's. 1: before every step; 0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where the worker has a GPU, else CPU."""
 
@@ -93,6 +96,7 @@ class TrainingSection:
         require_at_least("training.weight_decay", self.weight_decay, 0)
         require_at_least("training.learning_rate", self.learning_rate, 0)
         require_at_least("training.seed", self.seed, 0)
+        require_at_least("training.replica_check_steps", self.replica_check_steps, 0)
         require_positive("training.decay_steps", self.decay_steps)
         require_positive("training.eps", self.eps)
         require_positive("training.clip_norm", self.clip_norm)
