@@ -62,7 +62,7 @@ def test_the_readmes_shortest_job_trains_by_one_command(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not alone(), reason="a process namespace needs root")
 def test_the_readmes_python_trains_and_the_same_again_finds_it_done(tmp_path: Path) -> None:
-    (block,) = re.findall(r"## From Python.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = re.findall(r"### From Python.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
     short = block.replace('"steps": 20', '"steps": 2').replace("/tmp/autohet-runs", str(tmp_path / "kept"))
     assert short.count('"steps": 2,') == 1
     again = "again = autohet.ElasticTrainer(job, run_config=run).fit()\nassert again.checkpoint.path == result.checkpoint.path\n"

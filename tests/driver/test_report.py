@@ -107,7 +107,13 @@ def test_a_curve_goes_where_its_points_do():
 
 @pytest.mark.parametrize(
     ("low", "high", "first", "second", "last"),
-    [(0, 135_100, 0, 20_000, 140_000), (2.478, 10.94, 2, 4, 12), (0, 8, 0, 2, 10), (3, 3, 3, 3.5, 3.5), (0, 0, 0, 0.2, 0.2)],
+    [
+        (0, 135_100, 0, 20_000, 140_000),
+        (2.478, 10.94, 2, 4, 12),
+        (0, 8, 0, 2, 10),
+        (3, 3, 3, 3.5, 3.5),
+        (0, 0, 0, 0.2, 0.2),
+    ],
 )
 def test_axes_have_round_numbers_and_room_above_the_curve(low, high, first, second, last):
     values = _around(low, high)
@@ -161,7 +167,7 @@ def test_a_report_that_cannot_be_made_ends_no_run(tmp_path):
 STATUS = {"step": 5, "steps": 10, "loss": 2.5, "workers": ["a/0"], "generation": 1}
 
 
-@pytest.mark.parametrize(
+LIVES = pytest.mark.parametrize(
     ("state", "published_at", "now", "liveness", "text"),
     [
         ("training", 1000.0, 1002.0, "alive", "alive, 2 s ago"),
@@ -171,6 +177,16 @@ STATUS = {"step": 5, "steps": 10, "loss": 2.5, "workers": ["a/0"], "generation":
         ("training", None, 999.0, "silent", "at an unknown time"),
     ],
 )
+
+
+@LIVES
+def test_a_status_names_workers_that_say_nothing(state, published_at, now, liveness, text):
+    silence = {"a/0": 0.2, "b/0": 7.4}
+    status = with_liveness({**STATUS, "state": state, "published_at": published_at, "silence_s": silence}, now)
+    assert describe("toy", status).endswith("; b/0 has said nothing for 7 s" if liveness == "alive" else ")")
+
+
+@LIVES
 def test_a_status_says_how_old_it_is(state, published_at, now, liveness, text):
     status = with_liveness({**STATUS, "state": state, "published_at": published_at}, now)
     assert status["liveness"] == liveness

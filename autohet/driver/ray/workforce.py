@@ -370,7 +370,11 @@ class RayWorkforce:
         return self._rendezvous.address
 
     def publish(self, status: Mapping[str, Any]) -> None:
-        ray_cluster.publish_status(self.job.name, status)
+        """Leave the status where others find it, with the seconds since each worker said anything."""
+        now = self.clock()
+        heard = {worker: answer.heard_at for worker, answer in self._reports.answers.items()}
+        silence = {worker: round(now - at, 1) for worker, at in heard.items() if at is not None}
+        ray_cluster.publish_status(self.job.name, {**status, "silence_s": silence})
 
     def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
         """End every actor of the job and the rendezvous store; with `forget_snapshots` the nodes' copies are removed
