@@ -57,6 +57,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--out", metavar="PLAN", help="write the plan (JSON)")
     add("--trace-out", metavar="FILE", help="write the simulated step as a Chrome trace, for Perfetto")
     add("--picture", metavar="FILE", help="draw the plan, or the Pareto front (PNG or SVG)")
+    add(
+        "--explain",
+        action="store_true",
+        help="say why each GPU type is where it is, and what one node more of each would earn (two further searches a type)",
+    )
     add("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -261,13 +266,23 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     """One strategy's answer. No plan is an answer too in a document, and beside other strategies; else it is an error."""
     from planner.strategies import plan_with
 
-    args = session.args
+    args, request = session.args, _request(session)
     try:
-        return answer_document(plan_with(name, _request(session)))
+        answer = plan_with(name, request)
+        return answer_document(answer) | ({} if args.compare else _told(request, answer, explained=args.explain))
     except ConfigError as error:
         if args.compare or (args.json and isinstance(error, InfeasibleError)):
             return _no_plan(name, str(error))
         raise
+
+
+def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
+    """What is said of one plan beside its prediction."""
+    from planner.explain import explain
+    from planner.robustness import robustness
+
+    document = {"robustness": robustness(request.cost, answer.plan, answer.candidates).to_document()}
+    return document | ({"explanation": explain(request, answer).to_document()} if explained else {})
 
 
 def _no_plan(name: str, reason: str) -> dict[str, Any]:

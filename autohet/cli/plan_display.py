@@ -188,7 +188,9 @@ def _facts(document: Document) -> list[str]:
     lines = [line, f"of the step: {', '.join(pieces)}"]
     if search.get("proof"):
         lines.append(search["proof"])
-    return lines
+    if document.get("robustness"):
+        lines.append(document["robustness"]["sentence"])
+    return [*lines, *document.get("explanation", {}).get("sentences", ())]
 
 
 def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:

@@ -11,7 +11,7 @@ gathers them inside its node (Narayanan et al., "Efficient large-scale language 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,20 @@ class Links:
 
     parameters: CostParameters
     table: LinkTable | None = None
+
+    def varied(self, kinds: Mapping[NodeType, NodeType]) -> "Links":
+        """The same where some node types are others: what was measured of the first of a pair changes as its type's link does."""
+        if self.table is None:
+            return self
+        scale = {}
+        for old, new in kinds.items():
+            scale["intra", old.gpu_type] = new.intra_node_bytes_per_s / old.intra_node_bytes_per_s
+            scale["inter", old.gpu_type] = new.inter_node_bytes_per_s / old.inter_node_bytes_per_s
+        curves = {
+            (scope, gpu, peer): (sizes, tuple(rate * scale.get((scope, gpu), 1.0) for rate in rates))
+            for (scope, gpu, peer), (sizes, rates) in self.table.curves.items()
+        }
+        return replace(self, table=LinkTable(curves))
 
     def bandwidth(
         self, sender: NodeType, receiver: NodeType, same_node: bool, message_bytes: float, leaving: float = 1.0,

@@ -123,6 +123,17 @@ class CostModel:
         other._place(fleet)
         return other
 
+    def varied(self, kinds: Mapping[NodeType, NodeType]) -> "CostModel":
+        """The same with other node types in place of some, on the same nodes: slower or faster, with other links or memories. What a
+        layer's time has of tensor-parallel communication moves with the layer."""
+        other = copy.copy(self)
+        other.__dict__.pop("node_types", None)
+        nodes = (replace(node, node_type=kinds.get(node.node_type, node.node_type)) for node in self.fleet.nodes)
+        other.fleet, other._costs = replace(self.fleet, nodes=tuple(nodes)), {}
+        other.links = self.links.varied(kinds)
+        other._place(other.fleet)
+        return other
+
     def assuming(self, assumed: Assumed) -> "CostModel":
         """The same with `layer_costs` of other stages; what a plan says of itself is predicted as it is everywhere."""
         other = copy.copy(self)

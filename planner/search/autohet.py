@@ -26,13 +26,17 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
-    best, _ = choose(request, [_improved(request, tables, ranked)])
+    improved, walked = _improved(request, tables, ranked)
+    best, _ = choose(request, [improved])
     assert best is not None, "it is no slower than what was chosen before"
     proof = prove(request, bound_tables(request, tables), best.step_time_s) if request.prove else NO_PROOF
     tried = len(ranked) + len(rejected)
     report = SearchReport(request.clock() - begin, tried, proof.lower_bound_s, proof.gap, proof.says)
     idle = idle_workers(request, tables, best.plan)
-    return Answer("autohet", best.plan, best.prediction, report, (*rejected, *slower(ranked[1:])), idle)
+    kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.KEPT])])
+    candidates = tuple(plan for plan in kept if plan != best.plan)
+    others = (*rejected, *slower(ranked[1:]))
+    return Answer("autohet", best.plan, best.prediction, report, others, idle, candidates=candidates)
 
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
@@ -58,8 +62,8 @@ def placements(
     yield from (plan for plan in plans if plan is not None)
 
 
-def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> Plan:
-    """From the best plans of several sets of depths."""
+def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[Plan, list[Plan]]:
+    """From the best plans of several sets of depths: the best plan, and what the walk from each of these ended with."""
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:
         if each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s and len(starts) < limits.WALKS:
@@ -67,4 +71,5 @@ def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> Plan:
     moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead, cost.pipelines_s)
-    return Improver(moves, judge).best_of(list(starts.values()), tries_for(len(request.fleet.workers)))
+    improver = Improver(moves, judge)
+    return improver.best_of(list(starts.values()), tries_for(len(request.fleet.workers))), improver.walked

@@ -34,13 +34,14 @@ class Improver:
 
     def __init__(self, moves: Moves, judge: Judge):
         self.moves, self.judge = moves, judge
+        self.walked: list[Plan] = []  # what the first walks ended with
         self._known: dict[Plan, tuple[Plan, float]] = {}
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Half the tries are walked from all starts, the others from the best that was met."""
         some = max(1, tries // 2 // max(1, len(starts)))
-        walked = [self.walk(plan, some) for plan in starts]
-        best = min(walked, key=self.judge.score)
+        self.walked = [self.walk(plan, some) for plan in starts]
+        best = min(self.walked, key=self.judge.score)
         return self.walk(best, max(1, tries - some * len(starts)))
 
     def walk(self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None) -> Plan:

@@ -85,3 +85,11 @@ WIDER = 1.25  # each round looks at all plans that stages alone allow to be so m
 # ---- memory ----
 CLEARLY = 1.02  # times faster: by so much a plan that recomputes or shards must be, where one does without: shared moments have no twin
 SHARED_BY = (2, 8)  # holders for which stages are cut: the fewest there can be, and where most of what can be saved is
+
+# ---- what is told of a plan ----
+KEPT = 6  # drafts beside what the walks ended with, against which a plan's robustness is measured
+DRAWS_GPUS = 640  # draws times GPUs: a draw predicts ten plans anew, and a fifth of a second is what a user does not notice
+MOST_DRAWS = 20
+FEWEST_DRAWS = 4
+LAYERS_OFF = 0.05  # of layer times: the cost model's error on measured runs
+LINKS_OFF = 0.2  # of bandwidths: what neighbours in a cloud take, and NCCL's choice of algorithm

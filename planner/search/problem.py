@@ -99,7 +99,8 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan found with its prediction."""
+    """The plan found with its prediction. candidates: other plans that the search kept: what each of its walks ended with, and the drafts
+    that ranked first."""
 
     strategy: str
     plan: Plan
@@ -108,6 +109,7 @@ class Answer:
     rejected: tuple[Rejected, ...] = ()
     idle: tuple[Idle, ...] = ()
     front: Sequence["Answer"] = field(default=())
+    candidates: tuple[Plan, ...] = ()
 
 
 def check_request(request: Request) -> None:

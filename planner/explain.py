@@ -1,0 +1,218 @@
+"""Why a plan is as it is, in sentences: for each node type where it is and what limits it there, what its next best place would cost, and
+what one node more would earn. Everything is found by asking: the prediction of the plan with one thing changed, or a search on a fleet
+that differs in one thing. Nothing is read off the search's own reasons.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost.model import CostModel
+from planner.errors import InfeasibleError
+from planner.plan import Plan
+from planner.search.cost_tables import tables_of
+from planner.search.judge import unacceptable
+from planner.search.memory import cost_like, search_with_memory
+from planner.search.moves import Group, Moves, groups_of
+from planner.search.problem import Answer, Request
+
+FASTER = 1.1  # times the speed, to see what speed is worth
+WIDER = 2.0  # times the bandwidth of its links, and times the memory
+BINDS = 0.005  # of the step: what earns less binds nothing
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one node type in use. gains: what the whole plan's speed gains if these nodes were FASTER, had WIDER links, or so much more memory
+    (the last by a search); limit: which of these is most, "none" where none is above BINDS. next_best: where else its groups could be, in
+    words, and next_best_slower: by how much slower, negative where it would be faster; None where there is no other place."""
+
+    node_type: str
+    workers: int
+    where: str
+    gains: dict[str, float]
+    limit: str
+    next_best: str | None
+    next_best_slower: float | None
+
+    def sentence(self) -> str:
+        """For people."""
+        meant = {
+            "speed": f"its speed binds ({self.gains['speed']:+.1%} if it were {FASTER - 1:.0%} faster)",
+            "link": f"its links bind ({self.gains['link']:+.1%} with twice the bandwidth)",
+            "memory": f"its memory binds ({self.gains['memory']:+.1%} with twice of it)",
+            "none": "nothing of it binds: others end later",
+        }
+        text = f"{self.node_type} ({self.workers} GPUs): {self.where}; {meant[self.limit]}."
+        if self.next_best is None or self.next_best_slower is None:
+            return f"{text} There is no other place for it that fits."
+        how = "slower" if self.next_best_slower >= 0 else "faster"
+        return f"{text} Next best: {self.next_best}, {abs(self.next_best_slower):.1%} {how}."
+
+
+@dataclass(frozen=True)
+class OneMore:
+    """What one node more of a type earns, by a search on the larger fleet."""
+
+    node_type: str
+    tokens_per_s: float
+    gained_tokens_per_s: float
+    usd_per_million_tokens: float | None
+    more_usd_per_million_tokens: float | None
+
+    def sentence(self) -> str:
+        """For people."""
+        if abs(self.gained_tokens_per_s) < BINDS * self.tokens_per_s:
+            return f"One more {self.node_type}: nothing that a search finds ({self.gained_tokens_per_s:+,.0f} tokens/s)."
+        text = f"One more {self.node_type}: {self.gained_tokens_per_s:+,.0f} tokens/s ({self.tokens_per_s:,.0f} in all)"
+        if self.usd_per_million_tokens is None or self.more_usd_per_million_tokens is None:
+            return text + "."
+        return f"{text}, {self.usd_per_million_tokens:.3f} $/M tokens ({self.more_usd_per_million_tokens:+.3f})."
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of one plan."""
+
+    places: tuple[Place, ...]
+    one_more: tuple[OneMore, ...]
+
+    def sentences(self) -> list[str]:
+        return [place.sentence() for place in self.places] + [more.sentence() for more in self.one_more]
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "places": [{name: getattr(place, name) for name in Place.__dataclass_fields__} for place in self.places],
+            "one_more_node": [{name: getattr(more, name) for name in OneMore.__dataclass_fields__} for more in self.one_more],
+            "sentences": self.sentences(),
+        }  # fmt: skip
+
+
+def explain(request: Request, answer: Answer) -> Explanation:
+    """Of a search's answer to the request. Takes two searches a node type."""
+    used = {request.fleet.node_of(worker).node_type for worker in answer.plan.workers}
+    kinds = [kind for kind in request.cost.node_types if kind.num_gpus]
+    return Explanation(
+        tuple(_place(request, answer, kind) for kind in kinds if kind in used),
+        tuple(more for kind in kinds if (more := _one_more(request, answer, kind)) is not None),
+    )
+
+
+def _place(request: Request, answer: Answer, kind: NodeType) -> Place:
+    gains, best = _gains(request, answer, kind), _next_best(request, answer.plan, kind)
+    most = max(gains, key=lambda name: gains[name])
+    return Place(
+        kind.name,
+        sum(request.fleet.node_of(worker).node_type == kind for worker in answer.plan.workers),
+        _where(request.fleet, answer.plan, kind),
+        gains,
+        most if gains[most] > BINDS else "none",
+        None if best is None else best[0],
+        None if best is None else best[1] / answer.prediction.step_time_s - 1,
+    )
+
+
+def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
+    """Its stages: how many of which pipelines, at which end, of how many blocks."""
+    blocks, ends, pipelines, alone = list[int](), set[str](), 0, 0
+    for pipeline in plan.pipelines:
+        mine = [i for i, stage in enumerate(pipeline.stages) if fleet.node_of(stage.workers[0]).node_type == kind]
+        pipelines, alone = pipelines + bool(mine), alone + (len(mine) == len(pipeline.stages))
+        blocks += [pipeline.stages[i].num_layers for i in mine]
+        for i in mine if len(mine) < len(pipeline.stages) else ():
+            ends.add("first" if i == 0 else "last" if i == len(pipeline.stages) - 1 else "middle")
+    held = f"{min(blocks)} to {max(blocks)}" if min(blocks) < max(blocks) else f"{blocks[0]}"
+    text = f"{len(blocks)} stages of {held} blocks in {pipelines} of {len(plan.pipelines)} pipelines"
+    order = " and ".join(end for end in ("first", "middle", "last") if end in ends)
+    parts = [f"{alone} of them its own"] if alone else []
+    parts += [f"{order} in the others" if alone else order] if order else []
+    return f"{text} ({', '.join(parts)})"
+
+
+def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]:
+    """By what share the plan, or where memory changes the best plan, is faster with one thing better."""
+    step_s, cost = answer.prediction.step_time_s, request.cost
+    quick = replace(kind, slowdown=kind.slowdown / FASTER)
+    linked = replace(
+        kind,
+        intra_node_bytes_per_s=WIDER * kind.intra_node_bytes_per_s,
+        inter_node_bytes_per_s=WIDER * kind.inter_node_bytes_per_s,
+    )
+    found = {
+        name: step_s / cost.varied({kind: other}).predict(answer.plan).step_time_s - 1
+        for name, other in (("speed", quick), ("link", linked))
+    }
+    large = cost.varied({kind: replace(kind, gpu_memory_bytes=int(WIDER * kind.gpu_memory_bytes))})
+    better = _searched(replace(request, fleet=large.fleet, cost=large), answer.plan)
+    return found | {"memory": 0.0 if better is None else max(0.0, step_s / better.prediction.step_time_s - 1)}
+
+
+def _searched(request: Request, seed: Plan) -> Answer | None:
+    try:
+        return search_with_memory(replace(request, prove=False), [seed])
+    except InfeasibleError:
+        return None
+
+
+def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float] | None:
+    """The quickest plan with the type's groups elsewhere, layers cut and microbatches shared anew: in words, and its step time."""
+    tables = tables_of(request)
+    moves = Moves(tables, request.deepest(tables.num_blocks), random.Random(0), request.mixed_microbatch)
+    found = [
+        (words, step_s)
+        for words, change in _changes(request.fleet, kind)
+        if (step_s := _changed_s(request, plan, moves, change)) is not None
+    ]
+    return min(found, key=lambda each: each[1], default=None)
+
+
+def _changes(fleet: Fleet, kind: NodeType) -> Iterator[tuple[str, Callable[[list[Group]], list[Group]]]]:
+    def parted(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+        mine = [group for group in groups if fleet.node_of(group[0]).node_type == kind]
+        return mine, [group for group in groups if group not in mine]
+
+    yield "at the beginning of its pipelines", lambda groups: parted(groups)[0] + parted(groups)[1]
+    yield "at the end of its pipelines", lambda groups: parted(groups)[1] + parted(groups)[0]
+    yield "left idle", lambda groups: parted(groups)[1]
+
+
+def _changed_s(
+    request: Request, plan: Plan, moves: Moves, change: Callable[[list[Group]], list[Group]]
+) -> float | None:
+    """Step time of the plan with each pipeline's groups changed; None where that is the plan itself or may not be."""
+    made = []
+    for pipeline in plan.pipelines:
+        groups = change(groups_of(pipeline))
+        if groups == groups_of(pipeline):
+            made.append(pipeline)
+        elif groups:
+            cut = moves.cut(groups, pipeline.microbatch_sequences)
+            if cut is None:
+                return None
+            made.append(cut)
+    if not made or tuple(made) == plan.pipelines:
+        return None
+    shared = moves.shared(plan, made)
+    if shared is None:
+        return None
+    ready = cost_like(request.cost, plan).working_ahead(shared)
+    prediction = request.cost.predict(ready)
+    return None if unacceptable(request, ready, prediction) else prediction.step_time_s
+
+
+def _one_more(request: Request, answer: Answer, kind: NodeType) -> OneMore | None:
+    """By a search on the fleet with one node more, which begins with the plan as it is."""
+    names = {node.name for node in request.fleet.nodes}
+    name = next(name for i in range(len(names) + 1) if (name := f"{kind.name}-{i}") not in names)
+    fleet = replace(request.fleet, nodes=(*request.fleet.nodes, Node(name, kind)))
+    cost: CostModel = request.cost.on(fleet)
+    better = _searched(replace(request, fleet=fleet, cost=cost), answer.plan)
+    if better is None:
+        return None
+    before, after = answer.prediction, better.prediction
+    usd, was = after.usd_per_million_tokens, before.usd_per_million_tokens
+    return OneMore(
+        kind.name, after.tokens_per_s, after.tokens_per_s - before.tokens_per_s, usd, None if usd is None or was is None else usd - was
+    )  # fmt: skip

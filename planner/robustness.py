@@ -1,0 +1,86 @@
+"""How much a plan loses where the cost model's numbers are a little wrong.
+
+A draw multiplies each node type's layer times by a factor within LAYERS_OFF of 1, and the bandwidth of its links, inside nodes and between
+them, each by one within LINKS_OFF, uniformly and independently. The plan and the other candidates that its search kept (what its walks
+ended with, and the drafts that ranked first; none searched anew) are predicted under each draw. A loss is the plan's step time over that
+of the quickest of them that fits memory, less one: 0 where the plan stays the quickest.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.cluster import NodeType
+from planner.cost.model import CostModel
+from planner.plan import Plan
+from planner.search import limits
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """One entry a draw: the plan's step time, and its loss against the quickest of `candidates` other plans."""
+
+    seed: int
+    candidates: int
+    step_time_s: tuple[float, ...]
+    loss: tuple[float, ...]
+
+    @property
+    def draws(self) -> int:
+        return len(self.step_time_s)
+
+    def sentence(self) -> str:
+        """For people."""
+        spread = f"{min(self.step_time_s):.4g} to {max(self.step_time_s):.4g} s"
+        text = (
+            f"under layer times +-{limits.LAYERS_OFF:.0%} and links +-{limits.LINKS_OFF:.0%} of each node type ({self.draws} draws, seed"
+            f" {self.seed}): {spread} a step"
+        )
+        if not self.candidates:
+            return text
+        mean = sum(self.loss) / self.draws
+        return f"{text}; slower than the best of {self.candidates} other candidates by {mean:.1%} on average, {max(self.loss):.1%} at worst"
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "sentence": self.sentence(),
+            "draws": self.draws,
+            "seed": self.seed,
+            "layer_times_within": limits.LAYERS_OFF,
+            "links_within": limits.LINKS_OFF,
+            "compared_with": "the other plans that this search kept (ends of its walks, first drafts), predicted anew, none searched anew",
+            "candidates": self.candidates,
+            "step_time_s": {"least": min(self.step_time_s), "mean": _mean(self.step_time_s), "worst": max(self.step_time_s)},
+            "loss": {"mean": _mean(self.loss), "worst": max(self.loss)} if self.candidates else None,
+        }  # fmt: skip
+
+
+def robustness(cost: CostModel, plan: Plan, candidates: Sequence[Plan], draws: int | None = None, seed: int = 0) -> Robustness:  # fmt: skip
+    """Of a plan beside others on the cost model's fleet; draws: as many as a second allows where None."""
+    number = draws or min(limits.MOST_DRAWS, max(limits.FEWEST_DRAWS, limits.DRAWS_GPUS // len(cost.fleet.workers)))
+    rng = random.Random(seed)
+    steps, losses = list[float](), list[float]()
+    for _ in range(number):
+        drawn = cost.varied({kind: _drawn(kind, rng) for kind in cost.node_types})
+        mine = drawn.predict(plan).step_time_s
+        others = [each.step_time_s for each in map(drawn.predict, candidates) if each.fits]
+        steps.append(mine)
+        losses.append(mine / min([mine, *others]) - 1)
+    return Robustness(seed, len(candidates), tuple(steps), tuple(losses))
+
+
+def _drawn(kind: NodeType, rng: random.Random) -> NodeType:
+    def factor(within: float) -> float:
+        return 1 + rng.uniform(-within, within)
+
+    return replace(
+        kind,
+        slowdown=kind.slowdown * factor(limits.LAYERS_OFF),
+        intra_node_bytes_per_s=kind.intra_node_bytes_per_s * factor(limits.LINKS_OFF),
+        inter_node_bytes_per_s=kind.inter_node_bytes_per_s * factor(limits.LINKS_OFF),
+    )
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
