@@ -8,7 +8,7 @@ from typing import Any
 
 BENCHMARKS = {
     "planner": "accuracy of the cost model; the searches against bounds and other planners",
-    "recovery": "restores over throttled links by the real code, policies side by side; published scale, simulated",
+    "recovery": "restores by the real code, over real or throttled links, policies side by side; published scale, simulated",
     "step": "a plan's step on this machine against a plain loop of the same model",
 }
 
@@ -36,7 +36,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def _recovery_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--state-mb", type=float, default=64.0, metavar="N", help="one copy of the state, in MB (default 64)")
-    add("--scale", type=float, default=40.0, metavar="N", help="links are a cloud node's divided by this (default 40)")
+    add(
+        "--scale",
+        type=float,
+        metavar="N",
+        help="1: links at their own speed, between network namespaces (needs root; the default where they can be made); else links are"
+        " emulated in software, a cloud node's divided by this (default 40)",
+    )
+    add(
+        "--step-s", type=float, default=1.0, metavar="N", help="seconds that each lost step is charged with (default 1)"
+    )
     add("--network-gbps", type=float, default=25.0, metavar="N", help="a cloud node's network card (default 25 Gb/s)")
     add("--s3-gbytes-per-s", type=float, default=1.0, metavar="N", help="a cloud node's way to S3 (default 1 GB/s)")
     add("--scenarios", metavar="a,b,...", help="only these (default: all)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -34,12 +34,14 @@ class DurableReads:
         self._manifest_by_step: dict[int, Manifest] = {}
         self._requests = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
 
-    def __call__(self, uri: str, step: int, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor]]:
+    def __call__(
+        self, uri: str, step: int, shards: Sequence[ShardId], into: Mapping[ShardId, memoryview] | None = None
+    ) -> Iterator[tuple[ShardId, Tensor]]:
         """The shards of the committed checkpoint of `step`, as `read_shards` gives them and with its errors."""
         memory_bytes = READ_MEMORY_BYTES // READERS
         manifest = self._manifest(step)
         yield from read_shards(
-            self._read_from, manifest, shards, max_memory_bytes=memory_bytes, requests=self._requests
+            self._read_from, manifest, shards, max_memory_bytes=memory_bytes, requests=self._requests, into=into
         )
 
     def _manifest(self, step: int) -> Manifest:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -75,17 +76,20 @@ def read_shards(
     *,
     max_memory_bytes: int = READ_MEMORY_BYTES,
     requests: Executor | None = None,
+    into: Mapping[ShardId, memoryview] | None = None,
 ) -> Iterator[tuple[ShardId, torch.Tensor]]:
     """Each shard of `ids` (all when None) and its contiguous CPU tensor of the unit's shape, checked, in about the shards' order.
 
     Up to `storage.options.concurrency` requests fly while the caller works, in threads of its own or in `requests`,
     which several readers may share; at most `max_memory_bytes` (or one shard,
-    if that is larger) are read ahead of it. Each tensor owns its memory. Close the iterator to stop early.
+    if that is larger) are read ahead of it. A shard named in `into` is in that memory, of its size, once it was yielded (before,
+    it holds anything); each other tensor owns its memory. Close the iterator to stop early.
 
     Raises:
         CheckpointCorrupt: a shard's bytes are wrong, also when read a second time. StorageError: the storage failed.
     """
-    for shard, outcome in _read(storage, manifest, ids, max_memory_bytes, whole_items=False, requests=requests):
+    found = _read(storage, manifest, ids, max_memory_bytes, whole_items=False, requests=requests, into=into or {})
+    for shard, outcome in found:
         if isinstance(outcome, Exception):
             raise outcome
         yield shard, outcome
@@ -160,12 +164,12 @@ class _Fetch:
 
 def _read(
     storage: Storage, manifest: Manifest, ids: Iterable[ShardId] | None, max_memory_bytes: int, whole_items: bool,
-    requests: Executor | None = None,
+    requests: Executor | None = None, into: Mapping[ShardId, memoryview] = MappingProxyType({}),
 ) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:  # fmt: skip
     ids = manifest.locations if ids is None else ids
     spans = deque(plan_reads(manifest, ids, storage.options.part_bytes, whole_items=whole_items))
     flying: deque[_Fetch] = deque()
-    reader = _Reader(storage, manifest, whole_items)
+    reader = _Reader(storage, manifest, whole_items, into)
     own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read") if requests is None else None
     ahead = 0
     with own or nullcontext(requests) as pool:
@@ -176,7 +180,8 @@ def _read(
                     flying.append(reader.start(pool, spans.popleft()))
                     ahead += flying[-1].num_bytes
                 yield from reader.finish(flying[0])
-                ahead -= flying.popleft().num_bytes
+                ahead -= flying[0].num_bytes
+                reader.reuse(flying.popleft())
         finally:
             _call_off(flying)
 
@@ -189,10 +194,22 @@ def _call_off(fetches: Iterable[_Fetch]) -> None:
     wait(parts)
 
 
-class _Reader:
-    """Fetches spans and checks what came; the last request of a span checks it, on its thread."""
+def _over(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def __init__(self, storage: Storage, manifest: Manifest, whole_items: bool) -> None:
+
+class _Reader:
+    """Fetches spans and checks what came; the last request of a span checks it, on its thread.
+
+    A span of one shard is read straight into the caller's memory; others into buffers that are used again, since new memory costs
+    more than the copy out of them.
+    """
+
+    def __init__(
+        self, storage: Storage, manifest: Manifest, whole_items: bool, into: Mapping[ShardId, memoryview]
+    ) -> None:
+        self._into = into
+        self._free: list[torch.Tensor] = []
         self._storage = storage
         self._manifest = manifest
         self._whole_items = whole_items
@@ -201,20 +218,43 @@ class _Reader:
     def start(self, pool: Executor, span: Span) -> _Fetch:
         stride = self._storage.options.part_bytes
         starts = range(span.start, max(span.end, span.start + 1), stride)
-        fetch = _Fetch(span, torch.empty(span.end - span.start, dtype=torch.uint8), len(starts))
+        fetch = _Fetch(span, self._buffer(span), len(starts))
         fetch.parts.extend(pool.submit(self._part, fetch, at, min(at + stride, span.end)) for at in starts)
         return fetch
+
+    def _buffer(self, span: Span) -> torch.Tensor:
+        num_bytes = span.end - span.start
+        if self._alone(span):
+            memory = self._into.get(span.shards[0].shard)
+            return torch.empty(num_bytes, dtype=torch.uint8) if memory is None else _over(memory)
+        for number, free in enumerate(self._free):
+            if free.numel() >= num_bytes:
+                return self._free.pop(number)[:num_bytes]
+        return torch.empty(max(num_bytes, self._storage.options.part_bytes), dtype=torch.uint8)[:num_bytes]
+
+    def _alone(self, span: Span) -> bool:
+        return len(span.shards) == 1 and not self._whole_items
+
+    def reuse(self, fetch: _Fetch) -> None:
+        """The fetch's shards have all been taken, so its buffer serves another (not where it is a shard's own memory)."""
+        if not self._alone(fetch.span):
+            whole = torch.empty(0, dtype=torch.uint8).set_(fetch.buffer.untyped_storage())
+            self._free.append(whole)
 
     def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
         """Wait for the span; each request has the storage's own deadline, so the wait is bounded."""
         for part in fetch.parts:
             part.result()
-        alone = len(fetch.span.shards) == 1 and not self._whole_items
+        alone = self._alone(fetch.span)
         for stored in fetch.span.shards:
-            raw = fetch.raw(stored) if alone else fetch.raw(stored).clone()
+            raw = fetch.raw(stored) if alone else self._taken(stored, fetch.raw(stored))
             spec = self._manifest.specs[stored.tensor]
             tensor = raw.view(TORCH_DTYPES[spec.dtype]).view(spec.unit_shape(stored.unit))
             yield stored.shard, fetch.bad.get(stored.shard, tensor)
+
+    def _taken(self, stored: StoredShard, raw: torch.Tensor) -> torch.Tensor:
+        memory = self._into.get(stored.shard)
+        return raw.clone() if memory is None or not len(memory) else _over(memory).copy_(raw)
 
     def _part(self, fetch: _Fetch, start: int, end: int) -> None:
         error = self._fetch_range(fetch, start, end)

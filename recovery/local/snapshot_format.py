@@ -98,9 +98,7 @@ def _encode_header(worker: str, tensors: Mapping[str, TensorSpec], shards: Seque
 
 def read_map(path: Path, content: mmap.mmap) -> FileMap:
     prefix = content[: PREFIX.size]
-    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = PREFIX.unpack(
-        prefix
-    )
+    magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise SnapshotError(str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})")
     if zlib.crc32(prefix[:-4]) != crc:

@@ -1,15 +1,18 @@
 """One worker's messages of a restore: packed, sent, received and checked, several in flight, in the order all share.
 
-A message is one flat buffer on the group's device: each shard's bytes, 16-byte aligned, then one int64 for each: its checksum
-(`recovery.state.device_checksum`, the same on every device), or -1 where the sender could not get it. The receiver believes the
-schedule's checksum where it has one; the sender's guards what has no snapshot yet against damage on the way.
+A message is one flat buffer on the group's device: each small shard's bytes, 16-byte aligned, then one int64 for each shard: its
+checksum (`recovery.state.device_checksum`, the same on every device), or -1 where the sender could not get it. Large shards follow it by
+themselves, from the sender's live memory into the receiver's new state: no copy at either end. The receiver believes the schedule's
+checksum where it has one; the sender's guards what has no snapshot yet against damage on the way.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +23,10 @@ from recovery.state.layout import Layout, ShardId
 from recovery.transfer.messages import Message
 
 IN_FLIGHT_BYTES = 256 << 20
+DIRECT_BYTES = 1 << 20
+"""Shards of this size are sent by themselves. New memory for a buffer costs more than what packing saves."""
+_TENSORS = 64
+"""Tags of one message: its buffer, and no more than MESSAGE_BYTES / DIRECT_BYTES + 1 shards by themselves."""
 NOT_AVAILABLE = -1
 _ALIGNMENT = 16
 
@@ -36,15 +43,20 @@ class MessageGroup(Protocol):
 
 @dataclass
 class _Flight:
+    """A message under way: its buffer of small shards, and the flat bytes of each large one."""
+
     message: Message
-    work: Any
+    works: list[Any]
     buffer: Tensor
+    direct: Mapping[ShardId, Tensor]
+    num_bytes: int
 
 
 class Exchange:
     """Runs one worker's messages once. Blocks only for older messages of the common order: no deadlock.
 
-    `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had.
+    `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had; `place_of(shard)`
+    the flat bytes that a shard may be received into before it is checked, None where there are none.
     `take(message, shard, data)` gets the bytes of a shard that has come; `miss(message, shards)` names those of a message
     that came damaged or were not available. `expected(shard)` is the checksum that a shard must have, None where only its sender
     knows it.
@@ -57,12 +69,13 @@ class Exchange:
         group: MessageGroup,
         device: torch.device,
         view_of: Callable[[ShardId], Tensor | None],
+        place_of: Callable[[ShardId], Tensor | None],
         take: Callable[[Message, ShardId, Tensor], None],
         miss: Callable[[Message, Sequence[ShardId]], None],
         expected: Callable[[ShardId], int | None],
     ) -> None:
         self._worker, self._layout, self._group, self._device = worker, layout, group, device
-        self._view_of, self._take, self._miss, self._expected = view_of, take, miss, expected
+        self._view_of, self._place_of, self._take, self._miss, self._expected = view_of, place_of, take, miss, expected
         self._flights: deque[_Flight] = deque()
         self._coming: dict[ShardId, int] = {}
         self._bytes = 0
@@ -74,14 +87,12 @@ class Exchange:
             if message.source == self._worker:
                 while any(shard in self._coming for shard in message.shards):
                     self._finish_oldest()
-                buffer = self._packed(message)
-                work = self._group.send(buffer, message.destination, message.position)
+                flight = self._sent(message)
             else:
-                buffer = self._buffer(self._extent(message.shards)[1])
-                work = self._group.recv(buffer, message.source, message.position)
+                flight = self._awaited(message)
                 self._coming.update(dict.fromkeys(message.shards, message.position))
-            self._flights.append(_Flight(message, work, buffer))
-            self._bytes += buffer.numel()
+            self._flights.append(flight)
+            self._bytes += flight.num_bytes
             while self._bytes > IN_FLIGHT_BYTES and len(self._flights) > 1:
                 self._finish_oldest()
         while self._flights:
@@ -89,13 +100,42 @@ class Exchange:
 
     def _finish_oldest(self) -> None:
         flight = self._flights.popleft()
-        self._group.wait_on_host(flight.work)
-        self._bytes -= flight.buffer.numel()
+        for work in flight.works:
+            self._group.wait_on_host(work)
+        self._bytes -= flight.num_bytes
         if flight.message.source != self._worker:
             self._unpack(flight)
             for shard in flight.message.shards:
                 self._coming.pop(shard, None)
         self._free.append(flight.buffer)
+
+    def _split(self, shards: Sequence[ShardId]) -> tuple[list[ShardId], list[ShardId]]:
+        """Those that are packed, and those that go by themselves; the same at both ends."""
+        large = [self._layout.shard_bytes(shard) >= DIRECT_BYTES for shard in shards]
+        assert sum(large) < _TENSORS, f"{sum(large)} large shards in one message"
+        return list(compress(shards, map(operator.not_, large))), list(compress(shards, large))
+
+    def _sent(self, message: Message) -> _Flight:
+        packed, direct = self._split(message.shards)
+        views = {shard: self._view_of(shard) for shard in message.shards}
+        flats = {shard: _flat(view) for shard in direct if (view := views[shard]) is not None}
+        buffer = self._packed(message.shards, packed, views, flats)
+        # What is not to be had is sent as anything: the receiver waits for as many bytes.
+        sent = [flats[shard] if shard in flats else self._buffer(self._layout.shard_bytes(shard)) for shard in direct]
+        works = [self._group.send(each, message.destination, tag) for tag, each in _tagged(message, [buffer, *sent])]
+        return _Flight(message, works, buffer, dict(zip(direct, sent, strict=True)), _size([buffer, *sent]))
+
+    def _awaited(self, message: Message) -> _Flight:
+        packed, direct = self._split(message.shards)
+        buffer = self._buffer(self._extent(packed)[0] + 8 * len(message.shards))
+        places = {shard: self._place(shard) for shard in direct}
+        tensors = [buffer, *places.values()]
+        works = [self._group.recv(each, message.source, tag) for tag, each in _tagged(message, tensors)]
+        return _Flight(message, works, buffer, places, _size(tensors))
+
+    def _place(self, shard: ShardId) -> Tensor:
+        place = self._place_of(shard)
+        return self._buffer(self._layout.shard_bytes(shard)) if place is None else place
 
     def _extent(self, shards: Sequence[ShardId]) -> tuple[int, int]:
         """Where the trailer begins, and the whole message's bytes."""
@@ -113,32 +153,36 @@ class Exchange:
                 )
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def _packed(self, message: Message) -> Tensor:
-        trailer, num_bytes = self._extent(message.shards)
-        buffer = self._buffer(num_bytes)
-        pieces: list[Tensor | None] = []
-        position = 0
-        for shard in message.shards:
+    def _packed(
+        self, shards: Sequence[ShardId], packed: Sequence[ShardId], views: Mapping[ShardId, Tensor | None],
+        flats: Mapping[ShardId, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """A message's buffer: the small shards' bytes, and the checksums of all of them."""
+        trailer, _ = self._extent(packed)
+        buffer = self._buffer(trailer + 8 * len(shards))
+        pieces, position = dict(flats), 0
+        for shard in packed:
             size = self._layout.shard_bytes(shard)
-            piece = buffer[position : position + size]
-            view = self._view_of(shard)
+            piece, view = buffer[position : position + size], views[shard]
             if view is not None:
                 piece.view(view.dtype).view(view.shape).copy_(view)
-            pieces.append(None if view is None else piece)
+                pieces[shard] = piece
             position += _aligned(size)
-        sums = iter(checksums([piece for piece in pieces if piece is not None]))
-        words = [NOT_AVAILABLE if piece is None else _as_word(next(sums)) for piece in pieces]
+        sums = dict(zip(pieces, checksums(list(pieces.values())), strict=True))
+        words = [_as_word(sums[shard]) if shard in sums else NOT_AVAILABLE for shard in shards]
         buffer[trailer:].view(torch.int64).copy_(torch.tensor(words))
         return buffer
 
     def _unpack(self, flight: _Flight) -> None:
         shards = flight.message.shards
-        trailer, _ = self._extent(shards)
-        pieces, position = [], 0
-        for shard in shards:
+        packed, _ = self._split(shards)
+        trailer, _ = self._extent(packed)
+        by_shard, position = dict(flight.direct), 0
+        for shard in packed:
             size = self._layout.shard_bytes(shard)
-            pieces.append(flight.buffer[position : position + size])
+            by_shard[shard] = flight.buffer[position : position + size]
             position += _aligned(size)
+        pieces = [by_shard[shard] for shard in shards]
         missed = []
         sent = flight.buffer[trailer:].view(torch.int64).tolist()
         for shard, piece, came, said in zip(shards, pieces, checksums(pieces), sent, strict=True):
@@ -149,6 +193,19 @@ class Exchange:
                 missed.append(shard)
         if missed:
             self._miss(flight.message, missed)
+
+
+def _flat(view: Tensor) -> Tensor:
+    """A shard's bytes where they are, or a copy of them if they do not lie together."""
+    return view.contiguous().view(-1).view(torch.uint8)
+
+
+def _tagged(message: Message, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    return [(message.position * _TENSORS + number, tensor) for number, tensor in enumerate(tensors)]
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _as_word(value: int) -> int:

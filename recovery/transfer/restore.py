@@ -49,9 +49,9 @@ class LiveState:
 class Access:
     """How this worker reaches sources that are no live worker.
 
-    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable(uri, step, shards)`
-    yields verified tensors. Once `cancelled` is set, a restore ends with Cancelled as soon as no message holds it up: it waits for no
-    source any more, and blames none.
+    `store` is its own node's; `agents` maps other nodes to (host, port, token); `read_durable` reads durable storage. Once
+    `cancelled` is set, a restore ends with Cancelled as soon as no message holds it up: it waits for no source any more, and blames
+    none.
     """
 
     store: AgentStore
@@ -171,7 +171,7 @@ class _Restore:
                     raise RestoreError(self._part.worker, (why,), ())
                 if shard.tensor not in self._in_place:
                     self._targets[shard].copy_(self._live[shard])
-            calls = self._view_of, self._take, self._miss, self._expected
+            calls = self._view_of, self._place_of, self._take, self._miss, self._expected
             Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(self._part.messages)
             for done in set(self._fetched.values()):
                 done.result()
@@ -193,6 +193,11 @@ class _Restore:
         elif shard not in self._received:
             return self._live[shard]
         return None if shard in self._reads.missing else self._targets[shard]
+
+    def _place_of(self, shard: ShardId) -> Tensor | None:
+        """The bytes of the new state that a shard belongs to, where they lie together: what comes is written there, then checked."""
+        target = self._targets[shard]
+        return target.view(-1).view(torch.uint8) if target.is_contiguous() and target.numel() else None
 
     def _await(self, shard: ShardId) -> None:
         """Until this shard is here, or its fetch has ended without it: a large fetch is passed on while it comes."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +47,12 @@ class Tier(Protocol):
     ) -> Iterator[tuple[ShardId, Piece]]: ...
 
 
-ReadDurable = Callable[[str, int, Sequence[ShardId]], Iterable[tuple[ShardId, Tensor]]]
+class ReadDurable(Protocol):
+    """Verified tensors of the shards of one step's checkpoint at `uri`; those named in `into` may be in that memory."""
+
+    def __call__(
+        self, uri: str, step: int, shards: Sequence[ShardId], into: Into, /
+    ) -> Iterable[tuple[ShardId, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class PeerTier:
 
 @dataclass(frozen=True)
 class DurableTier:
-    """Committed checkpoints; `read_durable(uri, step, shards)` yields verified tensors."""
+    """Committed checkpoints, as `read_durable` gives them."""
 
     read_durable: ReadDurable
 
@@ -100,7 +105,7 @@ class DurableTier:
         self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int], into: Into
     ) -> Iterator[tuple[ShardId, Piece]]:
         try:
-            for shard, tensor in self.read_durable(source.name, source.step, shards):
+            for shard, tensor in self.read_durable(source.name, source.step, shards, into):
                 expected = checksums.get(shard)
                 if expected is None or checksum(tensor_bytes(tensor)) == expected:
                     yield shard, tensor

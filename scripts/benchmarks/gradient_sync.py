@@ -21,6 +21,7 @@ import torch
 from provenance import provenance
 from torch import nn
 
+from autohet.driver.emulate.namespaces import namespace_network, why_no_namespaces
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models.model_spec import model_spec_from_config
@@ -30,7 +31,6 @@ from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
 from planner.cost.sync import StepTimeline, simulate_sync, sync_jobs
 from planner.plan import Pipeline, Plan, Stage
-from tests.harness.namespaces import namespace_network, why_no_namespaces
 from tests.harness.shaped_workers import measured_step_s
 from tests.harness.tiny_models import TINY, tiny_config
 

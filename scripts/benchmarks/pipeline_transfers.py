@@ -21,6 +21,7 @@ import torch
 from provenance import provenance
 from torch import Tensor, nn
 
+from autohet.driver.emulate.namespaces import namespace_network, why_no_namespaces
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.parallel.executor import Executor
@@ -31,7 +32,6 @@ from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
 from planner.cost.schedule import PipelineTimes, simulate_pipeline
 from planner.plan import Pipeline, Plan, Stage
-from tests.harness.namespaces import namespace_network, why_no_namespaces
 from tests.harness.shaped_workers import CPU, measured_step_s
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_transfers.json"

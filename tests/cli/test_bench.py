@@ -1,21 +1,28 @@
 """`autohet bench recovery`, small: real processes restore the right bytes from the right tiers; and the step benchmark."""
 
 import json
+from contextlib import closing
 
 import pytest
 
+from autohet.bench.recovery.bare import flows_of
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
+from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.simulated import PAPER
+from autohet.bench.recovery.storage import pointed_at
 from autohet.bench.recovery.sweep import s3_sweep
 from autohet.cli.main import main
+from autohet.driver.emulate.namespaces import why_no_namespaces
+from recovery.storage.errors import ObjectExists, ObjectMissing
+from recovery.storage.open import open_storage
 from recovery.transfer.links import Links
 
 PARTS = {"detect", "replan", "rebuild", "restore", "first_step", "total"}
 NOTHING_FROM_S3 = ("a", "b_notice", "c", "e", "f")
 
 
-def _real(capsys, scenarios):
-    arguments = ["bench", "recovery", "--quick", "--no-simulation", "--json", "--state-mb", "3", "--scale", "20"]
+def _real(capsys, scenarios, scale="20"):
+    arguments = ["bench", "recovery", "--quick", "--no-simulation", "--json", "--state-mb", "3", "--scale", scale]
     code = main([*arguments, "--scenarios", ",".join(scenarios)])
     document = json.loads(capsys.readouterr().out)
     return code, {entry["scenario"]: entry for entry in document["scenarios"]}
@@ -42,6 +49,49 @@ def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys):
     assert lost["s3_shards_are_the_missing"] is True
     assert lost["policies"]["local_first"]["bytes_by_tier"]["s3"] == lost["missing_bytes"] > lost["state_bytes"] // 4
     assert lost["policies"]["local_first"]["steps_lost"] == 4
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
+def test_restores_between_namespaces_are_right_and_beside_bare_copies_and_dcp(capsys):
+    code, found = _real(capsys, ("b",), scale="1")
+    assert code == 0
+    policies = found["b"]["policies"]
+    assert set(policies) == {"local_first", "s3_only", "restart_local", "dcp_cache"}
+    for name, result in policies.items():
+        assert result["verified"] is True
+        assert (result["copy_s"] is None) == (name == "dcp_cache")
+        assert result["lost_work_s"] == 4.0
+    ours, dcp = policies["local_first"]["bytes_by_tier"], policies["dcp_cache"]["bytes_by_tier"]
+    assert ours["s3"] == found["b"]["missing_bytes"]
+    assert ours["disk"] > 0 and ours["peer"] > 0
+    assert dcp["disk"] > 0 and dcp["s3"] > ours["s3"], "a stage that moved is fetched from S3, although a peer has it"
+
+
+def test_the_benchmarks_object_server_is_a_storage(tmp_path):
+    """What a restore asks of S3: conditional puts, ranges, lists, deletes."""
+    with closing(ObjectServer(tmp_path, "127.0.0.1")) as server, pointed_at(server.endpoint):
+        with closing(open_storage("s3://any/prefix")) as storage:
+            storage.put("a/one", b"0123456789")
+            with pytest.raises(ObjectExists):
+                storage.put("a/one", b"other", if_none_match=True)
+            part = bytearray(4)
+            storage.get_into("a/one", 3, memoryview(part))
+            assert (bytes(part), storage.get("a/one"), storage.size("a/two")) == (b"3456", b"0123456789", None)
+            assert [(item.name, item.size) for item in storage.list("a/")] == [("a/one", 10)]
+            storage.delete(["a/one", "a/two"])
+            assert list(storage.list()) == []
+            with pytest.raises(ObjectMissing):
+                storage.get("a/one")
+
+
+def test_flows_of_a_worker_are_all_its_bytes():
+    config = config_of_size(3e6)
+    for name, policy in [("b", "local_first"), ("f", "local_first"), ("a", "restart_local")]:
+        _, after, plan = policy_schedule(policy, SCENARIOS[name], config, Links())
+        flows = [flow for worker in after.workers for flow in flows_of(worker, plan, after)]
+        assert sum(flow.num_bytes for flow in flows) == sum(plan.bytes_by_tier.values())
+        assert sum(flow.num_bytes for flow in flows if flow.source == "s3") == plan.bytes_by_tier["s3"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from autohet.driver.control.observation import Observation
+from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
 from autohet.runtime.messages import Phase, WorkerReport
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.namespace_fleet import NamespaceFleet
-from tests.harness.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
 from tests.harness.remote_process import RemoteProcess
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from autohet.driver.emulate.namespaces import NamespaceNetwork, served_in_namespace
 from autohet.runtime.groups import GenerationGroups
-from tests.harness.namespaces import NamespaceNetwork, served_in_namespace
 
 DEADLINE_S = 120.0
 STEPS = 4

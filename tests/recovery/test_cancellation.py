@@ -129,7 +129,7 @@ def test_a_restore_is_given_up_and_what_has_come_stays(
     first, *others = sorted(SHARDS)
     arrived: dict[ShardId, torch.Tensor] = {}
 
-    def first_alone(uri: str, step: int, shards: object) -> Iterator[tuple[ShardId, torch.Tensor]]:
+    def first_alone(uri: str, step: int, shards: object, into: object) -> Iterator[tuple[ShardId, torch.Tensor]]:
         yield from durable(uri, step, [first])
         proxy.mode = mode
         yield from durable(uri, step, others)

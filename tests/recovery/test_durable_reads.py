@@ -21,6 +21,7 @@ from recovery.checkpoint.errors import CheckpointMissing
 from recovery.checkpoint.write import write_shards
 from recovery.local.agent_store import AgentStore
 from recovery.state.holdings import Holding, Source
+from recovery.state.slices import shard_views
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 from recovery.transfer import exchange
@@ -100,9 +101,11 @@ def restore_from_liar(durable: DurableReads, directory: Path, uri: str) -> Resto
     return taken
 
 
+@pytest.mark.parametrize("direct_bytes", [1, exchange.DIRECT_BYTES])
 def test_shards_that_fall_back_share_one_client(
-    clients: Counter[str], committed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clients: Counter[str], committed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_bytes: int
 ) -> None:
+    monkeypatch.setattr(exchange, "DIRECT_BYTES", direct_bytes)
     monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
     clients.clear()
@@ -140,3 +143,14 @@ def test_a_step_that_is_not_there_says_so_and_others_still_come(durable: Durable
     with pytest.raises(CheckpointMissing):
         list(durable(committed, STEP + 1, sorted(SHARDS)))
     assert {shard for shard, _ in durable(committed, STEP, sorted(SHARDS))} == SHARDS
+
+
+def test_shards_are_read_into_the_callers_memory(durable: DurableReads, committed: str) -> None:
+    """Coalesced or alone, and the others beside them in memory of their own, although buffers are used again."""
+    shards = sorted(SHARDS)
+    memory = {shard: memoryview(bytearray(AFTER.layout.shard_bytes(shard))) for shard in shards[::2]}
+    found = dict(durable(committed, STEP, shards, memory))
+    expected = shard_views(AFTER.layout.tensors, SHARDS, state_of(AFTER.layout, ME, STEP))
+    assert all(torch.equal(found[shard], expected[shard]) for shard in shards)
+    for shard, view in memory.items():
+        assert bytes(view) == expected[shard].contiguous().view(-1).view(torch.uint8).numpy().tobytes()

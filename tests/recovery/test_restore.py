@@ -54,7 +54,7 @@ class Fleet:
         agents = {name: ("127.0.0.1", server.port, TOKEN) for name, server in self.servers.items()}
         return Faulty(self.stores[node], agents, self.durable, 20.0, self.faults)
 
-    def durable(self, uri: str, step: int, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor]]:
+    def durable(self, uri: str, step: int, shards: Sequence[ShardId], into: object) -> Iterator[tuple[ShardId, Tensor]]:
         assert (uri, step) == ("s3://bucket/job", STEP)
         for shard in shards:
             self.read_from_s3[shard] += 1
@@ -329,8 +329,12 @@ def test_a_server_that_is_gone_and_one_that_is_unknown(fleet: Fleet) -> None:
     assert set(fleet.read_from_s3.values()) == {2}
 
 
-def test_small_messages_in_small_windows_do_not_deadlock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every worker sends to every other, with room for hardly one message in flight."""
+@pytest.mark.parametrize("direct_bytes", [1, exchange.DIRECT_BYTES])
+def test_small_messages_in_small_windows_do_not_deadlock(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, direct_bytes: int
+) -> None:
+    """Every worker sends to every other, with room for hardly one message in flight; shards packed, or each by itself."""
+    monkeypatch.setattr(exchange, "DIRECT_BYTES", direct_bytes)
     monkeypatch.setattr(exchange, "IN_FLIGHT_BYTES", 1)
     monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
     before = placed(TENSORS, LAYERS, [[(1, ["n0/0", "n0/1"]), (1, ["n1/0", "n1/1"]), (1, ["n2/0"])]])
@@ -345,8 +349,10 @@ def test_small_messages_in_small_windows_do_not_deadlock(fleet: Fleet, monkeypat
     check(run(plan, after, states, fleet), after)
 
 
+@pytest.mark.parametrize("direct_bytes", [1, exchange.DIRECT_BYTES])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
-def test_other_types(fleet: Fleet, dtype: str) -> None:
+def test_other_types(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dtype: str, direct_bytes: int) -> None:
+    monkeypatch.setattr(exchange, "DIRECT_BYTES", direct_bytes)
     tensors = tensors_of(1, dtype)
     before = placed(tensors, 1, [[(1, ["n0/0", "n0/1"])]])
     after = placed(tensors, 1, [[(1, ["n1/0"])]])

@@ -80,7 +80,9 @@ def durable(uri: str, directory: Path) -> Held:
                     (path,) = directory.rglob(Path(file.name).name)
                     break_bytes(path, stored.offset)
 
-    tier = DurableTier(lambda _, step, shards: read_shards(storage, open_checkpoint(storage, step), shards))
+    tier = DurableTier(
+        lambda _, step, shards, into: read_shards(storage, open_checkpoint(storage, step), shards, into=into)
+    )
     return Held(tier, Source("s3", "", uri, STEP), flip)
 
 

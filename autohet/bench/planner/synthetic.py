@@ -69,9 +69,7 @@ def request_of(spec: ModelSpec, fleet: Fleet, batch: int, length: int, **wishes:
         fleet, spec, profile_of(spec, length, gpus), sequence_length=length, precision="bf16", recompute="full",
         parameters=framework_parameters(OURS, CostParameters()),
     )  # fmt: skip
-    return Request(
-        fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes
-    )
+    return Request(fleet, spec, cost, batch, length, clock=time.perf_counter, max_microbatch_sequences=4, **wishes)
 
 
 def cpu_seconds() -> float:

@@ -20,7 +20,7 @@ def show(document: dict[str, Any]) -> None:
     """Print the tables of the real and of the simulated part."""
     console = Console()
     for simulated, title in (
-        (False, f"Real processes, software-throttled links: {document['links_scale']}"),
+        (False, f"Real processes, links {document['links_scale']}"),
         (True, "SIMULATED: restore schedules of published scale; the other parts by stated constants"),
     ):
         found = [s for s in document["scenarios"] if s["simulated"] is simulated]
@@ -44,7 +44,7 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
     for part in (*parts, "total"):
         table.add_column(part.replace("_", "\n"), justify="right")
     table.add_column("MB\nmoved", no_wrap=True)
-    for name in ("steps\nlost", "over\nlimit", "vs\ns3"):
+    for name in ("steps\nlost", "over\nlinks", "over\nbound", "vs\ns3"):
         table.add_column(name, justify="right", no_wrap=True)
     for scenario in scenarios:
         for policy, result in scenario["policies"].items():
@@ -56,7 +56,9 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
 def _sweep(found: Sequence[dict[str, Any]]) -> Table:
     """Ratios of bounds: a row for each speed of S3."""
     names = list(dict.fromkeys(entry["scenario"] for entry in found))
-    table = Table(title="NOT measured: bound of s3_only over ours, by S3's speed a node", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title="NOT measured: bound of s3_only over ours, by S3's speed a node", title_justify="left", box=SIMPLE_HEAD
+    )
     for heading in ("S3 GB/s", *names):
         table.add_column(heading, justify="right")
     for speed in dict.fromkeys(entry["s3_bytes_per_s"] for entry in found):
@@ -80,6 +82,7 @@ def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: S
         "not counted" if uncounted else "\n".join(moved) or "none",
         str(result["steps_lost"]),
         _number(result.get("restore_over_limit")),
+        _number(result.get("restore_over_bound")),
         f"{_number(scenario['ratio_vs_s3_only'])}x" if first and scenario["ratio_vs_s3_only"] else "",
     ]
 
@@ -112,7 +115,7 @@ def draw(document: dict[str, Any], path: str) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=len(PARTS), frameon=False)
     size = scenarios[0]["state_bytes"] / 1e6
-    figure.suptitle(f"Recovery by part, {size:,.0f} MB of state, software-throttled links", fontsize=11)
+    figure.suptitle(f"Recovery by part, {size:,.0f} MB of state, links {document['links_scale']}", fontsize=11)
     figure.tight_layout(rect=(0, 0.07, 1, 0.98))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,19 @@ from autohet.cli.outputs import check_output
 from planner.errors import ConfigError
 from recovery.transfer.links import Links
 
+EMULATED_SCALE = 40.0
+
 METHOD = {
     "restore": "measured: real processes, the transfer schedule and restore of `recovery` over gloo, agents, disk and S3; from the common "
     "start until the last worker has its state",
-    "links": "SOFTWARE throttle: each transfer really happens on this machine, then waits until a link of the stated speed would end it",
+    "links": "scale 1: a network namespace a node, tc at the card's speed each way, S3 in a namespace of its own with tc at each node's "
+    "share; disk and memory are this machine's, measured. Any other scale: SOFTWARE throttle: each transfer really happens here, "
+    "then waits until a link of the stated speed would end it",
+    "copy_s": "scale 1: the same bytes between the same places at the same time, bare: sendfile from host memory, recv_into new memory, "
+    "no frames, no checks; the mean of one run before and one after. `restore_over_bound` is over the slower of this and the links",
+    "dcp_cache": "scale 1: torch.distributed.checkpoint, a file a tensor; each node's disk keeps the files of what it held, the others are "
+    "downloaded from S3 with boto3 into the same directory, then dcp.load",
+    "lost_work_s": "steps lost, at --step-s seconds each (stated, not measured)",
     "detect, replan, rebuild, first_step": "measured in a run of autohet train on an EMULATED fleet on this machine (another model): "
     "a death, a notice and an arrival; null with --quick",
     "baselines": "s3_only and restart_local: detect, replan and first_step as ours; rebuild = a worker process's start, measured alone, "
@@ -41,11 +49,14 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: bytes of one copy of the state, a cloud node's links and their divisor, the scenarios."""
+    """What to measure: bytes of one copy of the state, a cloud node's links and their divisor (1: the links of this machine), the
+    seconds that a lost step is charged with, the scenarios.
+    """
 
     state_bytes: float
     cloud: Links
     scale: float
+    step_s: float
     scenarios: tuple[str, ...]
     quick: bool
     simulate: bool
@@ -77,20 +88,38 @@ def _options(args: argparse.Namespace) -> Options:
     unknown = [name for name in chosen if name not in SCENARIOS]
     if unknown:
         raise ConfigError(f"--scenarios names '{unknown[0]}'; there are {', '.join(SCENARIOS)}")
-    for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s"):
-        if not getattr(args, name) > 0:
+    for name in ("state_mb", "scale", "network_gbps", "s3_gbytes_per_s", "step_s"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0")
     cloud = Links(network_bytes_per_s=args.network_gbps * 1e9 / 8, s3_bytes_per_s=args.s3_gbytes_per_s * 1e9)
-    return Options(args.state_mb * 1e6, cloud, args.scale, chosen, args.quick, not args.no_simulation)
+    scale = _scale(args.scale)
+    return Options(args.state_mb * 1e6, cloud, scale, args.step_s, chosen, args.quick, not args.no_simulation)
+
+
+def _scale(given: float | None) -> float:
+    """1, the links of this machine, where nodes can have networks of their own; else the emulation, with a sentence."""
+    from autohet.driver.emulate.namespaces import why_no_namespaces
+
+    why = why_no_namespaces() if given in (None, 1.0) else None
+    if given is not None and why is not None:
+        raise ConfigError(
+            f"--scale 1 needs network namespaces for its nodes: {why}; a larger --scale emulates links in software"
+        )
+    if why is not None:
+        _say(f"links are EMULATED, a cloud node's divided by {EMULATED_SCALE:g}: {why}")
+    return given or (1.0 if why is None else EMULATED_SCALE)
 
 
 def benchmark(options: Options) -> dict[str, Any]:
     """The whole document; see the module and METHOD for what is measured where."""
+    from autohet.bench.recovery.real import native_scenarios, throttled_scenarios
     from autohet.bench.recovery.sweep import s3_sweep
 
     load_before = os.getloadavg()[0]
     fleet, other_parts = _fleet(options)
-    scenarios, facts = _real(options, other_parts)
+    measure = native_scenarios if options.scale == 1.0 else throttled_scenarios
+    links = scaled_links(options.cloud, options.scale)
+    scenarios, facts = measure(options.scenarios, options.state_bytes, links, other_parts, options.step_s)
     scenarios += fleet
     if options.simulate:
         from autohet.bench.recovery.simulated import simulated_scenarios
@@ -102,6 +131,8 @@ def benchmark(options: Options) -> dict[str, Any]:
         "method": METHOD,
         "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
         "links_scale": _describe(options.cloud, options.scale),
+        "scale": options.scale,
+        "step_s": options.step_s,
         "measured_parts": other_parts,
         **facts,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -112,7 +143,10 @@ def benchmark(options: Options) -> dict[str, Any]:
 def _describe(links: Links, scale: float) -> str:
     parts = {"NVMe": links.disk_bytes_per_s, "S3": links.s3_bytes_per_s, "memory": links.memory_bytes_per_s}
     rates = ", ".join(f"{name} {rate / 1e9:g} GB/s" for name, rate in parts.items())
-    return f"a cloud node (network {links.network_bytes_per_s * 8 / 1e9:g} Gb/s, {rates}) divided by {scale:g}"
+    if scale == 1.0:
+        network = f"{links.network_bytes_per_s * 8 / 1e9:g} Gb/s"
+        return f"at their own speed between network namespaces (network {network}, S3 {links.s3_bytes_per_s / 1e9:g} GB/s a node)"
+    return f"a cloud node's (network {links.network_bytes_per_s * 8 / 1e9:g} Gb/s, {rates}), EMULATED: divided by {scale:g}"
 
 
 def scaled_links(cloud: Links, scale: float) -> Links:
@@ -149,61 +183,6 @@ def _fleet(options: Options) -> tuple[list[dict[str, Any]], dict[str, dict[str, 
         except (ConfigError, RuntimeError, OSError) as error:
             _say(f"not measured: {error}")
     return scenarios, parts_of(changes)
-
-
-def _real(options: Options, other_parts: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    from autohet.bench.recovery.cases import POLICIES, SCENARIOS, config_of_size
-    from autohet.bench.recovery.storage import committed_checkpoint, object_storage
-    from autohet.bench.recovery.trial import Trial
-    from autohet.bench.recovery.workers import WorkerProcesses
-
-    config = config_of_size(options.state_bytes)
-    links = scaled_links(options.cloud, options.scale)
-    found = []
-    with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory, object_storage(directory) as (uri, kind):
-        processes = WorkerProcesses(4, uri)
-        try:
-            committed_checkpoint(uri, config)
-            for name in options.scenarios:
-                scenario = SCENARIOS[name]
-                trials = {}
-                for policy in POLICIES:
-                    _say(f"scenario {name}, {policy}")
-                    trial = Trial(scenario, policy, config, links, uri, f"{directory}/nodes")
-                    trials[policy] = trial.run(processes, other_parts[scenario.cause])
-                found.append(_scenario_document(scenario, trials))
-            facts = {"durable_storage": kind, "process_start_s": processes.start_s}
-        finally:
-            processes.close()
-    return found, facts
-
-
-def _scenario_document(scenario: Any, trials: dict[str, Any]) -> dict[str, Any]:
-    """One entry of `scenarios`; ratios are of ours."""
-    ours, s3 = trials["local_first"], trials["s3_only"]
-    # Parts that were not measured are never free: then the restores alone are compared.
-    counted = "restore" if None in ours.seconds.values() else "total"
-    return {
-        "scenario": scenario.name,
-        "what": scenario.what,
-        "cause": scenario.cause,
-        "state_bytes": ours.state_bytes,
-        "simulated": False,
-        "plan_before": scenario.plan_before.to_document(),
-        "plan_after": scenario.plan_after.to_document(),
-        "policies": {policy: trial.document() for policy, trial in trials.items()},
-        "ratio_vs_s3_only": ratio(s3.seconds[counted], ours.seconds[counted]),
-        "ratio_counts": counted,
-        "restore_ratio_vs_s3_only": ratio(s3.seconds["restore"], ours.seconds["restore"]),
-        "ratio_vs_limit": ratio(ours.seconds["restore"], ours.limit_s),
-        "missing_bytes": ours.missing_bytes,
-        "s3_shards_are_the_missing": ours.s3_shards == ours.missing,
-    }
-
-
-def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """None where there is nothing to compare with."""
-    return numerator / denominator if numerator is not None and denominator else None
 
 
 def _say(what: str) -> None:

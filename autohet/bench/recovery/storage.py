@@ -20,7 +20,7 @@ from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
 
 BUCKET = "bench-recovery"
-# The S3 server of the benchmark reads a whole object for each ranged GET: files of one request's size.
+# Moto's server reads a whole object for each ranged GET: files of one request's size.
 MAX_FILE_BYTES = 16 << 20
 
 
@@ -36,20 +36,29 @@ def object_storage(directory: str) -> Iterator[tuple[str, str]]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    try:
+        with pointed_at(f"http://{host}:{port}"):
+            _create_bucket()
+            yield f"s3://{BUCKET}/job", "an S3 protocol server on this machine (moto), read over HTTP by boto3"
+    finally:
+        server.stop()
+
+
+@contextmanager
+def pointed_at(endpoint: str) -> Iterator[None]:
+    """This process's environment, and its children's, leads S3 clients to `endpoint`."""
     environment = {
         "AWS_ACCESS_KEY_ID": "bench",
         "AWS_SECRET_ACCESS_KEY": "bench",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL": endpoint,
     }
     before = {key: os.environ.get(key) for key in environment}
     os.environ.update(environment)
     try:
-        _create_bucket()
-        yield f"s3://{BUCKET}/job", "an S3 protocol server on this machine (moto), read over HTTP by boto3"
+        yield
     finally:
-        server.stop()
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 
@@ -62,7 +71,7 @@ def _create_bucket() -> None:
     client.close()
 
 
-def committed_checkpoint(uri: str, config: PreTrainedConfig) -> None:
+def committed_checkpoint(uri: str, config: PreTrainedConfig, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Write and commit the checkpoint of CHECKPOINT_STEP, layer by layer, so that little memory is used."""
     tensors = tensor_specs(config)
     storage = open_storage(uri)
@@ -77,7 +86,7 @@ def committed_checkpoint(uri: str, config: PreTrainedConfig) -> None:
             layout = Layout(mine, {writer: shards})
             state = known_state(layout, writer, CHECKPOINT_STEP)
             receipts.append(
-                write_shards(storage, CHECKPOINT_STEP, writer, state, layout, shards, max_file_bytes=MAX_FILE_BYTES)
+                write_shards(storage, CHECKPOINT_STEP, writer, state, layout, shards, max_file_bytes=max_file_bytes)
             )
         commit_checkpoint(storage, CHECKPOINT_STEP, Layout(tensors, {}), receipts, {"seed": 0}, {"model_type": "llama"})
     finally:

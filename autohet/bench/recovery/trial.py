@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.cases import CHECKPOINT_STEP, STEP, Scenario, missing_shards, policy_schedule
-from autohet.bench.recovery.workers import Result, Task, WorkerProcesses
+from autohet.bench.recovery.native import NativeNetwork
+from autohet.bench.recovery.surroundings import Task
+from autohet.bench.recovery.workers import Result, WorkerProcesses
 from planner.cluster import node_of
 from recovery.state.layout import ShardId
 from recovery.transfer.links import Links
 
 _NUMBERS = itertools.count()
+DCP_CACHE = "dcp_cache"
+"""The policy of `autohet.bench.recovery.dcp_cache`; it moves what `restart_local` moves."""
 
 
 class Trial:
-    """Made, run, then read: `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and what the limit was."""
+    """Made, run, then read: `seconds`, `bytes_by_tier`, `steps_lost`, `verified`, and what the limit was. `dcp_source` is the
+    directory of DCP's checkpoint, for its baseline.
+    """
 
     def __init__(
-        self, scenario: Scenario, policy: str, config: PreTrainedConfig, links: Links, storage: str, directory: str
+        self,
+        scenario: Scenario,
+        policy: str,
+        config: PreTrainedConfig,
+        links: Links,
+        storage: str,
+        directory: str,
+        dcp_source: str | None = None,
     ) -> None:
         self.policy = policy
         self._links = links
-        before, after, transfers = policy_schedule(policy, scenario, config, links)
+        as_policy = "restart_local" if policy == DCP_CACHE else policy
+        before, after, transfers = policy_schedule(as_policy, scenario, config, links)
         givers = scenario.givers
         participants = scenario.participants if policy == "local_first" else scenario.plan_after.workers
         self.task = Task(
@@ -37,9 +52,10 @@ class Trial:
             node_by_worker={worker: node_of(worker) for worker in (*before.workers, *after.workers)},
             live_step=STEP,
             givers=tuple(worker for worker in givers if worker in participants),
-            disk_step=None if policy == "s3_only" or transfers.step == STEP else CHECKPOINT_STEP,
+            disk_step=None if policy in ("s3_only", DCP_CACHE) or transfers.step == STEP else CHECKPOINT_STEP,
             directory=directory,
             storage=storage,
+            dcp_source=dcp_source if policy == DCP_CACHE else None,
         )
         self.state_bytes = before.num_bytes
         self.limit_s = transfers.lower_bound_s
@@ -49,14 +65,28 @@ class Trial:
         self.bytes_by_tier: dict[str, int] = {}
         self.s3_shards: frozenset[ShardId] = frozenset()
         self.verified = False
+        self.bare_s: tuple[float, ...] = ()
+        self.cpu_s = 0.0
 
     @property
     def steps_lost(self) -> int:
         return STEP - self.task.transfers.step
 
-    def run(self, processes: WorkerProcesses, other_parts: dict[str, float | None]) -> Trial:
+    @property
+    def copy_s(self) -> float | None:
+        """What the same bytes took bare, at the same time and places: the mean of before and after (None: not measured)."""
+        return sum(self.bare_s) / len(self.bare_s) if any(self.bare_s) else None
+
+    def run(
+        self, processes: WorkerProcesses, other_parts: dict[str, float | None], network: NativeNetwork | None = None
+    ) -> Trial:
         """Blocks until every worker has reported; `other_parts` are the parts that this benchmark does not measure."""
-        self._take(processes.run(self.task, self._links), processes.start_s, other_parts)
+        if network is None:
+            results = processes.run(self.task, self._links)
+        else:
+            with network.wired(self.task) as wiring:
+                results = processes.run(replace(self.task, wiring=wiring), self._links)
+        self._take(results, processes.start_s, other_parts)
         return self
 
     def _take(self, results: list[Result], start_s: float, other_parts: dict[str, float | None]) -> None:
@@ -78,16 +108,24 @@ class Trial:
         self.bytes_by_tier = dict(total)
         self.s3_shards = frozenset().union(*(result.s3_shards for result in results))
         self.verified = all(result.verified for result in results)
+        self.bare_s = tuple(max(each) for each in zip(*(result.bare_s for result in results), strict=True))
+        self.cpu_s = sum(result.cpu_s for result in results)
 
     def document(self) -> dict[str, Any]:
-        """R of the contract, and the limit."""
+        """R of the contract, and the limits: the links' (`limit_s`), that of bare copies of the same bytes on this machine (`copy_s`),
+        and the ratio to the slower of them.
+        """
+        restore_s = self.seconds["restore"]
+        bound = max(self.limit_s, self.copy_s or 0.0)
         return {
             "seconds": self.seconds,
             "bytes_by_tier": self.bytes_by_tier,
             "steps_lost": self.steps_lost,
             "verified": self.verified,
             "limit_s": self.limit_s,
-            "restore_over_limit": self.seconds["restore"] / self.limit_s
-            if self.limit_s and self.seconds["restore"]
-            else None,
+            "restore_over_limit": restore_s / self.limit_s if self.limit_s and restore_s else None,
+            "copy_s": self.copy_s,
+            "bare_s": list(self.bare_s),
+            "restore_over_bound": restore_s / bound if bound and restore_s else None,
+            "workers_cpu_s": self.cpu_s,
         }

@@ -11,62 +11,37 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from autohet.bench.recovery.content import known_content, known_state, matches
-from autohet.bench.recovery.links import (
-    LANES,
-    Lanes,
-    ServedStore,
-    ThrottledGroup,
-    ThrottledProxy,
-    ThrottledStorage,
-    ThrottledStore,
-)
-from recovery.checkpoint.durable_reads import DurableReads
-from recovery.local.snapshot_file import SnapshotFileWriter
-from recovery.local.snapshot_format import SUFFIX, FileMap
+from autohet.bench.recovery.bare import S3, BareSender, flows_of, receive_flows
+from autohet.bench.recovery.content import known_state, matches
+from autohet.bench.recovery.links import LANES, Lanes
+from autohet.bench.recovery.surroundings import TIMEOUT_S, TOKEN, Surroundings, Task, surroundings
+from autohet.driver.emulate.namespaces import enter_namespace
+from recovery.local.agent_store import AgentStore
 from recovery.peers.server import ShardServer
-from recovery.state.layout import Layout, ShardId
+from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
 from recovery.transfer.links import Links
-from recovery.transfer.restore import Access, LiveState, restore
-from recovery.transfer.schedule import TransferSchedule
+from recovery.transfer.restore import LiveState, restore
 
-TOKEN = "bench"
 MAX_NODES = 8
-TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class Task:
-    """One policy of one scenario, for all workers. `on_disk` maps workers to the step of their disk snapshot."""
-
-    name: str
-    before: Layout
-    after: Layout
-    transfers: TransferSchedule
-    participants: tuple[str, ...]
-    node_by_worker: Mapping[str, str]
-    live_step: int
-    givers: tuple[str, ...]
-    disk_step: int | None
-    directory: str
-    storage: str
+BARE_DIRECTORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one worker reports. `restore_s` runs from the common start until this worker's part is done."""
+    """What one worker reports. `restore_s` runs from the common start until this worker's part is done; `bare_s` is what the same
+    bytes took bare, before and after it; `cpu_s` the processor's seconds of this process meanwhile.
+    """
 
     worker: str
     restore_s: float = 0.0
@@ -74,106 +49,102 @@ class Result:
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
     verified: bool = False
     s3_shards: frozenset[ShardId] = frozenset()
+    bare_s: tuple[float, ...] = ()
+    cpu_s: float = 0.0
     error: str | None = None
 
 
-class _Node:
-    """What surrounds one worker for one task: its store, its shard server, ways to the others; closed at the end."""
+class _Work:
+    """One worker's part of one task."""
 
-    def __init__(self, task: Task, worker: str, lanes: Lanes, store: PrefixStore, stack: ExitStack) -> None:
-        self.task, self.worker, self.lanes = task, worker, lanes
-        self.node = task.node_by_worker[worker]
-        self.s3_shards: set[ShardId] = set()
-        root = Path(task.directory, self.node)
-        places = (str(root / "memory"), str(root / "disk"), self.node)
-        if task.disk_step is not None and worker in task.givers:
-            write_disk(root / "disk", task.before, worker, task.disk_step)
-        own = stack.enter_context(_closing(ThrottledStore(*places, lanes)))
-        served = stack.enter_context(_closing(ServedStore(*places, lanes)))
-        server = stack.enter_context(ShardServer(served, TOKEN, host="127.0.0.1"))
-        store.set(f"agent/{worker}", str(server.port))
-        peers = {w: n for w, n in task.node_by_worker.items() if w in task.participants and n != self.node}
-        agents: dict[str, tuple[str, int, str]] = {}
-        for peer, node in peers.items():
-            proxy = ThrottledProxy(("127.0.0.1", int(store.get(f"agent/{peer}"))), lanes)
-            stack.callback(proxy.close)
-            agents.setdefault(node, ("127.0.0.1", proxy.port, TOKEN))
-        storage: Any = ThrottledStorage(open_storage(task.storage), lanes)
-        stack.callback(storage.close)
-        self._durable = stack.enter_context(DurableReads(storage))
-        self.access = Access(own, agents, self._read_durable, TIMEOUT_S)
+    def __init__(self, worker: str, task: Task, store: PrefixStore, node: Surroundings, stack: ExitStack) -> None:
+        self._worker, self._task, self._store, self._node = worker, task, store, node
+        self._bare: tuple[float, ...] = ()
+        self._senders: dict[str, tuple[str, int]] = {}
+        if task.wiring is not None:
+            here = task.node_by_worker[worker]
+            sender = stack.enter_context(closing(BareSender(BARE_DIRECTORY, task.wiring.hosts[here])))
+            store.set(f"bare/{here}", str(sender.port))
+            nodes = {task.node_by_worker[each] for each in task.participants}
+            self._senders = {name: (task.wiring.hosts[name], int(store.get(f"bare/{name}"))) for name in nodes}
+            self._senders[S3] = task.wiring.bare_storage
 
-    def _read_durable(self, uri: str, step: int, shards: Sequence[ShardId]) -> Iterator[tuple[ShardId, Tensor]]:
-        for shard, tensor in self._durable(uri, step, shards):
-            self.s3_shards.add(shard)
-            yield shard, tensor
+    def run(self) -> Result:
+        task = self._task
+        self._measure_bare("before")
+        result = self._restore() if task.dcp_source is None else self._load_with_dcp(task.dcp_source)
+        self._measure_bare("after")
+        return replace(result, bare_s=self._bare)
 
+    def _measure_bare(self, when: str) -> None:
+        """All workers at the same time; a baseline is measured against the links alone."""
+        if not self._senders or self._task.dcp_source is not None:
+            return
+        flows = flows_of(self._worker, self._task.transfers, self._task.after)
+        scratch = next(iter(self._task.node_directory(self._task.node_by_worker[self._worker], "disk").glob("*")), None)
+        self._meet(f"bare {when}")
+        self._bare += (receive_flows(flows, self._senders, scratch) if flows else 0.0,)
+        self._meet(f"bare {when} done")
 
-class _closing:
-    """Closes a store at the end of the block, whether or not its class has a context manager."""
+    def _restore(self) -> Result:
+        from autohet.runtime.groups import GlooGroup
 
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-
-    def __enter__(self) -> Any:
-        return self._thing
-
-    def __exit__(self, *_: object) -> None:
-        self._thing.close()
-
-
-def write_disk(directory: Path, layout: Layout, worker: str, step: int) -> None:
-    """A committed snapshot of the worker's known state on its node's disk."""
-    file_map = FileMap.of(worker, layout.tensors, sorted(layout.shards_by_worker[worker]))
-    writer = SnapshotFileWriter(directory / f"{worker.replace('/', '%2F')}.g0.0{SUFFIX}", file_map)
-    whole = torch.frombuffer(writer.buffer, dtype=torch.uint8)
-    writer.begin()
-    for shard, extent in file_map.extents.items():
-        content = known_content(layout.tensors[shard.tensor], shard.unit, step).view(-1).view(torch.uint8)
-        whole[extent.offset : extent.offset + extent.num_bytes] = content
-    writer.commit(step, 0)
-    del whole
-    writer.close()
-
-
-def work(worker: str, task: Task, lanes: Lanes, store_port: int) -> Result:
-    """Prepare, meet the others, restore, check. Every participant of the task calls it at the same time."""
-    from autohet.runtime.groups import GlooGroup
-
-    client = TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    store = PrefixStore(task.name, client)
-    with ExitStack() as stack:
-        node = _Node(task, worker, lanes, store, stack)
+        task, worker = self._task, self._worker
         live = None
         if worker in task.givers and task.transfers.step == task.live_step:
             live = LiveState(task.before, known_state(task.before, worker, task.live_step))
-        _meet(store, "prepared", len(task.participants))
+        self._meet("prepared")
         began = time.monotonic()
-        group = GlooGroup("world", task.participants, worker, store, torch.device("cpu"), TIMEOUT_S)
+        group = GlooGroup("world", task.participants, worker, self._store, torch.device("cpu"), TIMEOUT_S)
         group_s = time.monotonic() - began
-        throttled = ThrottledGroup(group, lanes, node.node, task.node_by_worker)
-        _meet(store, "start", len(task.participants))
-        started = time.monotonic()
-        restored = restore(task.transfers, worker, task.after, live, throttled, node.access)
-        restore_s = time.monotonic() - started
-        _meet(store, "done", len(task.participants))
-        verified = worker not in task.after.shards_by_worker or matches(
-            task.after, worker, restored.state, task.transfers.step
-        )
-        return Result(worker, restore_s, group_s, restored.bytes_by_tier, verified, frozenset(node.s3_shards))
+        self._meet("start")
+        started, cpu = time.monotonic(), time.process_time()
+        over = self._node.group_over(group)
+        restored = restore(task.transfers, worker, task.after, live, over, self._node.access)
+        restore_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
+        self._meet("done")
+        has_part = worker in task.after.shards_by_worker
+        verified = not has_part or matches(task.after, worker, restored.state, task.transfers.step)
+        shards = frozenset(self._node.s3_shards)
+        return Result(worker, restore_s, group_s, restored.bytes_by_tier, verified, shards, cpu_s=cpu_s)
+
+    def _load_with_dcp(self, source: str) -> Result:
+        from autohet.bench.recovery.dcp_cache import fill_cache, load, prefix_of
+
+        task, worker = self._task, self._worker
+        cache = task.node_directory(task.node_by_worker[worker], "dcp")
+        kept = task.before.shards_by_worker[worker] if worker in task.givers else frozenset()
+        fill_cache(Path(source), cache, kept)
+        self._meet("start")
+        started, cpu = time.monotonic(), time.process_time()
+        state, by_tier = load(task.storage, prefix_of(source), cache, task.after, worker)
+        restore_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
+        self._meet("done")
+        verified = matches(task.after, worker, state, task.transfers.step)
+        return Result(worker, restore_s, 0.0, by_tier, verified, cpu_s=cpu_s)
+
+    def _meet(self, name: str) -> None:
+        """Wait for all participants, by polling little: the moment decides when clocks start."""
+        deadline = time.monotonic() + TIMEOUT_S
+        self._store.add(name, 1)
+        while self._store.add(name, 0) < len(self._task.participants):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all came to {name}")
+            time.sleep(1e-3)
 
 
-def _meet(store: PrefixStore, name: str, size: int) -> None:
-    """Wait for all participants, by polling little: the moment decides when clocks start."""
-    deadline = time.monotonic() + TIMEOUT_S
-    store.add(name, 1)
-    while store.add(name, 0) < size:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not all {size} came to {name}")
-        time.sleep(1e-3)
+def work(worker: str, task: Task, lanes: Lanes, meeting: tuple[str, int]) -> Result:
+    """Prepare, meet the others, restore, check. Every participant of the task calls it at the same time."""
+    if task.wiring is not None:
+        enter_namespace(task.wiring.namespaces[task.node_by_worker[worker]])
+    client = TCPStore(*meeting, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = PrefixStore(task.name, client)
+    with ExitStack() as stack:
+        node = surroundings(task, worker, lanes, store, stack)
+        return _Work(worker, task, store, node, stack).run()
 
 
-def _serve(connection: Any, free_at: Any, store_port: int, storage: str | None) -> None:
+def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str | None) -> None:
     """A worker process: says when it is up, then does tasks. With a `storage` it first imports and opens all that a training
     worker does: part of what a restart costs.
     """
@@ -185,19 +156,32 @@ def _serve(connection: Any, free_at: Any, store_port: int, storage: str | None) 
     while (order := connection.recv()) is not None:
         worker, task, row, links = order
         try:
-            connection.send(work(worker, task, Lanes(free_at, row, links), store_port))
+            connection.send(work(worker, task, Lanes(free_at, row, links), meeting))
         except Exception:  # noqa: BLE001  the process's edge: the benchmark shows it
             connection.send(Result(worker, error=traceback.format_exc(limit=8)))
 
 
+def serve_agent(connection: Any, namespace: str, host: str) -> None:
+    """An agent process in its node's namespace: serves the directories that it is told, and says where, until it is told others."""
+    enter_namespace(namespace)
+    torch.set_num_threads(1)
+    connection.send("up")
+    while (order := connection.recv()) is not None:
+        memory, disk, node = order
+        with closing(AgentStore(memory, disk, node)) as store, ShardServer(store, TOKEN, host=host) as server:
+            connection.send((host, server.port, TOKEN))
+            connection.recv()
+            connection.send("closed")
+
+
 class WorkerProcesses:
-    """Owns the processes and the store that they meet at. `start_s` is what starting the first one took, alone, with a client
-    of the `storage`.
+    """Owns the processes and the store that they meet at, on `host`. `start_s` is what starting the first one took, alone, with a
+    client of the `storage`.
     """
 
-    def __init__(self, size: int, storage: str) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self.store_port = int(self._store.port)
+    def __init__(self, size: int, storage: str, host: str = "127.0.0.1") -> None:
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._meeting = (host, int(self._store.port))
         self._context = multiprocessing.get_context("spawn")
         self._free_at = self._context.Array("d", MAX_NODES * len(LANES))
         self._workers: list[tuple[Any, Any]] = []
@@ -213,7 +197,7 @@ class WorkerProcesses:
     def _launch(self, storage: str | None) -> None:
         near, far = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(far, self._free_at, self.store_port, storage), name="bench worker", daemon=True
+            target=_serve, args=(far, self._free_at, self._meeting, storage), name="bench worker", daemon=True
         )
         process.start()
         far.close()

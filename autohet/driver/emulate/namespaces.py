@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,12 +59,28 @@ class NamespaceNetwork:
     def heal(self, node: str) -> None:
         _ip("link", "set", self._port(node), "up")
 
-    def limit(self, node: str, megabits: int) -> None:
+    def limit(self, node: str, megabits: float) -> None:
         """Both ways: what the node sends, and what the bridge gives it, by a token bucket."""
-        bucket = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
+        bytes_per_s = megabits * 1e6 / 8
+        # A fast link sends packets of 64 KiB and is looked at once a millisecond; its queue is kept short.
+        burst, latency = max(64 << 10, round(bytes_per_s / 1000)), "400ms" if megabits < 1000 else "20ms"
+        bucket = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", str(burst), "latency", latency)
         subprocess.run(["tc", "qdisc", "replace", "dev", self._port(node), *bucket], check=True)
-        inside = ("ip", "netns", "exec", self.namespace(node))
-        subprocess.run([*inside, "tc", "qdisc", "replace", "dev", INTERFACE, *bucket], check=True)
+        self._tc(node, "qdisc", "replace", "dev", INTERFACE, *bucket)
+
+    def limit_to(self, sender: str, megabits_by_node: Mapping[str, float]) -> None:
+        """What `sender` sends to each of these nodes, each by a token bucket of its own (HTB); all else is free."""
+        self._tc(sender, "qdisc", "replace", "dev", INTERFACE, "root", "handle", "1:", "htb", "default", "0")
+        for node, megabits in megabits_by_node.items():
+            flow, burst = f"1:{self._numbers[node]:x}", str(max(64 << 10, round(megabits * 1e6 / 8 / 1000)))
+            rate = ("htb", "rate", f"{megabits:g}mbit", "burst", burst, "cburst", burst, "quantum", "200000")
+            self._tc(sender, "class", "add", "dev", INTERFACE, "parent", "1:", "classid", flow, *rate)
+            match = ("u32", "match", "ip", "dst", f"{self.address(node)}/32", "flowid", flow)
+            self._tc(sender, "filter", "add", "dev", INTERFACE, "parent", "1:", "protocol", "ip", "prio", "1", *match)
+
+    def _tc(self, node: str, *arguments: str) -> None:
+        inside = ("ip", "netns", "exec", self.namespace(node), "tc")
+        subprocess.run([*inside, *arguments], check=True, timeout=10)
 
     def close(self) -> None:
         for node in self._numbers:
@@ -101,12 +117,17 @@ def why_no_namespaces() -> str | None:
     return None
 
 
-def served_in_namespace(tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any) -> Any:
-    """`build(tell, *arguments)` by a process that has gone into the namespace; threads that it starts are there too."""
+def enter_namespace(namespace: str) -> None:
+    """The calling thread is in the namespace from now on, and so are threads and processes that it starts."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def served_in_namespace(tell: Callable[[Any], None], namespace: str, build: Callable[..., Any], *arguments: Any) -> Any:
+    """`build(tell, *arguments)` by a process that has gone into the namespace; threads that it starts are there too."""
+    enter_namespace(namespace)
     return build(tell, *arguments)
 
 

@@ -1,0 +1,130 @@
+"""The same bytes without any of the product: what this machine can copy between the same places at the same time.
+
+Every flow of a schedule (so many bytes from a node, from storage, from a disk to a worker) is sent by `sendfile` from a file of host
+memory and received into new memory; nothing is framed, checked or put in order. It takes the links' time or that of the processor's
+copies, whichever is longer, so it bounds what a restore could reach on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recovery.state.layout import Layout
+from recovery.transfer.schedule import TransferSchedule
+
+FILE_BYTES = 128 << 20
+PIECE_BYTES = 4 << 20
+STREAMS = 4
+S3 = "s3"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes that one worker gets from one place: `source` is a node, or S3; `kind` "network" or the worker's own "disk" or "memory"."""
+
+    kind: str
+    source: str
+    num_bytes: int
+
+
+def flows_of(worker: str, transfers: TransferSchedule, layout: Layout) -> list[Flow]:
+    """What the schedule brings to `worker`, added up by where it comes from."""
+    part = transfers.parts.get(worker)
+    if part is None:
+        return []
+    found: dict[tuple[str, str], int] = {}
+    for fetch in (*part.fetches, *part.message_fallbacks):
+        source, size = fetch.sources[0], sum(layout.shard_bytes(shard) for shard in fetch.shards)
+        node = S3 if source.kind == "s3" else source.node
+        kind = "network" if node != part.node else "disk" if source.kind == "disk" else "memory"
+        found[kind, node] = found.get((kind, node), 0) + size
+    return [Flow(kind, source, size) for (kind, source), size in found.items() if size]
+
+
+class BareSender:
+    """Serves bytes of a file in host memory to whoever names a length; owns its listener and threads, one a connection."""
+
+    def __init__(self, directory: Path | str, host: str) -> None:
+        self._file = open(Path(directory, f"bare.{os.getpid()}"), "w+b", buffering=0)  # noqa: SIM115
+        os.unlink(self._file.name)
+        block = os.urandom(1 << 20)
+        for _ in range(FILE_BYTES >> 20):
+            self._file.write(block)
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="bare sender", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._send, args=(connection,), name="bare stream", daemon=True).start()
+
+    def _send(self, connection: socket.socket) -> None:
+        with connection:
+            left = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+            at = 0
+            while left:
+                sent = os.sendfile(
+                    connection.fileno(), self._file.fileno(), at, min(PIECE_BYTES, left, FILE_BYTES - at)
+                )
+                left, at = left - sent, (at + sent) % FILE_BYTES
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._file.close()
+
+
+def receive_flows(flows: list[Flow], senders: Mapping[str, tuple[str, int]], scratch: Path | None) -> float:
+    """Seconds that all of a worker's flows take together; `scratch` is a file on its disk, of any content, to stand for its copies."""
+    parts = [(flow, size) for flow in flows for size in _split(flow.num_bytes, max(1, STREAMS // len(flows)))]
+    began = time.monotonic()
+    with ThreadPoolExecutor(max(1, len(parts))) as pool:
+        jobs = [pool.submit(_receive, flow, size, senders, scratch) for flow, size in parts]
+        kept = [job.result() for job in jobs]
+    seconds = time.monotonic() - began
+    del kept
+    return seconds
+
+
+def _split(num_bytes: int, count: int) -> list[int]:
+    each = num_bytes // count
+    return [size for size in (*[each] * (count - 1), num_bytes - each * (count - 1)) if size]
+
+
+def _receive(flow: Flow, size: int, senders: Mapping[str, tuple[str, int]], scratch: Path | None) -> torch.Tensor:
+    target = torch.empty(size, dtype=torch.uint8)
+    memory = target.numpy().data
+    if flow.kind == "disk" and scratch is not None:
+        _read_file(scratch, memory)
+        return target
+    with socket.create_connection(senders[flow.source], 60.0) as connection:
+        connection.sendall(size.to_bytes(8, "little"))
+        got = 0
+        while got < size and (count := connection.recv_into(memory[got:], min(PIECE_BYTES, size - got))):
+            got += count
+    if got < size:
+        raise ConnectionError(f"{flow.source} gave {got} of {size} bare bytes")
+    return target
+
+
+def _read_file(path: Path, memory: memoryview) -> None:
+    with path.open("rb", buffering=0) as file:
+        got = 0
+        while got < len(memory):
+            count = file.readinto(memory[got : got + PIECE_BYTES])
+            got += count or 0
+            if not count:
+                file.seek(0)

@@ -1,0 +1,88 @@
+"""The baseline of a careful user of stock PyTorch: `torch.distributed.checkpoint` with a cache on each node's disk before S3.
+
+The checkpoint is one of DCP's own, a file a tensor (so that a reader fetches no more than it needs). A node's disk keeps the files of
+what its workers held; a restart fetches the others from S3 with boto3's parallel downloads into the same directory, then `dcp.load` reads
+what each worker needs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from autohet.bench.recovery.content import known_content
+from recovery.state.layout import Layout, ShardId
+from recovery.state.slices import empty_local, shard_views
+
+METADATA = ".metadata"
+DOWNLOADS = 4  # files at a time; boto3 reads each in up to ten parts at once
+
+
+def _key(shard: ShardId) -> str:
+    return f"{shard.tensor}@{shard.unit}"
+
+
+def prefix_of(source: str) -> str:
+    """Where the checkpoint's files lie in the bucket: its directory is below the server's."""
+    return Path(source).name + "/"
+
+
+def save(layout: Layout, step: int, directory: Path) -> None:
+    """Write every shard's known content at `step`, once."""
+    shards = frozenset().union(*layout.shards_by_worker.values())
+    state = {_key(shard): known_content(layout.tensors[shard.tensor], shard.unit, step) for shard in shards}
+    dcp.save(
+        state,
+        storage_writer=dcp.FileSystemWriter(directory, single_file_per_rank=False, sync_files=False),
+        no_dist=True,
+    )
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """Each tensor's file."""
+    metadata: Any = pickle.loads((directory / METADATA).read_bytes())
+    return {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
+
+
+def fill_cache(source: Path, cache: Path, shards: Collection[ShardId]) -> None:
+    """What a node's disk has kept: the files of what its workers held."""
+    cache.mkdir(parents=True, exist_ok=True)
+    files = _files(source)
+    for shard in shards:
+        shutil.copyfile(source / files[_key(shard)], cache / files[_key(shard)])
+
+
+def load(uri: str, prefix: str, cache: Path, layout: Layout, worker: str) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The worker's whole state, and its bytes by tier. Blocks."""
+    import boto3
+
+    shards, client = layout.shards_by_worker[worker], boto3.client("s3")
+    bucket = uri.removeprefix("s3://").partition("/")[0]
+
+    def fetch(name: str) -> None:
+        client.download_file(bucket, prefix + name, str(cache / name))
+
+    fetch(METADATA)
+    files, tiers = _files(cache), Counter[str]()
+    absent = []
+    for shard in shards:
+        there = (cache / files[_key(shard)]).exists()
+        tiers["disk" if there else "s3"] += layout.shard_bytes(shard)
+        absent += [] if there else [files[_key(shard)]]
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        list(pool.map(fetch, absent))
+    client.close()
+    state = {name: empty_local(layout.tensors[name], units) for name, units in layout.units_of(worker).items()}
+    views = shard_views(layout.tensors, shards, state)
+    dcp.load(
+        {_key(shard): view for shard, view in views.items()}, storage_reader=dcp.FileSystemReader(cache), no_dist=True
+    )
+    return state, {tier: tiers[tier] for tier in ("memory", "disk", "peer", "s3")}

@@ -1,0 +1,109 @@
+"""The network of the recovery benchmark at `--scale 1`: a namespace a node joined by a bridge, `tc` at the cards' speed, an agent
+process a node, and an S3 protocol server in a namespace of its own that gives each node its own share.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from autohet.bench.recovery.bare import BareSender
+from autohet.bench.recovery.object_server import ObjectServer
+from autohet.bench.recovery.storage import BUCKET, pointed_at
+from autohet.bench.recovery.surroundings import TIMEOUT_S, Task, Wiring
+from autohet.bench.recovery.workers import serve_agent
+from autohet.driver.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
+from recovery.transfer.links import Links
+
+STORAGE_NODE = "s3"
+MEMORY_FILE_SYSTEM = "/dev/shm"
+
+
+def _serve_objects(connection: Any, namespace: str, host: str, directory: str) -> None:
+    enter_namespace(namespace)
+    server, sender = ObjectServer(directory, host), BareSender(MEMORY_FILE_SYSTEM, host)
+    connection.send((server.endpoint, sender.port))
+    connection.recv()
+    server.close()
+    sender.close()
+
+
+class NativeNetwork:
+    """Rows of nodes: the n-th node of a task is in the n-th namespace. `durable` is the directory that the S3 server serves."""
+
+    def __init__(self, network: NamespaceNetwork, num_nodes: int, links: Links, durable: str, stack: ExitStack) -> None:
+        self._network, self._rows = network, [f"row{number}" for number in range(num_nodes)]
+        self._context = multiprocessing.get_context("spawn")
+        self._stack = stack
+        self.head, self.durable = network.head, durable
+        hosts = {row: network.add(row) for row in (*self._rows, STORAGE_NODE)}
+        for row in self._rows:
+            network.limit(row, links.network_bytes_per_s * 8e-6)
+        network.limit_to(STORAGE_NODE, {row: links.s3_bytes_per_s * 8e-6 for row in self._rows})
+        self._hosts = hosts
+        space = network.namespace(STORAGE_NODE)
+        self._storage = self._process(_serve_objects, space, hosts[STORAGE_NODE], durable)
+        self.endpoint, port = self._answer(self._storage)
+        self._bare_storage = (hosts[STORAGE_NODE], int(port))
+        self._agents = [self._process(serve_agent, network.namespace(row), hosts[row]) for row in self._rows]
+        for agent in self._agents:
+            self._answer(agent)
+
+    def _process(self, target: Any, *arguments: Any) -> Any:
+        near, far = self._context.Pipe()
+        process = self._context.Process(target=target, args=(far, *arguments), name=target.__name__, daemon=True)
+        process.start()
+        far.close()
+        self._stack.callback(_end, process, near)
+        return near
+
+    @staticmethod
+    def _answer(connection: Any) -> Any:
+        if not connection.poll(TIMEOUT_S):
+            raise TimeoutError("a process of the benchmark's network did not start")
+        return connection.recv()
+
+    @contextmanager
+    def wired(self, task: Task) -> Iterator[Wiring]:
+        """Agents serve the task's directories meanwhile."""
+        nodes = list(dict.fromkeys(task.node_by_worker[worker] for worker in task.participants))
+        used = list(zip(nodes, self._rows, self._agents, strict=False))
+        agents: Mapping[str, tuple[str, int, str]] = {}
+        for node, _, agent in used:
+            agent.send((str(task.node_directory(node, "memory")), str(task.node_directory(node, "disk")), node))
+            agents = {**agents, node: self._answer(agent)}
+        hosts = {node: self._hosts[row] for node, row, _ in used}
+        spaces = {node: self._network.namespace(row) for node, row, _ in used}
+        try:
+            yield Wiring(hosts, spaces, agents, self._bare_storage)
+        finally:
+            for _, _, agent in used:
+                agent.send("close")
+                self._answer(agent)
+
+
+def _end(process: Any, connection: Any) -> None:
+    if process.is_alive():
+        connection.send(None)
+    process.join(3.0)
+    if process.is_alive():
+        process.terminate()
+        process.join(10.0)
+
+
+@contextmanager
+def native_network(num_nodes: int, links: Links) -> Iterator[tuple[NativeNetwork, str]]:
+    """The network, and the URI of the storage in it; the environment points S3 clients of this process and its children at it."""
+    with ExitStack() as stack:
+        parent = MEMORY_FILE_SYSTEM if os.path.isdir(MEMORY_FILE_SYSTEM) else None
+        durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="autohet-bench-s3-", dir=parent))
+        Path(durable, "job").mkdir()
+        network = stack.enter_context(namespace_network())
+        native = NativeNetwork(network, num_nodes, links, durable, stack)
+        stack.enter_context(pointed_at(native.endpoint))
+        yield native, f"s3://{BUCKET}/job"

@@ -1,0 +1,166 @@
+"""The measured part of the recovery benchmark: every scenario and policy, over the links of this machine or over throttled ones."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autohet.bench.recovery.cases import CHECKPOINT_STEP, POLICIES, SCENARIOS, config_of_size, policy_schedule
+from autohet.bench.recovery.native import NativeNetwork, native_network
+from autohet.bench.recovery.storage import committed_checkpoint, object_storage
+from autohet.bench.recovery.trial import DCP_CACHE, Trial
+from autohet.bench.recovery.workers import WorkerProcesses
+from recovery.transfer.links import Links
+
+NUM_PROCESSES = 4
+PROBE_BYTES = 256 << 20
+
+Parts = Mapping[str, dict[str, float | None]]
+
+
+def throttled_scenarios(
+    scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Entries of `scenarios` over software-throttled `links`, and facts about the run."""
+    config, found = config_of_size(state_bytes), []
+    with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory, object_storage(directory) as (uri, kind):
+        processes = WorkerProcesses(NUM_PROCESSES, uri)
+        try:
+            committed_checkpoint(uri, config)
+            for name in scenarios:
+
+                def run(policy: str, name: str = name) -> Trial:
+                    trial = Trial(SCENARIOS[name], policy, config, links, uri, f"{directory}/nodes")
+                    return trial.run(processes, parts[SCENARIOS[name].cause])
+
+                found.append(_scenario(name, POLICIES, run, step_s))
+            facts = {"durable_storage": kind, "process_start_s": processes.start_s}
+        finally:
+            processes.close()
+    return found, facts
+
+
+def native_scenarios(
+    scenarios: tuple[str, ...], state_bytes: float, links: Links, parts: Parts, step_s: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The same between network namespaces, at the links' own speed; PyTorch's DCP with a cache on disk beside it."""
+    config, found = config_of_size(state_bytes), []
+    with tempfile.TemporaryDirectory(prefix="autohet-bench-") as directory:
+        disk, memory = local_speeds(Path(directory))
+        links = replace(links, disk_bytes_per_s=disk, memory_bytes_per_s=memory)
+        with native_network(NUM_PROCESSES, links) as (network, uri):
+            processes = WorkerProcesses(NUM_PROCESSES, uri, network.head)
+            try:
+                committed_checkpoint(f"{network.durable}/job", config, max_file_bytes=64 << 20)
+                for name in scenarios:
+                    dcp_source = _dcp_checkpoint(network, name, config, links)
+
+                    def run(policy: str, name: str = name, dcp_source: str = dcp_source) -> Trial:
+                        trial = Trial(SCENARIOS[name], policy, config, links, uri, f"{directory}/nodes", dcp_source)
+                        return trial.run(processes, parts[SCENARIOS[name].cause], network)
+
+                    found.append(_scenario(name, (*POLICIES, DCP_CACHE), run, step_s))
+                    shutil.rmtree(dcp_source)
+            finally:
+                processes.close()
+        facts = {"durable_storage": STORAGE, "process_start_s": processes.start_s, "links_used": _speeds(links)}
+    return found, facts
+
+
+STORAGE = "an S3 protocol server of this benchmark in its own namespace (sendfile from host memory), each node's share of it by tc (HTB)"
+
+
+def _dcp_checkpoint(network: NativeNetwork, name: str, config: Any, links: Links) -> str:
+    from autohet.bench.recovery.dcp_cache import save
+
+    before, _, _ = policy_schedule("s3_only", SCENARIOS[name], config, links)
+    directory = Path(network.durable, f"dcp-{name}")
+    save(before, CHECKPOINT_STEP, directory)
+    return str(directory)
+
+
+def local_speeds(directory: Path) -> tuple[float, float]:
+    """Bytes per second of this machine's disk (as a restore meets it: written shortly before, so from the page cache) and memory, each
+    copied into new memory by one thread.
+    """
+    path, written = directory / "probe", torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    path.write_bytes(written.numpy().data)
+
+    def from_file() -> None:
+        with path.open("rb", buffering=0) as file:
+            memory, got = torch.empty(PROBE_BYTES, dtype=torch.uint8).numpy().data, 0
+            while got < PROBE_BYTES:
+                got += file.readinto(memory[got:]) or PROBE_BYTES
+
+    found = _speed(from_file), _speed(lambda: written.clone())
+    path.unlink()
+    return found
+
+
+def _speed(action: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return PROBE_BYTES / min(seconds)
+
+
+def _speeds(links: Links) -> dict[str, float]:
+    return {
+        "network": links.network_bytes_per_s,
+        "disk": links.disk_bytes_per_s,
+        "s3": links.s3_bytes_per_s,
+        "memory": links.memory_bytes_per_s,
+    }
+
+
+def _scenario(name: str, policies: tuple[str, ...], run: Callable[[str], Trial], step_s: float) -> dict[str, Any]:
+    trials = {}
+    for policy in policies:
+        print(f"bench recovery: scenario {name}, {policy}", file=sys.stderr, flush=True)
+        trials[policy] = run(policy)
+    return _document(name, trials, step_s)
+
+
+def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str, Any]:
+    """One entry of `scenarios`; ratios are of ours. Lost steps are charged at `step_s` each."""
+    scenario, ours, s3 = SCENARIOS[name], trials["local_first"], trials["s3_only"]
+    # Parts that were not measured are never free: then the restores alone are compared.
+    counted = "restore" if None in ours.seconds.values() else "total"
+    policies = {policy: trial.document() for policy, trial in trials.items()}
+    for policy, trial in trials.items():
+        policies[policy]["lost_work_s"] = trial.steps_lost * step_s
+        policies[policy]["total_with_lost_work_s"] = (trial.seconds["total"] or 0.0) + trial.steps_lost * step_s
+    charged = policies["s3_only"]["total_with_lost_work_s"], policies["local_first"]["total_with_lost_work_s"]
+    return {
+        "scenario": name,
+        "what": scenario.what,
+        "cause": scenario.cause,
+        "state_bytes": ours.state_bytes,
+        "simulated": False,
+        "plan_before": scenario.plan_before.to_document(),
+        "plan_after": scenario.plan_after.to_document(),
+        "policies": policies,
+        "ratio_vs_s3_only": ratio(s3.seconds[counted], ours.seconds[counted]),
+        "ratio_counts": counted,
+        "restore_ratio_vs_s3_only": ratio(s3.seconds["restore"], ours.seconds["restore"]),
+        "ratio_with_lost_work_vs_s3_only": ratio(*charged) if counted == "total" else None,
+        "ratio_vs_limit": ratio(ours.seconds["restore"], ours.limit_s),
+        "ratio_vs_bound": policies["local_first"]["restore_over_bound"],
+        "missing_bytes": ours.missing_bytes,
+        "s3_shards_are_the_missing": ours.s3_shards == ours.missing,
+    }
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """None where there is nothing to compare with."""
+    return numerator / denominator if numerator is not None and denominator else None
