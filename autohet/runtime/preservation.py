@@ -14,8 +14,11 @@ from torch import Tensor
 
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, WorkerPlace
+from planner.cluster import node_of
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
+from recovery.local.agent_store import write_copies_limit
+from recovery.local.memory_budget import capacity_of, share_out
 from recovery.local.snapshot import SnapshotLease, SnapshotWriter, remove_older
 from recovery.peers.replication import (
     Endpoint,
@@ -27,10 +30,14 @@ from recovery.peers.replication import (
     write_targets,
 )
 from recovery.peers.replication_rounds import PreservationStatus, Rounds, Turns
+from recovery.state.layout import ShardId
 from recovery.storage.errors import StorageTimeout
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet.worker")
+
+TRY_AGAIN_AFTER = 10
+"""Snapshots that are left out where host memory had no room, before files are made anew."""
 
 
 class Preservation:
@@ -46,6 +53,8 @@ class Preservation:
         self._push_timeout_s = job.elastic.timeouts().step_s
         self._timeout_s = job.elastic.timeouts().checkpoint_s
         self._snapshots: SnapshotWriter | None = None
+        self._budget: frozenset[ShardId] = frozenset()
+        self._try_again_at: int | None = None
         self._disk: SnapshotWriter | None = None
         self._order: GenerationOrder | None = None
         self._turns = Turns(job.checkpoint.every_steps)
@@ -72,16 +81,35 @@ class Preservation:
         self._order = order
         self._begin_rounds(order)
         self._turns = Turns(self._turns.every)
-        self._snapshots = self._in_memory(order) if self._every else None
+        self._snapshots, self._try_again_at = None, None
+        if self._every:
+            self._budget = self._shared_out(order)
+            self._snapshots = self._in_memory(order)
         self._disk = self._on_disk(order)
+
+    def _shared_out(self, order: GenerationOrder) -> frozenset[ShardId]:
+        """What this worker's snapshots may hold; said once a node, as a warning where something is left out."""
+        place, nodes = self._place, {worker: node_of(worker) for worker in order.layout.workers}
+        try:
+            capacity = capacity_of(place.memory_directory)
+            budget = share_out(nodes[place.worker], order.layout, nodes, capacity, replicates=order.replicates)
+            write_copies_limit(place.memory_directory, budget.copies_bytes)
+        except OSError as error:
+            logger.warning("no snapshots are kept in this node's memory: %s", error)
+            return frozenset()
+        if place.worker == min(budget.shards_by_worker):
+            logger.log(logging.INFO if budget.suffices else logging.WARNING, "%s", budget.sentence)
+        return budget.shards_by_worker[place.worker]
 
     def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:
         """The writer of snapshots; None, with a warning, where host memory has no room: the run goes on with what others keep."""
         place = self._place
+        if not self._budget:
+            return None
         try:
             return SnapshotWriter(
                 place.memory_directory, place.worker, order.layout, order.generation,
-                keep_older=order.replicates, in_background=True,
+                keep_older=order.replicates, in_background=True, only=self._budget,
             )  # fmt: skip
         except RecoveryError as error:
             logger.warning("no snapshots are kept in this node's memory: %s", error)
@@ -145,14 +173,26 @@ class Preservation:
                 self._do_without(writer, error)
 
     def _do_without(self, writer: SnapshotWriter, error: RecoveryError) -> None:
-        """A copy that cannot be written is no reason to stop: the run goes on with what others keep."""
-        kind = "snapshots in this node's memory" if writer is self._snapshots else "copies on this node's disk"
-        logger.warning("no more %s in this generation: %s", kind, error)
+        """A copy that cannot be written is no reason to stop: the run goes on with what others keep. Host memory is tried again later:
+        what an older generation has left there goes in time.
+        """
         if writer is self._snapshots:
-            self._snapshots = None
+            logger.warning(
+                "no snapshots in this node's memory for the next %d steps: %s", TRY_AGAIN_AFTER * self._every, error
+            )
+            self._snapshots, self._try_again_at = None, TRY_AGAIN_AFTER
         else:
+            logger.warning("no more copies on this node's disk in this generation: %s", error)
             self._disk = None
         writer.close()
+
+    def _try_again(self, order: GenerationOrder) -> None:
+        """Counts the snapshots that were not taken; after so many, files are made anew."""
+        if self._try_again_at is not None:
+            self._try_again_at -= 1
+            if not self._try_again_at:
+                self._try_again_at = None
+                self._snapshots = self._in_memory(order)
 
     def status(self) -> PreservationStatus:
         """What this worker says in the vote: of its part of the open round, and whether an earlier checkpoint is still written.
@@ -217,10 +257,12 @@ class Preservation:
         where no snapshot is kept.
         """
         writer = self._snapshots
-        return state if writer is None or not writer.takes(step) else writer.lease(step)
+        return state if writer is None or not writer.whole or not writer.takes(step) else writer.lease(step)
 
     def _snapshot(self, order: GenerationOrder, step: int, state: Mapping[str, Tensor]) -> None:
         """Begin the snapshot; where it opens a round (for all workers, also those that keep none), hold it, and tell the agent."""
+        if self._snapshots is None:
+            self._try_again(order)
         opened, writer = self._rounds.snapshot(step), self._snapshots
         if writer is None:
             return

@@ -22,6 +22,7 @@ from recovery.state.layout import ShardId
 
 logger = logging.getLogger(__name__)
 
+COPIES_LIMIT = "copies.limit"
 PUSHED = ".pushed"  # in the names of copies from peers
 
 
@@ -150,6 +151,7 @@ class AgentStore:
         except OSError as error:
             raise SnapshotError(str(memory), f"cannot be used: {error}") from error
         limit = system.f_blocks * system.f_frsize // 2 if self._max_copy_bytes is None else self._max_copy_bytes
+        limit = min(limit, read_copies_limit(memory, limit))
         if taken + num_bytes > limit:
             raise SnapshotError(
                 str(memory), f"holds {taken} bytes of copies; with {num_bytes} more it would pass {limit}"
@@ -212,6 +214,21 @@ class AgentStore:
         with self._lock:
             self._files.clear()
             self._resolved.clear()
+
+
+def write_copies_limit(directory: Path | str, num_bytes: int) -> None:
+    """What workers leave of a node's host memory to copies from its peers (`recovery.local.memory_budget`)."""
+    path = Path(directory, COPIES_LIMIT)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(str(num_bytes))
+    os.replace(temporary, path)
+
+
+def read_copies_limit(directory: Path, default: int) -> int:
+    try:
+        return int((directory / COPIES_LIMIT).read_text())
+    except (OSError, ValueError):
+        return default
 
 
 def _is_there(file: SnapshotFile) -> bool:

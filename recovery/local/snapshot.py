@@ -42,9 +42,9 @@ class SnapshotWriter:
 
     def __init__(
         self, directory: Path | str, worker: str, layout: Layout, generation: int, *, force_to_device: bool = False,
-        keep_older: bool = False, in_background: bool = False,
+        keep_older: bool = False, in_background: bool = False, only: Collection[ShardId] | None = None,
     ) -> None:  # fmt: skip
-        """Make the files for the worker's part of `layout` in `directory` (created if absent).
+        """Make the files for the worker's part of `layout` in `directory` (created if absent), or for `only` these shards of it.
 
         With `force_to_device` (files on a disk) a snapshot is committed only once its bytes are on the device. What
         this worker wrote under older layouts is removed once two snapshots stand or, with `keep_older`, once
@@ -60,8 +60,11 @@ class SnapshotWriter:
         self.worker = worker
         self.generation = generation
         self._force_to_device = force_to_device
-        shards = sorted(layout.shards_by_worker[worker])
-        self._map, self._units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(shards)
+        held = layout.shards_by_worker[worker]
+        shards = sorted(held if only is None else held & frozenset(only))
+        self.whole = len(shards) == len(held)
+        """Whether its snapshots hold all of the worker's state."""
+        self._map, self._local_units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(held)
         self._closed = False
         self._buffers: list[SnapshotBuffer] = []
         if not in_background:
@@ -90,7 +93,7 @@ class SnapshotWriter:
 
     def _new_buffer(self, slot: int) -> SnapshotBuffer:
         path = self.directory / file_name(self.worker, self.generation, slot)
-        return SnapshotBuffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._units)
+        return SnapshotBuffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._local_units)
 
     @property
     def ready(self) -> bool:

@@ -9,23 +9,25 @@ import torch
 
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.state.borrowed import BorrowedState
-from recovery.state.layout import ShardId, TensorSpec
+from recovery.state.layout import ShardId, TensorSpec, units_by_tensor
 from recovery.state.slices import TORCH_DTYPES, check_local, unit_views
 
 logger = logging.getLogger(__name__)
 
 
 class SnapshotBuffer:
-    """Owns the file's mapping until `close`. `step` is what is committed in it, `sequence` its place among its writer's commits."""
+    """Owns the file's mapping until `close`. `local_units` are those of the worker's own tensors, of which the file may hold only
+    some. `step` is what is committed in it, `sequence` its place among its writer's commits."""
 
-    def __init__(self, file: SnapshotFileWriter, units: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, file: SnapshotFileWriter, local_units: Mapping[str, tuple[int, ...]]) -> None:
         self.file = file
         self.step: int | None = None  # what is committed in it
         self.sequence = 0
-        self._units = units
+        self._units = local_units
         self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
         self._registered = self._tried_to_register = False
-        self._targets = {name: self._targets_of(file.map.tensors[name], of_tensor) for name, of_tensor in units.items()}
+        held = units_by_tensor(file.map.extents)
+        self._targets = {name: self._targets_of(file.map.tensors[name], units) for name, units in held.items()}
 
     def _targets_of(self, spec: TensorSpec, units: Sequence[int]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Tensors over the file that take the units: one for all of them where they lie as in the local tensor,
@@ -61,8 +63,9 @@ class SnapshotBuffer:
                 targets[0][1].copy_(state[name], non_blocking=non_blocking)
                 continue
             views = unit_views(spec, units, state[name])
-            for (unit,), target in targets:
-                target.copy_(views[unit], non_blocking=non_blocking)
+            for together, target in targets:
+                for unit, part in unit_views(spec, together, target).items():
+                    part.copy_(views[unit], non_blocking=non_blocking)
 
     def copy_file(self, other: SnapshotBuffer) -> None:
         """The payload of another file of the same map."""
