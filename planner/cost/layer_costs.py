@@ -36,10 +36,11 @@ class LayerCosts:
 @dataclass(frozen=True, slots=True)
 class MemoryChoices:
     """What plans may do for memory. recompute: of a stage's blocks, the quickest first; shard_optimizer: whether holders of a layer may
-    share out its optimizer state."""
+    share out its optimizer state; only_if_needed: only where nothing fits without, else also where it is clearly faster."""
 
     recompute: tuple[Recompute, ...] = ("none",)
     shard_optimizer: bool = False
+    only_if_needed: bool = False
 
     @property
     def is_fixed(self) -> bool:

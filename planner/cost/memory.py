@@ -18,8 +18,10 @@ Floats = NDArray[np.float64]
 
 # Compute copy (its own only beside a 16-bit one), fp32 master, fp32 gradient and the two moments of AdamW.
 STATE_BYTES = {"fp32": 4 + 4 + 8, "tf32": 4 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
-# What ZeRO-1 shares out of that (Rajbhandari et al. 2020, section 5.1): moments, and masters where the compute copy is another tensor.
-OPTIMIZER_BYTES = {"fp32": 8, "tf32": 8, "bf16": 12, "fp16": 12}
+# What ZeRO-1 shares out of that: master and moments (Rajbhandari et al. 2020, section 5.1), and what it adds: the compute copy, which in
+# fp32 is the master itself where a worker keeps it whole.
+OPTIMIZER_BYTES = 12
+COPY_BYTES = {"fp32": 4, "tf32": 4, "bf16": 0, "fp16": 0}
 SELECTIVE_SHARE = 0.6  # of a block's split activations, where its modules are not known: of Llama's and GPT-2's 0.56 and 0.5
 LARGEST_OF_BLOCK = 1 / 3  # of a block's weights: an MLP matrix of GPT-2; Llama's are a quarter
 FLAT_BYTES = 4  # of a flat fp32 buffer for the gradients' all-reduce
@@ -30,20 +32,25 @@ VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 class MemoryTerms:
     """Arrays (num_layers + 2,): embedding, blocks, head; bytes a worker.
 
-    state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may share out (masters and moments; in fp32,
-    where the weights are the masters, moments). activation_bytes: kept for each microbatch in flight. peak_bytes: extra while the layer
-    runs (logits and their gradient; recomputed activations of one block; a weight's gradient of one microbatch).
+    state_bytes: held all step long. optimizer_bytes: the part of it that holders of a layer may share out (masters and moments).
+    copy_bytes: what they need beside it if they do: weights to compute with, where these are the masters. activation_bytes: kept for each
+    microbatch in flight. peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one block; a
+    weight's gradient of one microbatch).
     """
 
     state_bytes: Floats
     optimizer_bytes: Floats
+    copy_bytes: Floats
     activation_bytes: Floats
     peak_bytes: Floats
 
+    def saved_bytes(self, holders: int) -> Floats:
+        """Of a worker's state, where optimizer state is shared out among so many holders of each layer; nothing where one has all."""
+        return (1.0 - 1.0 / holders) * self.optimizer_bytes - (self.copy_bytes if holders > 1 else 0.0)
+
     def shared(self, holders: int) -> "MemoryTerms":
-        """With optimizer state shared out among so many holders of each layer."""
-        state = self.state_bytes - (1.0 - 1.0 / holders) * self.optimizer_bytes
-        return replace(self, state_bytes=state, optimizer_bytes=self.optimizer_bytes / holders)
+        """With optimizer state shared out."""
+        return replace(self, state_bytes=self.state_bytes - self.saved_bytes(holders))
 
 
 def memory_terms(
@@ -65,7 +72,8 @@ def memory_terms(
     kept, peak = _activations(spec, tokens, sequence_length, dtype, tp_degree, recompute, parameters)
     peak[-1] = logits_bytes(spec, tokens, tp_degree, dtype, parameters.loss_chunk_bytes)
     peak += np.array(_largest_tensors(spec)) / tp_degree * VALUE_BYTES[dtype]
-    return MemoryTerms(scalars * per_parameter, scalars * min(OPTIMIZER_BYTES[dtype], per_parameter), kept, peak)
+    optimizer = scalars * min(OPTIMIZER_BYTES, per_parameter)
+    return MemoryTerms(scalars * per_parameter, optimizer, scalars * COPY_BYTES[dtype], kept, peak)
 
 
 def _activations(

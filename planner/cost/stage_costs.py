@@ -116,9 +116,9 @@ class StageCosts:
         memory = self.memory(stage.tp_degree, size, stage.recompute or self.recompute)
         fixed = max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
-        # (layers,) what of its optimizer state each worker keeps, and updates
-        kept = np.array([1.0 / holders if name in shared else 1.0 for name in layers_of(stage, index, count)])
-        state = memory.state_bytes[chosen] - (1.0 - kept) * memory.optimizer_bytes[chosen]
+        is_shared = np.array([name in shared for name in layers_of(stage, index, count)])
+        state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
+        updated = np.where(is_shared, 1.0 / holders, 1.0)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             state[0] *= 1.0 - self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
@@ -126,7 +126,7 @@ class StageCosts:
         activations = float(memory.activation_bytes[chosen].sum())
         return StageTerms(
             *self.seconds(pipeline, index),
-            max(kind.slowdown * float(kept @ of.update_s[chosen]) for kind, of in zip(kinds, times, strict=True)),
+            max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in zip(kinds, times, strict=True)),
             held,
             activations,
             min(map(self.limit_bytes, kinds)) - held,

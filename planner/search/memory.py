@@ -26,7 +26,10 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
         return search_autohet(request, seeds)
     begin, known = request.clock(), list(seeds)
     plain, *others = levels(request)
-    first = _search(request, plain, known)
+    needed = request.cost.choices.only_if_needed
+    first = _search(request, plain, known, prove=request.prove and needed)
+    if isinstance(first, Answer) and needed:
+        return first
     if isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s):
         others = []
     tried = [first, *(_search(request, each, known + _plan_of(first)) for each in others)]
@@ -48,7 +51,7 @@ def levels(request: Request) -> list[Assumed]:
     several nodes shares none out."""
     allowed = request.cost.choices
     lightest, heaviest = allowed.recompute[0], allowed.recompute[-1]
-    found = [Assumed(lightest, choices=(lightest,)), Assumed(heaviest, choices=allowed.recompute)]
+    found = [Assumed(lightest, choices=() if allowed.only_if_needed else (lightest,)), Assumed(heaviest, choices=allowed.recompute)]
     if _may_share(request):
         for holders in (number for number in limits.SHARED_BY if number <= len(request.fleet.workers)):
             found += [Assumed(how, holders, choices=allowed.recompute) for how in (lightest, heaviest)]
@@ -86,9 +89,11 @@ def _may_share(request: Request) -> bool:
     return request.cost.choices.shard_optimizer and request.min_node_disjoint_holders < 2
 
 
-def _search(request: Request, assumed: Assumed, seeds: Iterable[Plan]) -> Answer | InfeasibleError:
+def _search(
+    request: Request, assumed: Assumed, seeds: Iterable[Plan], *, prove: bool = False
+) -> Answer | InfeasibleError:
     try:
-        return search_autohet(replace(request, cost=request.cost.assuming(assumed), prove=False), seeds)
+        return search_autohet(replace(request, cost=request.cost.assuming(assumed), prove=prove), seeds)
     except InfeasibleError as error:
         return error
 
@@ -135,7 +140,8 @@ def _chosen(tried: list[Answer | InfeasibleError]) -> Answer:
 
 def _left(assumed: Assumed, tried: Answer | InfeasibleError, best: Answer) -> Rejected:
     """In words."""
-    what = f"stages that recompute {' or '.join(assumed.choices)}" + (", optimizer state shared out" if assumed.holders > 1 else "")
+    what = f"stages that recompute {' or '.join(assumed.choices or (assumed.recompute,))}"
+    what += ", optimizer state shared out" if assumed.holders > 1 else ""
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
     seconds = tried.prediction.step_time_s

@@ -81,6 +81,18 @@ def test_what_fits_is_planned_as_without_a_choice() -> None:
     assert free.search.lower_bound_s is None or free.search.lower_bound_s <= free.prediction.step_time_s * (1 + 1e-9)
 
 
+def test_choices_for_need_alone_leave_a_plan_that_fits_as_it_was() -> None:
+    """The documents of such plans say nothing of memory; where nothing fits, all choices are used."""
+    of = small(("A100", 2, 1), mib=130)
+    spare = replace(ALL, only_if_needed=True)
+    same, plain = (search_with_memory(request(of, 6, choices=choices)) for choices in (spare, None))
+    assert same.plan == plain.plan
+    assert same.search.lower_bound_s == plain.search.lower_bound_s
+    with pytest.raises(InfeasibleError):
+        search_with_memory(request(of, 14, prove=False))
+    assert search_with_memory(request(of, 14, choices=spare, prove=False)).prediction.fits
+
+
 def test_state_wanted_on_two_nodes_is_not_shared_out() -> None:
     of = small(("A100", 2, 1), mib=220)
     answers = [

@@ -66,7 +66,7 @@ def test_a_stage_that_says_nothing_does_as_the_job_says() -> None:
     assert full.predict(two()).memory_bytes_by_worker == none.predict(said).memory_bytes_by_worker
 
 
-@pytest.mark.parametrize(("precision", "whole", "shared"), [("bf16", 18, 6 + 12 / 2), ("fp32", 16, 8 + 8 / 2)])
+@pytest.mark.parametrize(("precision", "whole", "shared"), [("bf16", 18, 6 + 12 / 2), ("fp32", 16, 8 + 12 / 2)])
 def test_optimizer_state_of_a_layer_is_shared_out_over_all_its_holders(
     precision: str, whole: int, shared: float
 ) -> None:
