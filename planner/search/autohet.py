@@ -10,7 +10,7 @@ from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import bound_tables, tables_of
 from planner.search.families import Drafter, Proposal
 from planner.search.improve import Improver, Judge, tries_for, walker
-from planner.search.judge import Costed, choose, idle_workers, rank, seconds_of, slower, why_infeasible
+from planner.search.judge import Costed, choose, idle_workers, plainest, rank, seconds_of, slower, why_infeasible
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
 from planner.search.problem import Answer, Request, SearchReport, check_request
@@ -26,8 +26,8 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
-    improved, walked = _improved(request, tables, ranked)
-    best, _ = choose(request, [improved])
+    chosen, walked, why = _improved(request, tables, ranked)
+    best, _ = choose(request, [chosen])
     assert best is not None, "it is no slower than what was chosen before"
     proof = prove(request, bound_tables(request, tables), best.step_time_s) if request.prove else NO_PROOF
     tried = len(ranked) + len(rejected)
@@ -36,7 +36,9 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.KEPT])])
     candidates = tuple(plan for plan in kept if plan != best.plan)
     others = (*rejected, *slower(ranked[1:]))
-    return Answer("autohet", best.plan, best.prediction, report, others, idle, candidates=candidates)
+    return Answer(
+        "autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, explanation=(why,)
+    )
 
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
@@ -62,8 +64,8 @@ def placements(
     yield from (plan for plan in plans if plan is not None)
 
 
-def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[Plan, list[Plan]]:
-    """From the best plans of several sets of depths: the best plan, and what the walk from each of these ended with."""
+def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[Plan, list[Plan], str]:
+    """From the best plans of several sets of depths: the plan chosen, what the walk from each of these ended with, and why this one."""
     starts: dict[tuple[int, ...], Plan] = {}
     for each in ranked:
         if each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s and len(starts) < limits.WALKS:
@@ -72,4 +74,7 @@ def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[P
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead, cost.pipelines_s)
     improver = Improver(moves, judge)
-    return improver.best_of(list(starts.values()), tries_for(len(request.fleet.workers))), improver.walked
+    best = improver.best_of(list(starts.values()), tries_for(len(request.fleet.workers)))
+    met = {each.plan: each.step_time_s for each in ranked} | improver.timed
+    chosen, why = plainest(request.fleet, met | {best: judge.score(best)})
+    return chosen, improver.walked, why

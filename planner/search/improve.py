@@ -37,6 +37,11 @@ class Improver:
         self.walked: list[Plan] = []  # what the first walks ended with
         self._known: dict[Plan, tuple[Plan, float]] = {}
 
+    @property
+    def timed(self) -> dict[Plan, float]:
+        """Every plan that was judged, with its seconds."""
+        return dict(self._known.values())
+
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Half the tries are walked from all starts, the others from the best that was met."""
         some = max(1, tries // 2 // max(1, len(starts)))

@@ -1,13 +1,13 @@
 """What the prediction says of plans: which may be chosen, which is best, and in words why others are not and what is left idle."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import node_of
+from planner.cluster import Fleet, node_of
 from planner.cost.model import CostModel, Prediction
 from planner.errors import InfeasibleError
-from planner.plan import Plan, check_plan
+from planner.plan import Pipeline, Plan, check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
@@ -74,6 +74,33 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
         return None, rejected
     best, *others = ranked
     return costed(request, least_ahead(request.cost, best.plan)), rejected + slower(others)
+
+
+def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
+    """What two pipelines have in common that an operator would call equal: microbatch size, cut, TP degrees and node types."""
+    stages = ((s.num_layers, s.tp_degree, fleet.node_of(s.workers[0]).node_type.name) for s in pipeline.stages)
+    return (pipeline.microbatch_sequences, *stages)
+
+
+def kinds_in(fleet: Fleet, plan: Plan) -> int:
+    """How many kinds of pipelines a plan has."""
+    return len({kind_of(fleet, pipeline) for pipeline in plan.pipelines})
+
+
+def plainest(fleet: Fleet, timed: Mapping[Plan, float]) -> tuple[Plan, str]:
+    """Of plans and their seconds the fastest, or one nearly as fast with fewer kinds of pipelines; and in words which of the two."""
+    fastest = min(timed, key=timed.__getitem__)
+    near = [plan for plan, seconds in timed.items() if seconds <= limits.PLAIN * timed[fastest]]
+    plain = min(near, key=lambda plan: (kinds_in(fleet, plan), timed[plan]))
+    few, many = kinds_in(fleet, plain), kinds_in(fleet, fastest)
+    if few == many:
+        return fastest, f"the fastest plan found: no other within {limits.PLAIN - 1:.1%} has fewer than its {_pipelines(many)}"
+    slower_by = timed[plain] / timed[fastest] - 1
+    return plain, f"{_pipelines(few)}: with {many} kinds the step would be {slower_by:.2%} shorter, less than the model's error"
+
+
+def _pipelines(kinds: int) -> str:
+    return "one kind of pipeline" if kinds == 1 else f"{kinds} kinds of pipelines"
 
 
 def answer_of(strategy: str, request: Request, tables: Tables, plans: Iterable[Plan], begin_s: float, tried: int) -> Answer:

@@ -33,6 +33,7 @@ HOPELESS = 12.0  # heats: a worse change is taken once in 160,000 tries
 STRAYED = 1.03  # times the best: from there a walk returns to it
 FEW_MICROBATCHES = 4  # a stage: with fewer, too many forwards first may hold backwards up
 AS_FAST = 1.0005  # times the best: within it fewer microbatches are kept in flight
+PLAIN = 1.005  # times the fastest: within it, which is less than the model's error, the plan with fewer kinds of pipelines is chosen
 PASSED_ON = 0.06  # share of the moves that pass a microbatch on
 TWO_AT_ONCE = 0.12  # share of the moves that are two
 REGROUPED = 6  # best families that are tried with other groups

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cluster import Node, NodeType, node_of
+from planner.cluster import Fleet, Node, NodeType, node_of
 from planner.plan import Pipeline, Plan, Stage
 from planner.search import limits
 from planner.search.cut import Balancer
 from planner.search.draft import Estimator, Shape, assign_microbatches
+from planner.search.judge import kind_of
 from planner.search.place import stages_on
 from planner.search.tables import Tables
 
@@ -32,7 +33,7 @@ class Moves:
         self.sizes = sorted({row.microbatch for row in tables.rows})
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
         self._types = {name: resource.node_type for resource in tables.resources for name in resource.node_names}
-        self._nodes = [Node(name, node_type) for name, node_type in self._types.items()]
+        self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in self._types.items()))
         self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: dict[Callable[[Pipelines, list[int]], Pipelines | None], float] = {
@@ -110,13 +111,9 @@ class Moves:
 
     def _alike(self, pipelines: Pipelines, among: Sequence[int]) -> list[int]:
         """All pipelines among those with the cut and the node types of one drawn at random."""
-        looks = {i: self._look(pipelines[i]) for i in among or range(len(pipelines))}
+        looks = {i: kind_of(self._fleet, pipelines[i]) for i in among or range(len(pipelines))}
         wanted = self.rng.choice(list(dict.fromkeys(looks.values())))
         return [i for i, look in looks.items() if look == wanted]
-
-    def _look(self, pipeline: Pipeline) -> tuple[object, ...]:
-        stages = tuple((s.num_layers, s.tp_degree, self._type_of(s.workers).name) for s in pipeline.stages)
-        return (pipeline.microbatch_sequences, *stages)
 
     def _type_of(self, group: Group) -> NodeType:
         return self._types[node_of(group[0])]
@@ -223,7 +220,7 @@ class Moves:
     def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Idle workers of a node become a stage, double a group there or become a pipeline; or a group becomes idle."""
         used = {worker for pipeline in pipelines for worker in pipeline.workers}
-        idle = [free for node in self._nodes if (free := tuple(w for w in node.workers if w not in used))]
+        idle = [free for node in self._fleet.nodes if (free := tuple(w for w in node.workers if w not in used))]
         depth = len(pipelines[chosen[0]].stages)
         place, way = self.rng.randrange(depth + 1), self.rng.random()
         if not idle or way >= 0.8:

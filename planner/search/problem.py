@@ -99,8 +99,8 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan found with its prediction. candidates: other plans that the search kept: what each of its walks ended with, and the drafts
-    that ranked first."""
+    """The plan found with its prediction. explanation: sentences on why it and no other. candidates: other plans that the search kept: what
+    each of its walks ended with, and the drafts that ranked first."""
 
     strategy: str
     plan: Plan
@@ -110,6 +110,7 @@ class Answer:
     idle: tuple[Idle, ...] = ()
     front: Sequence["Answer"] = field(default=())
     candidates: tuple[Plan, ...] = ()
+    explanation: tuple[str, ...] = ()
 
 
 def check_request(request: Request) -> None:

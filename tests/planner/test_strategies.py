@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import check_plan
 from planner.redundancy import redundancy
+from planner.search import limits
 from planner.strategies import STRATEGIES, plan_with
 from tests.planner.cases import DEMO, fleet, model, request, with_nics
 
@@ -48,7 +49,7 @@ def test_autohet_is_never_worse_than_any_other_and_its_bound_is_one(types: list,
     ours = found["autohet"]
     assert (ours.search.lower_bound_s or 0.0) <= best * (1 + 1e-9)
     assert not ours.search.proof.startswith("ERROR")
-    assert ours.prediction.step_time_s <= best * (1 + 1e-6)
+    assert ours.prediction.step_time_s <= best * limits.PLAIN
 
 
 @pytest.mark.parametrize(
