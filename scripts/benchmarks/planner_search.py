@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records search times, plan quality and bounds: results/planner_search.json, with the commit and the machine.
 
-planner_search.py [PART ...]     parts: sailor metis fleets exhaustive scale replan; the others' recorded rows are kept
+planner_search.py [PART ...]     parts: sailor metis fleets exhaustive further apart scale replan; the others' recorded rows are kept
 """
 
 import json
@@ -13,7 +13,7 @@ from provenance import provenance
 from autohet.bench.planner.searches import search_rows
 
 RESULTS = Path(__file__).parent / "results" / "planner_search.json"
-PARTS = ("sailor", "metis", "fleets", "exhaustive", "scale", "replan")
+PARTS = ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan")
 
 
 def main() -> None:

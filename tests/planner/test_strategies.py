@@ -2,12 +2,15 @@
 
 import dataclasses
 import itertools
+import random
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autohet.bench.planner.searches import proved_s, small_case
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import check_plan
 from planner.redundancy import redundancy
@@ -62,6 +65,18 @@ def test_autohet_is_optimal_or_within_its_gap_of_the_exhaustive_judge(types: tup
     assert (ours.search.lower_bound_s or 0.0) <= judge.prediction.step_time_s * (1 + 1e-9)
     assert not ours.search.proof.startswith("ERROR")
     assert ours.prediction.step_time_s <= judge.prediction.step_time_s * 1.02
+
+
+def test_random_small_cases_are_within_their_gap_of_the_best_of_all_plans() -> None:
+    """A slice, of cases that take a tenth of a second, of what `scripts/benchmarks/planner_search.py exhaustive` records."""
+    ratios = list[float]()
+    for seed in (0, 1, 2, 3, 4, 6, 7, 8, 10, 12, 13, 14):
+        asked = small_case(random.Random(seed))
+        judge, ours = plan_with("exhaustive", asked), plan_with("autohet", asked)
+        ratios.append(ours.prediction.step_time_s / judge.prediction.step_time_s)
+        assert ours.search.gap is None or ratios[-1] <= 1 + ours.search.gap + 1e-9, seed
+        assert proved_s(asked) <= judge.prediction.step_time_s * (1 + 1e-9), seed
+    assert fmean(ratios) <= limits.PLAIN
 
 
 @pytest.mark.thorough
