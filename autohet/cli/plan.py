@@ -342,7 +342,7 @@ def answer_document(answer: Any) -> dict[str, Any]:
         "search": answer.search.to_document(),
         "rejected": [{"what": item.what, "why": item.why} for item in answer.rejected],
         "idle": [{"workers": list(item.workers), "why": item.why} for item in answer.idle],
-        "explanation": list(answer.explanation),
+        "choice": answer.choice,
     }
     if answer.front:
         document["front"] = [answer_document(member) for member in answer.front]

@@ -186,6 +186,8 @@ def _facts(document: Document) -> list[str]:
         line += f", {predicted['usd_per_hour']:.2f} $/h, {predicted['usd_per_million_tokens']:.3f} $/M tokens"
     pieces = [f"{name.replace('_', ' ')} {seconds(s)}" for name, s in predicted["breakdown_s"].items() if s > 1e-6]
     lines = [line, f"of the step: {', '.join(pieces)}"]
+    if document.get("choice"):
+        lines.append(f"chosen: {document['choice']}")
     if search.get("proof"):
         lines.append(search["proof"])
     if document.get("robustness"):

@@ -37,7 +37,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     candidates = tuple(plan for plan in kept if plan != best.plan)
     others = (*rejected, *slower(ranked[1:]))
     return Answer(
-        "autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, explanation=(why,)
+        "autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, choice=why
     )
 
 

@@ -99,7 +99,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan found with its prediction. explanation: sentences on why it and no other. candidates: other plans that the search kept: what
+    """The plan found with its prediction. choice: a sentence on why it and no other. candidates: other plans that the search kept: what
     each of its walks ended with, and the drafts that ranked first."""
 
     strategy: str
@@ -110,7 +110,7 @@ class Answer:
     idle: tuple[Idle, ...] = ()
     front: Sequence["Answer"] = field(default=())
     candidates: tuple[Plan, ...] = ()
-    explanation: tuple[str, ...] = ()
+    choice: str = ""
 
 
 def check_request(request: Request) -> None:
