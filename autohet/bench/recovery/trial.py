@@ -16,10 +16,16 @@ from autohet.bench.recovery.workers import Result, WorkerProcesses
 from planner.cluster import node_of
 from recovery.state.layout import ShardId
 from recovery.transfer.links import Links
+from recovery.transfer.schedule import TransferSchedule
 
 _NUMBERS = itertools.count()
 DCP_CACHE = "dcp_cache"
 """The policy of `autohet.bench.recovery.dcp_cache`; it moves what `restart_local` moves."""
+
+
+def requests_of(transfers: TransferSchedule) -> int:
+    """How many reads and messages the busiest worker has."""
+    return max((len(part.fetches) + len(part.messages) for part in transfers.parts.values()), default=0)
 
 
 class Trial:
@@ -123,6 +129,8 @@ class Trial:
             "steps_lost": self.steps_lost,
             "verified": self.verified,
             "limit_s": self.limit_s,
+            "makespan_s": self.task.transfers.makespan_s,
+            "requests": requests_of(self.task.transfers),
             "restore_over_limit": restore_s / self.limit_s if self.limit_s and restore_s else None,
             "copy_s": self.copy_s,
             "bare_s": list(self.bare_s),
