@@ -6,11 +6,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.job import Job, ScriptedEvent
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.driver.emulate.ray_train_baseline import BaselineResult
 
 JOB = "cluster_configs/jobs/demo.yaml"
 CLUSTER = "cluster_configs/local-emulated.yaml"
@@ -61,11 +64,11 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
     found = []
     for cause in [cause for cause in ("death", "notice") if cause in changes]:
         ours, theirs = changes[cause], measure_ray_train(model, cause)
-        total = {"total": theirs.total_s}
+        tuned = measure_ray_train(model, cause, tuned=True)
         policies = {
             "local_first": _entry(ours["seconds"], ours["bytes_by_tier"], ours["steps_lost"]),
-            "ray_train_elastic": _entry(dict.fromkeys(PARTS, None) | total, None, theirs.steps_lost)
-            | {"survivors": theirs.survivors, "survivors_that_kept_their_process": theirs.kept},
+            "ray_train_elastic": _baseline(theirs),
+            "ray_train_elastic_tuned": _baseline(tuned),
         }
         found.append(
             {
@@ -78,6 +81,7 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
                 "ratio_vs_s3_only": None,
                 "ratio_vs_limit": None,
                 "ratio_vs_ray_train_elastic": theirs.total_s / ours["seconds"]["total"],
+                "ratio_vs_ray_train_elastic_tuned": tuned.total_s / ours["seconds"]["total"],
             }
         )
     return found
@@ -87,6 +91,11 @@ def _entry(seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, 
     """`verified` None: the state was not compared here (the tests do that); what was not counted is None too."""
     tiers = bytes_by_tier or dict.fromkeys(("memory", "disk", "peer", "s3"))
     return {"seconds": dict(seconds), "bytes_by_tier": dict(tiers), "steps_lost": steps_lost, "verified": None}
+
+
+def _baseline(result: BaselineResult) -> dict[str, Any]:
+    entry = _entry(dict.fromkeys(PARTS, None) | {"total": result.total_s}, None, result.steps_lost)
+    return entry | {"survivors": result.survivors, "survivors_that_kept_their_process": result.kept}
 
 
 def _job(directory: str) -> Job:

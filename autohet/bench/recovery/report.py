@@ -38,7 +38,7 @@ METHOD = {
     "with all its imports and a client of the storage, and the building of its group; every worker reads its whole state by itself",
     "a new fleet": "where no process stays (d), rebuild is that of the baselines for ours too: its processes have to start",
     "ray_train_elastic": "Ray Train's TorchTrainer with elastic scaling on three real local Ray nodes, the same model, data parallel; "
-    "the time without a step is measured, its parts are not",
+    "the time without a step is measured, its parts are not; `_tuned`: elastic_resize_monitor_interval_s 0 and a start timeout of 10 s",
     "s3_sweep": "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a ratio of links, so it ends "
     "where S3 is as fast as the network (or faster than a disk that holds the copies)",
     "steps_lost": "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at step 16",

@@ -30,6 +30,9 @@ WARM_STEPS = 12
 STEPS_AFTER = 3
 DEADLINE_S = 240.0
 NOTICE_S = 10.0
+START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+START_TIMEOUT_S = 10
+"""Long enough for workers of this machine to start."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,10 @@ class BaselineResult:
     survivors: int
 
 
-def measure_ray_train(model: Mapping[str, Any], cause: str) -> BaselineResult:
+def measure_ray_train(model: Mapping[str, Any], cause: str, *, tuned: bool = False) -> BaselineResult:
     """Trains `model` (a transformers config as a mapping) on three nodes, takes one away with `cause` "notice" or "death", and waits for
-    the steps after it.
+    the steps after it. `tuned`: sizes are looked at without a pause (Ray's default: every 60 s), and workers that cannot be placed are
+    given up after START_TIMEOUT_S (60 s).
 
     Raises:
         RuntimeError: training did not go on within four minutes.
@@ -54,20 +58,24 @@ def measure_ray_train(model: Mapping[str, Any], cause: str) -> BaselineResult:
         "available_node_types": {"head": {}, "node": {"resources": {"CPU": 1, "GPU": 0}, "min_workers": NUM_NODES}},
     }
     ray_cluster.quieten()
+    if tuned:
+        os.environ[START_TIMEOUT] = str(START_TIMEOUT_S)
     fleet = EmulatedFleet(document, head_arguments={"num_cpus": 0})
     with tempfile.TemporaryDirectory(prefix="autohet-ray-train-") as directory:
         try:
             ray.init(address=fleet.start(), log_to_driver=False, logging_level=logging.ERROR)
-            return _run(fleet, dict(model), cause, Path(directory))
+            return _run(fleet, dict(model), cause, Path(directory), tuned)
         finally:
             fleet.close()
+            os.environ.pop(START_TIMEOUT, None)
 
 
-def _run(fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Path) -> BaselineResult:
+def _run(fleet: EmulatedFleet, model: dict[str, Any], cause: str, directory: Path, tuned: bool) -> BaselineResult:
+    more: dict[str, Any] = {"elastic_resize_monitor_interval_s": 0.0} if tuned else {}
     trainer = TorchTrainer(
         _train,
         train_loop_config={"model": model, "directory": str(directory)},
-        scaling_config=ScalingConfig(num_workers=(1, NUM_NODES), resources_per_worker={"CPU": 1}),  # type: ignore[arg-type]
+        scaling_config=ScalingConfig(num_workers=(1, NUM_NODES), resources_per_worker={"CPU": 1}, **more),  # type: ignore[arg-type]
         run_config=RunConfig(
             name="baseline", storage_path=str(directory / "runs"), failure_config=FailureConfig(max_failures=5)
         ),

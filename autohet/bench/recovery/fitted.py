@@ -1,0 +1,97 @@
+"""A model of a restore's time with few physical parameters, fitted to measured restores and judged on scenarios that it has not seen.
+
+    seconds = setup + per_request * requests of the busiest worker + max(makespan of the schedule, work * bare copy of the same bytes)
+
+The makespan is that of the schedule's busiest line at the links' speeds; the bare copy is what the machine took for the same bytes
+without the product at that time (0 where memory is far faster than the links). `work` says how much dearer a byte is through the
+product than bare: checks, threads, its second copy of small shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean
+from typing import Any
+
+SETUP_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+PER_REQUEST_S = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
+WORK = tuple(0.8 + 0.05 * step for step in range(33))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured restore."""
+
+    scenario: str
+    policy: str
+    makespan_s: float
+    copy_s: float
+    requests: int
+    restore_s: float
+
+
+@dataclass(frozen=True)
+class RestoreModel:
+    """See the module; seconds, and a ratio."""
+
+    setup_s: float
+    per_request_s: float
+    work: float
+
+    def seconds(self, makespan_s: float, requests: int, copy_s: float = 0.0) -> float:
+        return self.setup_s + self.per_request_s * requests + max(makespan_s, self.work * copy_s)
+
+    def error(self, case: Case) -> float:
+        """Predicted over measured, less one."""
+        return self.seconds(case.makespan_s, case.requests, case.copy_s) / case.restore_s - 1
+
+
+def cases_of(document: dict[str, Any]) -> list[Case]:
+    """The measured restores of a document of `autohet bench recovery` that the model speaks of: those of this repository."""
+    return [
+        Case(
+            entry["scenario"], policy, result["makespan_s"], result["copy_s"] or 0.0, result["requests"],
+            result["seconds"]["restore"],
+        )
+        for entry in document["scenarios"]
+        if not entry["simulated"]
+        for policy, result in entry["policies"].items()
+        if "makespan_s" in result and policy != "dcp_cache" and result["verified"]
+    ]  # fmt: skip
+
+
+def fit(cases: Sequence[Case]) -> RestoreModel:
+    """The parameters of the grid with the least mean relative error; no more than three, from at least as many cases."""
+    assert len(cases) >= 3, f"{len(cases)} cases for three parameters"
+    models = (RestoreModel(*values) for values in product(SETUP_S, PER_REQUEST_S, WORK))
+    return min(models, key=lambda model: mean(abs(model.error(case)) for case in cases))
+
+
+def held_out(cases: Sequence[Case], scenarios: Collection[str]) -> dict[str, Any]:
+    """Fitted to all other scenarios: parameters, errors of these, and the mean and the worst of their absolute values."""
+    model = fit([case for case in cases if case.scenario not in scenarios])
+    errors = {f"{case.scenario} {case.policy}": model.error(case) for case in cases if case.scenario in scenarios}
+    absolute = [abs(error) for error in errors.values()]
+    return {
+        "fitted_to": sorted({case.scenario for case in cases} - set(scenarios)),
+        "parameters": {"setup_s": model.setup_s, "per_request_s": model.per_request_s, "work": model.work},
+        "held_out_errors": errors,
+        "mean_abs_error": mean(absolute),
+        "worst_abs_error": max(absolute),
+    }
+
+
+def cross_validated(cases: Sequence[Case]) -> dict[str, Any]:
+    """Each scenario held out in turn; and the model of all, which the simulation of larger models uses."""
+    folds = {name: held_out(cases, {name}) for name in sorted({case.scenario for case in cases})}
+    errors = [abs(error) for fold in folds.values() for error in fold["held_out_errors"].values()]
+    model = fit(cases)
+    return {
+        "parameters": {"setup_s": model.setup_s, "per_request_s": model.per_request_s, "work": model.work},
+        "folds": folds,
+        "mean_abs_error": mean(errors),
+        "worst_abs_error": max(errors),
+        "num_cases": len(cases),
+    }
