@@ -1,0 +1,48 @@
+"""The model of a restore's time: finds the parameters of cases that it made, and says how wrong it is on those it has not seen."""
+
+from dataclasses import replace
+
+import pytest
+
+from autohet.bench.recovery.fitted import Case, RestoreModel, cases_of, cross_validated, fit, held_out
+
+TRUE = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.25)
+
+
+def made(scenario: str, makespan_s: float, copy_s: float, requests: int) -> Case:
+    return Case(scenario, "local_first", makespan_s, copy_s, requests, TRUE.seconds(makespan_s, requests, copy_s))
+
+
+CASES = [
+    made("a", 0.3, 0.1, 10),  # the links decide
+    made("a", 0.1, 0.4, 60),  # the machine's copies do
+    made("b", 0.02, 0.01, 100),
+    made("b", 1.0, 0.2, 5),
+    made("c", 0.01, 0.5, 3),
+    made("d", 0.2, 0.3, 40),
+]
+
+
+def test_parameters_are_found_again_and_predict_what_was_held_out():
+    model = fit(CASES)
+    assert (model.setup_s, model.per_request_s, model.work) == pytest.approx((0.05, 0.002, 1.25))
+    found = held_out(CASES, {"d"})
+    assert found["fitted_to"] == ["a", "b", "c"]
+    assert found["worst_abs_error"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_scenario_that_behaves_otherwise_shows_in_the_error_of_its_own_fold_and_no_other():
+    slow = replace(CASES[-1], restore_s=2 * CASES[-1].restore_s)
+    found = cross_validated([*CASES[:-1], slow])
+    assert found["folds"]["d"]["worst_abs_error"] == pytest.approx(0.5)
+    assert found["worst_abs_error"] >= 0.5
+
+
+def test_cases_are_the_measured_restores_of_this_repository():
+    result = {"makespan_s": 1.0, "copy_s": None, "requests": 4, "seconds": {"restore": 1.5}, "verified": True}
+    policies = {"local_first": result, "dcp_cache": result, "s3_only": result | {"verified": False}}
+    entries = [
+        {"scenario": "a", "simulated": False, "policies": policies},
+        {"scenario": "a 7B", "simulated": True, "policies": policies},
+    ]
+    assert cases_of({"scenarios": entries}) == [Case("a", "local_first", 1.0, 0.0, 4, 1.5)]
