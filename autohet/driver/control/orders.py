@@ -46,11 +46,13 @@ class OrderBook:
         model_config: Any,
         pace: Callable[[Proposal], Mapping[str, Any]] | None = None,
         driver: str = "",
+        layouts: Callable[[Plan], Layout] | None = None,
     ) -> None:
         self.job = job
         self.model_config = model_config
         self._pace = pace
         self.driver = driver
+        self._layout = layouts or (lambda plan: layout_of_plan(plan, model_config))
         self._planned: tuple[Plan, Layout] | None = None
         self._layouts: dict[int, Layout] = {}
         self.ancestry = Ancestry()
@@ -65,7 +67,7 @@ class OrderBook:
     def _layout_of_plan(self, plan: Plan) -> Layout:
         """Of the plan that was asked about last it is known: who may need inventories gets orders next."""
         if self._planned is None or self._planned[0] != plan:
-            self._planned = (plan, layout_of_plan(plan, self.model_config))
+            self._planned = (plan, self._layout(plan))
         return self._planned[1]
 
     def layout_of(self, generation: int) -> Layout:

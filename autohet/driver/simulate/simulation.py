@@ -11,6 +11,7 @@ from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.simulate.baselines import Choose, Habits, RestartingTrainer, departures, paid_usd
+from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
 from autohet.driver.simulate.prices import Prices
@@ -95,7 +96,8 @@ class Simulation:
         planning.answer(
             scenario.cluster.fleet(), None
         )  # a job that the whole cluster cannot train is the user's to mend
-        book = OrderBook(job, load_config(job.model))
+        config = load_config(job.model)
+        book = OrderBook(job, config, layouts=CoarseLayouts(config))
         controller = Controller(job, workforce, planning, book, EventLog(None))
         told = 0.0
         while workforce.now < scenario.end_s and controller.ended is None:

@@ -1,0 +1,81 @@
+"""SIMULATED: the layout of a plan in few large shards. Who holds what, and how many bytes it is, is as in the real one; what is always held
+together (all that a layer cuts alike, with the optimizer's two moments) is one tensor. A layer of Llama has 2 instead of 27.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from transformers import PreTrainedConfig
+
+from autohet.runtime.layout import STATE_KINDS
+from autohet.runtime.models import family_of, local_units, stage_parameter_names
+from autohet.runtime.models.family import ParameterSpec
+from planner.plan import Plan
+from recovery.state.layout import Layout, ShardId, TensorSpec
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Parameters that are held together: `like` says which units a rank holds."""
+
+    tensor: TensorSpec
+    like: ParameterSpec
+
+
+class CoarseLayouts:
+    """From plans to layouts of one model. Ranks that hold the same share one set of shards, in all layouts."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        together: dict[Hashable, list[ParameterSpec]] = {}
+        for spec in family_of(config).parameter_specs(config).values():
+            together.setdefault(_key(spec), []).append(spec)
+        bundles = [_bundle(specs) for specs in together.values()]
+        self._tensors = {bundle.tensor.name: bundle.tensor for bundle in bundles}
+        names = zip(together.values(), bundles, strict=True)
+        self._bundle_of = {spec.name: bundle for specs, bundle in names for spec in specs}
+        self._known: dict[tuple[int, int, int, int], frozenset[ShardId]] = {}
+
+    def __call__(self, plan: Plan) -> Layout:
+        held = {
+            worker: self._shards(stage.first_layer, stage.num_layers, rank, stage.tp_degree)
+            for pipeline in plan.pipelines
+            for stage in pipeline.stages
+            for rank, worker in enumerate(stage.workers)
+        }
+        return Layout(self._tensors, {worker: held[worker] for worker in plan.workers})
+
+    def _shards(self, first_layer: int, num_layers: int, rank: int, tp_degree: int) -> frozenset[ShardId]:
+        part = (first_layer, num_layers, rank, tp_degree)
+        if part not in self._known:
+            names = stage_parameter_names(self._config, first_layer, num_layers)
+            self._known[part] = frozenset(
+                ShardId(bundle.tensor.name, unit)
+                for bundle in (self._bundle_of[name] for name in names)
+                for unit in local_units(bundle.like, rank, tp_degree)
+            )
+        return self._known[part]
+
+
+def _key(spec: ParameterSpec) -> Hashable:
+    """Equal for what every stage holds in the same units; embedding and head are on their own, since a tied one is held twice."""
+    return (spec.layer, spec.split_dim is None, spec.num_units, spec.groups) if spec.layer >= 0 else spec.name
+
+
+def _bundle(specs: list[ParameterSpec]) -> _Bundle:
+    like = specs[0]
+    sizes = [len(STATE_KINDS) * sum(_elements(spec, unit) for spec in specs) for unit in range(like.num_units)]
+    if like.split_dim is None:
+        return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32"), like)
+    return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32", 0, (0, *accumulate(sizes))), like)
+
+
+def _elements(spec: ParameterSpec, unit: int) -> int:
+    if spec.split_dim is None:
+        return math.prod(spec.shape)
+    width = spec.cuts[unit + 1] - spec.cuts[unit]
+    return width * math.prod(spec.shape) // spec.shape[spec.split_dim]
