@@ -1,8 +1,11 @@
 """What every trainer of a generation shares: the vote that commits a step, the update that follows, and what is reported of both.
 
 A step is committed by all or by none. Its vote is one all-reduce over every worker; when it ends at anyone, everyone has contributed, so
-everyone has its gradients summed: is *prepared*. A survivor that was interrupted before it saw the result can still apply the step with
-the result that another survivor saw (`apply_prepared`), and must, since that one has applied it. The update itself talks to nobody.
+everyone has the summed gradients of what it keeps the state of: is *prepared*. A survivor that was interrupted before it saw the result can
+still apply the step with the result that another survivor saw (`apply_prepared`), and must, since that one has applied it. The update
+itself talks to nobody, where state is sharded, too: what the others compute with is sent at the begin of the next step. So each worker's
+part of the layout is whole as soon as its own update is, and survivors go forward over a step exactly if every shard of it has a live
+holder; else the run goes back to the newest step of which copies have what is missing.
 """
 
 from __future__ import annotations

@@ -12,15 +12,18 @@ from transformers import PreTrainedConfig
 from autohet.runtime.batches import Batch
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.layout import layout_of_plan, state_name
+from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import TensorParallel, build_stage, family_of
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pace, Pacer
+from autohet.runtime.parallel.buckets import LocalBuffers
+from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.replica_check import ReplicaCheck
-from autohet.runtime.state.optimizer import clip_factor, update
+from autohet.runtime.state.flat_optimizer import FlatOptimizer
+from autohet.runtime.state.optimizer import clip_factor
 from autohet.runtime.step_commit import PhaseHook, Trainer, Vote
 from planner.communicators import num_border_groups
 from planner.plan import Plan
@@ -65,16 +68,16 @@ class StageTrainer(Trainer):
             self._tp,
             device,
             dtype,
-            training.recompute == "full",
+            place.stage.recompute or training.recompute,
         )
-        self.stage.load_parameters(
-            {name.split("/", 1)[1]: tensor for name, tensor in state.items() if name.startswith("param/")}
-        )
+        local = LocalBuffers(plan, config, me, groups.back_end.max_sync_groups(plan))
+        self._optimizer = FlatOptimizer(local, state)  # before gradients and compute copies take memory
+        self._weights = ComputeWeights(local, groups, state, dtype, device)
+        self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
+        self.stage.load_parameters(self._weights.tensors)
         # Groups that run in the order of streams need one order on all workers, which overlap with 1F1B does not give.
         overlap = not groups.back_end.in_stream_order if overlap is None else overlap
-        self._sync = GradientSync(
-            plan, config, me, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap
-        )
+        self._sync = GradientSync(local, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap)
         shape = (place.pipeline.microbatch_sequences, training.sequence_length, int(config.hidden_size))
         pacer = None if pace is None else Pacer(pace, lambda: groups.interrupted)
         self._executor = Executor(
@@ -94,6 +97,7 @@ class StageTrainer(Trainer):
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+        self._gather_weights()
         begin = self._clock.mark()
         self._sync.begin()
         step = self.step
@@ -105,20 +109,35 @@ class StageTrainer(Trainer):
         squares = self._sync.finish()
         return squares, loss, num_targets, (begin, passes_done, self._clock.mark())
 
+    def _gather_weights(self) -> None:
+        """Where state is sharded: take what others own. Before the passes, not after the update, so that the update talks to nobody and a
+        worker that is lost here costs no committed step.
+        """
+        if self._weights.are_gathered:
+            self._enter("gather")
+            before = self._clock.mark()
+            self._weights.gather()
+            self._gathering = (before, self._clock.mark())
+
+    def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
+        parts = super()._parts(started, voted, marks)
+        if self._gathering is not None:
+            parts["gather"] = self._clock.seconds(*self._gathering)
+            parts["vote"] = max(0.0, parts["vote"] - parts["gather"])
+        return parts
+
     @property
     def compute_s(self) -> float:
         return self._executor.compute_s
 
     def _update(self, vote: Vote) -> None:
         factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
-        names = sorted(self._sync.names)
-        for name in names:
-            update(self.state, {name: self._sync.gradient(name)}, self.training, self.step, factor)
-        self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in names})
+        self._optimizer.update(self._sync.flats, self.training, self.step, factor)
+        self._weights.refresh()
 
     def _state_mended(self, names: Collection[str]) -> None:
         if any(name.startswith("param/") for name in names):
-            self.stage.refresh_parameters({name: self.state[state_name("param", name)] for name in self._sync.names})
+            self._weights.refresh()
 
 
 __all__ = ["COMPUTE_DTYPE", "StageTrainer"]

@@ -25,6 +25,7 @@ from autohet.driver.emulate.namespaces import namespace_network, why_no_namespac
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.links import Links
@@ -120,7 +121,8 @@ def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], o
     specs, held = layout_of_plan(plan, CONFIG).tensors, [held for held in held_units(plan, CONFIG) if held[0] == worker]
     shapes = {name: specs[f"param/{name}"].local_shape(units) for _, name, _, units in held}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    sync = GradientSync(plan, CONFIG, worker, groups, parameters, 1, overlap=False)
+    local = LocalBuffers(plan, CONFIG, worker, groups.back_end.max_sync_groups(plan))
+    sync = GradientSync(local, groups, parameters, 1, overlap=False)
 
     begin_s = case.begin_s[worker]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroupGloo
+from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOptions
 from torch.distributed.distributed_c10d import AllgatherOptions, Store
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -178,6 +178,27 @@ class _DeferredBackEnd:
 
         def run(work: DeferredWork) -> None:
             self._wait(self._gloo.allreduce([mine], options))
+            work.result = mine
+
+        return self._issue(run, written=(tensors[0],))
+
+    def reduce(self, tensors: list[Tensor], options: ReduceOptions) -> DeferredWork:
+        """The root alone has the sum; what the others' tensors have afterwards is poison."""
+        this_stream().catch_up()
+        mine = tensors[0].detach().clone()
+
+        def run(work: DeferredWork) -> None:
+            self._wait(self._gloo.reduce([mine], options))
+            work.result = mine if options.rootRank == self.rank else None
+
+        return self._issue(run, written=(tensors[0],))
+
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> DeferredWork:
+        this_stream().catch_up()
+        mine = tensors[0].detach().clone()
+
+        def run(work: DeferredWork) -> None:
+            self._wait(self._gloo.broadcast([mine], options))
             work.result = mine
 
         return self._issue(run, written=(tensors[0],))

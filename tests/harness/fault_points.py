@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
+PHASES = ("gather", "forward", "backward", "gradient_sync", "vote", "apply")
 FILES = ("snapshot", "upload")
 RECONFIGURING = ("rebuild", "restore")
 UPDATING = ("mid_update", "failed_update")
@@ -22,7 +22,7 @@ class FaultPoint:
     """A place in one worker's life. Phases and files are of a `step`; rebuild and restore of a `generation`.
 
     forward, backward: the second microbatch. snapshot: state copied, not yet committed. upload: about to store a data file.
-    mid_update: the first tensor of the step's update is changed, the second is not. failed_update: as this, and there the update fails.
+    mid_update: a part of the step's update is done, the rest is not. failed_update: as this, and there the update fails.
     rebuild: all have met, the first group is being made. restore: about to exchange live state.
     """
 
@@ -80,20 +80,25 @@ def _phase_hook(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str,
 
 
 def _in_update(point: FaultPoint, arrive: Callable[[], None]) -> None:
-    from autohet.runtime import trainer
+    """Half of the first flat buffer is of the next step when the point is reached."""
+    from autohet.runtime.parallel.buckets import ALIGNMENT
+    from autohet.runtime.state import flat_optimizer
 
-    update, count = trainer.update, 0
+    update, reached = flat_optimizer.fused_update, False
 
-    def late(state: Any, gradients: Any, settings: Any, step: int, factor: float) -> None:
-        nonlocal count
-        count += step == point.step
-        if step == point.step and count == 2:
-            arrive()
-            if point.name == "failed_update":
-                raise MemoryError("no memory for the moments of the second tensor")
-        update(state, gradients, settings, step, factor)
+    def late(tensors: tuple[Any, ...], gradient: Any, settings: Any, step: int, factor: float) -> None:
+        nonlocal reached
+        if step != point.step or reached:
+            update(tensors, gradient, settings, step, factor)
+            return
+        reached, half = True, gradient.numel() // 2 // ALIGNMENT * ALIGNMENT
+        update(tuple(tensor[:half] for tensor in tensors), gradient[:half], settings, step, factor)
+        arrive()
+        if point.name == "failed_update":
+            raise MemoryError("no memory for the rest of the update")
+        update(tuple(tensor[half:] for tensor in tensors), gradient[half:], settings, step, factor)
 
-    trainer.update = late
+    flat_optimizer.fused_update = late
 
 
 def _at_snapshot(point: FaultPoint, arrive: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ def keep_history() -> None:
         begin(self, store, generation, *arguments, **named)
 
     def written_down(self: Any, vote: Any) -> None:
-        held = [self.state[f"param/{name}"] for name in self._sync.names if MARK in name]
+        held = [tensor for name, tensor in self.state.items() if name.startswith("param/") and MARK in name]
         before = [int(tensor[0]) for tensor in held]  # weight decay changes them
         update(self, vote)
         for tensor, history in zip(held, before, strict=True):

@@ -22,6 +22,7 @@ from autohet.runtime.models import (
     local_units,
     stage_parameter_names,
 )
+from planner.plan import Recompute
 
 LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": 67,
@@ -109,7 +110,7 @@ def stage_chain(
     parameters: Mapping[str, Tensor],
     cut: Sequence[int],
     tp: TensorParallel | None = None,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> list[StageModel]:
     """Loaded stages of `cut` layers each."""
     specs = family_of(config).parameter_specs(config)

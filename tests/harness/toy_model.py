@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from autohet.runtime import models
 from autohet.runtime.models.family import Family, local_units
+from planner.plan import Recompute
 
 TOY_CONFIG = {
     "model_type": "exact_toy", "vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -187,9 +188,6 @@ class ExactStage(nn.Module):
         assert all(tensor.dtype == torch.float32 for tensor in parameters.values()), "the exact model is fp32 only"
         self._parameters_by_name = {name: nn.Parameter(parameters[name].detach()) for name in self.names}
 
-    def refresh_parameters(self, masters: Mapping[str, Tensor]) -> None:
-        """Parameters are the masters themselves."""
-
     def local_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._parameters_by_name)
 
@@ -218,7 +216,7 @@ class ExactFamily(Family):
         tp: Any,
         device: torch.device,
         dtype: torch.dtype,
-        recompute: bool = False,
+        recompute: Recompute = "none",
     ) -> ExactStage:
         assert device.type == "cpu"
         assert dtype == torch.float32, "the exact model is fp32 only"

@@ -27,15 +27,15 @@ STEPS = 8
 GENERATIONS = itertools.count()
 
 
-def plan(*pipelines: tuple[int, list[tuple[int, int]]]) -> dict[str, Any]:
-    """Pipelines of (microbatches of one sequence, [(layers, TP degree)])."""
+def plan(*pipelines: tuple[int, list[tuple[int, int]]], sharded: bool = False) -> dict[str, Any]:
+    """Pipelines of (microbatches of one sequence, [(layers, TP degree)]); `sharded`: the optimizer state of all layers."""
     number, documents = 0, []
     for microbatches, shape in pipelines:
         first, stages = 0, []
         for layers, degree in shape:
             workers = [f"w/{number + rank}" for rank in range(degree)]
             number += degree
-            stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
+            stages.append({"first_layer": first, "num_layers": layers, "workers": workers, "shard_optimizer": sharded})
             first += layers
         documents.append({"num_microbatches": microbatches, "stages": stages})
     common = {"version": 1, "model": "m", "global_batch_sequences": 9, "microbatch_sequences": 1, "sequence_length": 6}
@@ -46,6 +46,7 @@ PLANS = {
     "TP 4": plan((9, [(4, 4)])),
     "three deep": plan((9, [(1, 1), (2, 1), (1, 1)])),
     "three pipelines cut differently": plan((2, [(4, 1)]), (3, [(1, 1), (3, 2)]), (4, [(2, 2), (2, 1)])),
+    "three pipelines, sharded": plan((2, [(4, 1)]), (3, [(1, 1), (3, 2)]), (4, [(2, 2), (2, 1)]), sharded=True),
     "TP 4 beside TP 2 and 1": plan((5, [(3, 4), (1, 2)]), (4, [(4, 1)])),
 }
 

@@ -251,15 +251,50 @@ def test_recompute_and_no_overlap_change_nothing(pool: Any, name: str) -> None:
     check(pool, Case(LLAMA, document, {**TRAINING, "recompute": "full"}, STEPS, overlap=False))
 
 
+def with_memory(document: dict[str, Any], recompute: str, *, sharded: bool) -> dict[str, Any]:
+    """The plan with a choice of recomputation for each stage ("mixed": another one for each), and its optimizer state sharded."""
+    choices = itertools.cycle(("selective", "none", "full") if recompute == "mixed" else (recompute,))
+    pipelines = [
+        {**each, "stages": [{**s, "recompute": next(choices), "shard_optimizer": sharded} for s in each["stages"]]}
+        for each in document["pipelines"]
+    ]
+    return {**document, "pipelines": pipelines}
+
+
+MEMORY = [
+    pytest.param(
+        shape, recompute, sharded, id=f"{shape}-{recompute}-{sharded}", marks=[] if in_ci else [pytest.mark.slow]
+    )
+    for shape, recompute, sharded in itertools.product(GRIDS, ("none", "selective", "full"), (False, True))
+    if sharded or recompute != "none"
+    for in_ci in [(shape, recompute, sharded) in {((2, 2, 2), "selective", True), ((4, 2, 1), "none", True)}]
+]
+
+
+@pytest.mark.parametrize(("shape", "recompute", "sharded"), MEMORY)
+def test_recomputation_and_sharded_state_change_nothing(
+    pool: Any, shape: tuple[int, int, int], recompute: str, sharded: bool
+) -> None:
+    check(pool, Case(LLAMA, with_memory(grid(*shape), recompute, sharded=sharded), TRAINING, STEPS))
+
+
+@pytest.mark.parametrize(("name", "back_end"), on_both(ASYMMETRIC, {"TP and cuts across", "three pipelines"}))
+def test_sharded_state_of_asymmetric_plans_changes_nothing(pool: Any, name: str, back_end: str) -> None:
+    """Sets of holders of any size, parameters that pipelines cut unlike, groups merged into supersets; tied and partial gradients."""
+    document = with_memory(plan_document(*ASYMMETRIC[name]), "mixed", sharded=True)
+    check(pool, Case(QWEN3 if back_end == "gloo" else LLAMA, document, TRAINING, STEPS, back_end=back_end))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     "pipelines",
     [ASYMMETRIC["TP and cuts across"], ACROSS_NODES["TP 1, 2 beside TP 2, 1"]],
     ids=["one node", "across nodes"],
 )
-def test_bf16_follows_fp32(pool: Any, pipelines: tuple[dict[str, Any], ...]) -> None:
+def test_bf16_follows_fp32(pool: Any, pipelines: tuple[dict[str, Any], ...], sharded: bool) -> None:
     """bf16 compute with fp32 masters: 3 significant digits of the losses, and every holder's bits are the same."""
     processes, port = pool
-    document = plan_document(*pipelines)
+    document = with_memory(plan_document(*pipelines), "none", sharded=sharded)
     case = Case(LLAMA, document, {**TRAINING, "precision": "bf16"}, STEPS)
     workers = Plan.from_document(document).workers
     generation = next(GENERATIONS)

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, Store
 from autohet.runtime.groups import GlooGroup
 from autohet.runtime.models import TensorParallel, family_of
 from autohet.runtime.models.tensor_parallel import cross_entropy_sum
+from planner.plan import Recompute
 from tests.harness.processes import ChildFailed, run_distributed
 from tests.harness.tiny_models import (
     judge,
@@ -41,12 +42,12 @@ def _every_case(rank: int, size: int, store: Store) -> dict[str, tuple[float, fl
     tp = TensorParallel(_group(rank, size, store), rank, size)
     errors = {}
     for name in CASES[size]:
-        for cut, recompute in (([3], False), ([1, 2], True)):
+        for cut, recompute in (([3], "selective"), ([1, 2], "full")):
             errors[f"{name} {cut}"] = _errors(name, cut, recompute, tp)
     return errors
 
 
-def _errors(name: str, cut: list[int], recompute: bool, tp: TensorParallel) -> tuple[float, float]:
+def _errors(name: str, cut: list[int], recompute: Recompute, tp: TensorParallel) -> tuple[float, float]:
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)

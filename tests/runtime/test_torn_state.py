@@ -5,6 +5,7 @@ The product's worker, snapshots and orders with the exact model, one worker in t
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +22,11 @@ from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Proposal
 from autohet.runtime import step_commit as commit_module
-from autohet.runtime import trainer as trainer_module
 from autohet.runtime.groups import Interrupted
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerPlace, WorkerReport
 from autohet.runtime.models import load_config
+from autohet.runtime.parallel.buckets import ALIGNMENT
+from autohet.runtime.state import flat_optimizer
 from autohet.runtime.step_commit import Vote
 from autohet.runtime.worker import Worker
 from planner.cluster import Node
@@ -136,15 +138,16 @@ def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_hold
 
 def broken_in_the_update(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> WorkerReport:
     """Some tensors are of step 6 and some of step 5."""
-    real, calls = trainer_module.update, iter(range(10_000))
-    names = len([name for name in scene.wanted if name.startswith("param/")])
+    real, calls = flat_optimizer.fused_update, itertools.count()
 
-    def breaking(*arguments: Any) -> None:
-        if next(calls) == STRUCK * names + 3:
+    def breaking(tensors: tuple[Tensor, ...], gradient: Tensor, *arguments: Any) -> None:
+        if next(calls) == STRUCK:  # one flat buffer a step
+            half = gradient.numel() // 2 // ALIGNMENT * ALIGNMENT
+            real(tuple(tensor[:half] for tensor in tensors), gradient[:half], *arguments)
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        real(*arguments)
+        real(tensors, gradient, *arguments)
 
-    monkeypatch.setattr(trainer_module, "update", breaking)
+    monkeypatch.setattr(flat_optimizer, "fused_update", breaking)
     scene.worker.begin(scene.order(1))
     return scene.until(Phase.FAILED)
 

@@ -109,6 +109,25 @@ class Group(ABC):
         work: Work | None = self._call(lambda: self._group.allreduce([tensor], options))
         return work
 
+    def start_reduce(self, tensor: Tensor, to: str) -> Work | None:
+        """Sum over the group into `tensor` of the member `to`, ended by a wait; the others' is of no use afterwards."""
+        if self._group is None:
+            return None
+        op: Any = ReduceOp.SUM
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = op, self.members.index(to)
+        work: Work | None = self._call(lambda: self._group.reduce([tensor], options))
+        return work
+
+    def start_broadcast(self, tensor: Tensor, source: str) -> Work | None:
+        """`tensor` of the member `source` to all others, ended by a wait; contiguous, and the same size everywhere."""
+        if self._group is None:
+            return None
+        options = dist.BroadcastOptions()
+        options.rootRank = self.members.index(source)
+        work: Work | None = self._call(lambda: self._group.broadcast([tensor], options))
+        return work
+
     def all_gather(self, out: Tensor, part: Tensor) -> None:
         """Every member's `part`, one after the other in order of ranks, into `out`: as large as all parts together; both contiguous.
         Ended for the stream.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_units, skeleton
+from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
     TensorParallel,
@@ -23,6 +23,7 @@ from autohet.runtime.models.tensor_parallel import (
     enter,
 )
 from planner.errors import ConfigError
+from planner.plan import Recompute
 
 
 class StageModel(nn.Module):
@@ -36,7 +37,7 @@ class StageModel(nn.Module):
 
     def __init__(
         self, family: Family, config: PreTrainedConfig, first_layer: int, num_layers: int, tp: TensorParallel | None, device: torch.device,
-        dtype: torch.dtype, recompute: bool,
+        dtype: torch.dtype, recompute: Recompute,
     ) -> None:  # fmt: skip
         super().__init__()
         total = family.num_layers(config)
@@ -117,11 +118,8 @@ class StageModel(nn.Module):
         return slots
 
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these local slices (fp32 masters) as the stage's parameters, cast to the compute dtype where that
-        differs.
-
-        With fp32 the stage computes on the given tensors themselves; otherwise on copies that `refresh_parameters`
-        renews.
+        """Take these local slices as the stage's parameters: it computes on the given tensors themselves where they have the compute
+        dtype and the device, else on copies.
         """
         slots = self._slots()
         missing = sorted(set(slots) - set(parameters))
@@ -141,13 +139,6 @@ class StageModel(nn.Module):
         assert tuple(given.shape) == tuple(shape), (
             f"{name}: rank {rank} of {degree} holds {shape}, not {list(given.shape)}"
         )
-
-    @torch.no_grad()
-    def refresh_parameters(self, masters: Mapping[str, Tensor]) -> None:
-        """Renew the compute copies after an update of the masters; nothing to do where they are the same tensors."""
-        for name, parameter in self.local_parameters().items():
-            if parameter.data_ptr() != masters[name].data_ptr():
-                parameter.copy_(masters[name])
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""
@@ -179,10 +170,7 @@ class StageModel(nn.Module):
         return hidden + self.positions(torch.arange(length, device=tokens.device).unsqueeze(0))
 
     def _run(self, block: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
-        else:
-            out = block(hidden, **arguments)
+        out = run_block(block, hidden, arguments, self.recompute)
         return out[0] if isinstance(out, tuple) else out
 
     def _mask_kind(self, index: int) -> str:
@@ -224,7 +212,7 @@ class StageModel(nn.Module):
 
 def build_stage(
     config: PreTrainedConfig, first_layer: int, num_layers: int, tp: TensorParallel | None, device: torch.device, dtype: torch.dtype,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> StageModel:  # fmt: skip
     """The stage of blocks [first_layer, first_layer + num_layers).
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.recomputation import is_replaying
+
 
 class ReduceGroup(Protocol):
     """What tensor parallelism needs of a group."""
@@ -78,7 +80,9 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
 
 def leave(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Where partial sums leave a part that is cut."""
-    return x if tp is None or tp.degree == 1 else _Leave.apply(x, tp.group)
+    if tp is None or tp.degree == 1:
+        return x
+    return x if is_replaying() else _Leave.apply(x, tp.group)
 
 
 class RowParallel(nn.Module):

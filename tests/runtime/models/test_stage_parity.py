@@ -24,7 +24,7 @@ def test_every_cut_of_every_family_equals_the_library(name):
     config = tiny_config(name)
     parameters = random_parameters(config)
     logits, loss, gradients = judge(config, parameters)
-    for cut, recompute in (([3], False), ([3], True), ([1, 2], False), ([1, 1, 1], True)):
+    for cut, recompute in (([3], "none"), ([3], "full"), ([1, 2], "selective"), ([1, 1, 1], "full")):
         ours, our_loss, our_gradients = run_chain(config, stage_chain(config, parameters, cut, recompute=recompute))
         assert (ours - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
         assert our_loss == pytest.approx(loss, rel=TOLERANCE), cut
@@ -54,20 +54,6 @@ def test_a_tied_embedding_on_one_stage_is_one_parameter():
     (stage,) = stage_chain(config, random_parameters(config), [3])
     assert stage.embedding.weight is stage.head.weight
     assert "lm_head.weight" not in stage.local_parameters()
-
-
-def test_fp32_stages_compute_on_the_masters_themselves_and_bf16_on_renewed_copies():
-    config = tiny_config("llama")
-    masters = random_parameters(config)
-    for dtype in (torch.float32, torch.bfloat16):
-        stage = build_stage(config, 0, 3, None, torch.device("cpu"), dtype)
-        stage.load_parameters(masters)
-        masters["model.norm.weight"].mul_(2)
-        stage.refresh_parameters(masters)
-        local = stage.local_parameters()["model.norm.weight"]
-        assert local.dtype == dtype
-        assert torch.equal(local.detach(), masters["model.norm.weight"].to(dtype))
-        assert (local.data_ptr() == masters["model.norm.weight"].data_ptr()) == (dtype == torch.float32)
 
 
 def test_a_sequence_length_that_changes_renews_masks_and_rotary_tables():

@@ -20,7 +20,7 @@ from tests.harness.tiny_models import (
 )
 
 TOLERANCE = 1e-5
-CUTS = (([3], False), ([1, 2], True), ([1, 1, 1], False))
+CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
 CASES = [(name, degree) for name in TINY for degree in (1, 2, 4) if not (name == "llama-grouped" and degree == 4)]
 
 

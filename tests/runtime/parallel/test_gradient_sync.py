@@ -1,4 +1,4 @@
-"""Buckets: every shard in exactly one, with exactly its holders, in one order for all; sums against a direct computation."""
+"""Buffers: every shard in exactly one, with exactly its holders, in one order for all; sums against a direct computation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections import Counter, defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,15 @@ from hypothesis import strategies as st
 
 from autohet.runtime.layout import held_units, layout_of_plan
 from autohet.runtime.models import family_of, stage_parameter_names
-from autohet.runtime.parallel.gradient_sync import Bucket, GradientSync, groups_by_holders, plan_buckets
+from autohet.runtime.parallel.buckets import (
+    ALIGNMENT,
+    Buffer,
+    LocalBuffers,
+    groups_by_holders,
+    plan_buckets,
+    plan_buffers,
+)
+from autohet.runtime.parallel.gradient_sync import GradientSync
 from planner.communicators import holder_sets, max_sync_groups
 from planner.plan import Plan
 from tests.harness.random_plans import plans
@@ -27,12 +36,14 @@ CONFIG = ExactConfig(num_hidden_layers=4, tie_word_embeddings=True)
 LAYER_BYTES = 4 * (2 * 16 * 16 + 16)
 
 
-def plan(*pipelines: list[tuple[int, list[str]]]) -> Plan:
+def plan(*pipelines: list[tuple[int, list[str]]], sharded: bool = False) -> Plan:
+    """`sharded`: the optimizer state of the first pipeline's stages, which is all layers'."""
     documents = []
     for shape in pipelines:
         first, stages = 0, []
         for layers, workers in shape:
-            stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
+            extra = {"shard_optimizer": True} if sharded and not documents else {}
+            stages.append({"first_layer": first, "num_layers": layers, "workers": workers, **extra})
             first += layers
         documents.append({"num_microbatches": 1, "stages": stages})
     common = {
@@ -45,33 +56,68 @@ def plan(*pipelines: list[tuple[int, list[str]]]) -> Plan:
     return Plan.from_document({**common, "pipelines": documents})
 
 
-ACROSS = plan([(3, ["a", "b"]), (1, ["c"])], [(1, ["d"]), (3, ["e", "f"])], [(4, ["g"])])
+CUT_ACROSS = ([(3, ["a", "b"]), (1, ["c"])], [(1, ["d"]), (3, ["e", "f"])], [(4, ["g"])])
+ACROSS, SHARDED = plan(*CUT_ACROSS), plan(*CUT_ACROSS, sharded=True)
 
 
-@pytest.mark.parametrize("limit", [1, LAYER_BYTES, 1 << 30])
-def test_every_shard_is_in_one_bucket_with_its_holders(limit: int) -> None:
-    layout = layout_of_plan(ACROSS, CONFIG)
-    seen: dict[tuple[str, int], Bucket] = {}
-    for bucket in plan_buckets(ACROSS, CONFIG, limit):
-        position = 0
-        for piece in bucket.pieces:
-            assert piece.offset == position
-            position += piece.num_elements
+@pytest.mark.parametrize("drawn", [ACROSS, SHARDED], ids=["each its own", "sharded"])
+def test_every_shard_is_in_one_buffer_with_its_holders(drawn: Plan) -> None:
+    layout, everywhere = layout_of_plan(drawn, CONFIG), layout_of_plan(ACROSS, CONFIG)
+    seen: dict[tuple[str, int], Buffer] = {}
+    for buffer in plan_buffers(drawn, CONFIG):
+        assert [piece.offset for piece in buffer.pieces] == [0, *(piece.end for piece in buffer.pieces[:-1])]
+        assert all(piece.offset % ALIGNMENT == 0 for piece in buffer.pieces)
+        for piece in buffer.pieces:
             for unit in piece.units:
                 assert (piece.parameter, unit) not in seen
-                seen[piece.parameter, unit] = bucket
-        assert len(bucket.pieces) == 1 or 4 * bucket.num_elements <= limit
+                seen[piece.parameter, unit] = buffer
     shards = {shard for shard in layout.shards if shard.tensor.startswith("param/")}
     assert set(seen) == {(shard.tensor.removeprefix("param/"), shard.unit) for shard in shards}
     for shard in shards:
-        assert seen[shard.tensor.removeprefix("param/"), shard.unit].holders == layout.holders(shard)
+        buffer = seen[shard.tensor.removeprefix("param/"), shard.unit]
+        assert buffer.holders == everywhere.holders(shard)
+        assert layout.holders(shard) == (buffer.holders if buffer.owner is None else (buffer.owner,))
+        assert (buffer.owner is not None) == (drawn is SHARDED)
+
+
+@pytest.mark.parametrize("limit", [1, 100, LAYER_BYTES, 1 << 30])
+def test_buckets_cover_each_buffer_once_and_end_with_the_backward_pass(limit: int) -> None:
+    """Larger tensors are split: no bucket is larger than the limit. None waits for a parameter that comes after a later bucket's."""
+    buffers = plan_buffers(ACROSS, CONFIG)
+    buckets = plan_buckets(buffers, limit)
+    for index, buffer in enumerate(buffers):
+        spans = sorted((b.start, b.stop) for b in buckets if b.buffer == index)
+        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == buffer.num_elements
+    assert all(4 * (b.stop - b.start) <= max(limit, 4 * ALIGNMENT) for b in buckets)
+    waits = [max(p.order for p in buffers[b.buffer].pieces if b.touches(p)) for b in buckets]
+    assert waits == sorted(waits)
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(3, 4))
+def test_owners_share_what_their_holders_have(drawn: Plan) -> None:
+    """Each of a set of holders gets as much as the next, but for one unit; and nobody owns what it does not compute with."""
+    stages = [replace(stage, shard_optimizer=True) for stage in drawn.pipelines[0].stages]
+    sharded = replace(drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:]))
+    config = tiny_config("llama", vocab_size=64, intermediate_size=64)
+    largest = max(math.prod(spec.shape) / spec.num_units for spec in family_of(config).parameter_specs(config).values())
+    load: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
+    for buffer in plan_buffers(sharded, config):
+        if len(buffer.holders) > 1:
+            assert buffer.owner in buffer.holders
+            load[buffer.holders][buffer.owner] = sum(piece.num_elements for piece in buffer.pieces)
+    for holders, by_owner in load.items():
+        shares = [by_owner.get(worker, 0) for worker in holders]
+        assert max(shares) - min(shares) <= largest + 1
 
 
 def test_a_tied_embedding_is_summed_over_both_ends() -> None:
     first_and_last = plan([(2, ["a"]), (2, ["b"])], [(1, ["c"]), (2, ["d"]), (1, ["e"])])
-    holders = {piece.parameter: b.holders for b in plan_buckets(first_and_last, CONFIG) for piece in b.pieces}
+    buffers = plan_buffers(first_and_last, CONFIG)
+    holders = {piece.parameter: b.holders for b in buffers for piece in b.pieces}
     assert holders["model.embed_tokens.weight"] == ("a", "b", "c", "e")
-    assert set(groups_by_holders(first_and_last, CONFIG)) == set(holders.values())
+    assert set(groups_by_holders(first_and_last, CONFIG, buffers)) == set(holders.values())
 
 
 class FakeGroups:
@@ -89,13 +135,13 @@ class FakeGroups:
         outer = self
 
         class One:
-            def all_reduce(self, tensor: torch.Tensor) -> None:
-                assert not tensor.any(), "who holds nothing of a bucket adds nothing to it"
-                outer.given[tuple(members)].append(tensor)
-
             def start_all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
                 outer.given[tuple(members)].append(tensor)
                 return tensor
+
+            def start_reduce(self, tensor: torch.Tensor, to: str) -> torch.Tensor:
+                assert to in members
+                return self.start_all_reduce(tensor)
 
             def wait_on_stream(self, work: Any) -> None:
                 pass
@@ -103,8 +149,19 @@ class FakeGroups:
         return One()
 
 
+def sync_of(
+    drawn: Plan, config: Any, worker: str, groups: FakeGroups, parameters: Any, degree: int, **options: Any
+) -> GradientSync:
+    local = LocalBuffers(drawn, config, worker, groups.back_end.max_sync_groups(drawn))
+    return GradientSync(local, groups, parameters, degree, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("across", [ACROSS, SHARDED], ids=["each its own", "sharded"])
 @pytest.mark.parametrize(("overlap", "most"), [(True, None), (False, None), (False, 2), (False, 1)])
-def test_sums_and_norm_equal_a_direct_computation(overlap: bool, most: int | None) -> None:
+@pytest.mark.parametrize("bucket_bytes", [256, 1 << 30])
+def test_sums_and_norm_equal_a_direct_computation(
+    across: Plan, overlap: bool, most: int | None, bucket_bytes: int
+) -> None:
     torch.manual_seed(0)
     layout = layout_of_plan(ACROSS, CONFIG)
     specs = {name: spec for name, spec in layout.tensors.items() if name.startswith("param/")}
@@ -115,9 +172,8 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool, most: int | Non
         units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
         parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
         fakes[worker] = FakeGroups(most)
-        sync = syncs[worker] = GradientSync(
-            ACROSS, CONFIG, worker, fakes[worker], parameters, degree[worker], overlap=overlap
-        )  # type: ignore[arg-type]
+        options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": bucket_bytes}
+        sync = syncs[worker] = sync_of(across, CONFIG, worker, fakes[worker], parameters, degree[worker], **options)
         sync.begin()
         for microbatch in range(3):
             if microbatch == 2:
@@ -137,7 +193,7 @@ def test_sums_and_norm_equal_a_direct_computation(overlap: bool, most: int | Non
     squares = torch.zeros((), dtype=torch.float64)
     for worker, sync in syncs.items():
         squares += sync.finish()
-        for name in sync.names:
+        for name in sync.local.units:
             gradient = sync.gradient(name)
             spec, units = specs[f"param/{name}"], dict(layout.units_of(worker))[f"param/{name}"]
             pieces = [wanted[f"param/{name}"][spec.unit_slices(unit)] for unit in units]
@@ -174,14 +230,14 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan) -> 
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
             parameters = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
             fakes[worker] = FakeGroups()
-            sync = syncs[worker] = GradientSync(drawn, config, worker, fakes[worker], parameters, stage.tp_degree)  # type: ignore[arg-type]
+            sync = syncs[worker] = sync_of(drawn, config, worker, fakes[worker], parameters, stage.tp_degree)
             sync.begin()
             torch.autograd.backward([p.sum() for p in parameters.values()])
             sync.finish()
     add_up(fakes)
     squares = sum(float(sync.finish()) for sync in syncs.values())
     for sync in syncs.values():
-        for name in sync.names:
+        for name in sync.local.units:
             gradient = sync.gradient(name)
             assert torch.equal(gradient, torch.full_like(gradient, copies[name])), name
     assert squares == sum(copies[n] ** 2 * math.prod(spec.shape) for n, spec in specs.items())
@@ -198,11 +254,13 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
             units = {n[6:]: u for n, u in layout.units_of(worker).items() if n.startswith("param/")}
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
             parameters = {n: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in shapes.items()}
-            sync = GradientSync(drawn, config, worker, FakeGroups(), parameters, stage.tp_degree)  # type: ignore[arg-type]
-            assert sum(flat.numel() for flat in sync._flats) == sum(math.prod(shape) for shape in shapes.values())
+            sync = sync_of(drawn, config, worker, FakeGroups(), parameters, stage.tp_degree)
+            pieces = sum(len(sync.local.buffers[index].pieces) for index in sync.local.held)
+            beside = sum(flat.numel() for flat in sync.flats.values()) - sum(math.prod(s) for s in shapes.values())
+            assert 0 <= beside < ALIGNMENT * pieces
             sync.begin()
             torch.autograd.backward([p.sum() for p in parameters.values()])
-            held = {flat.untyped_storage().data_ptr() for flat in sync._flats}
+            held = {flat.untyped_storage().data_ptr() for flat in sync.flats.values()}
             left = [p.grad for p in parameters.values() if p.grad is not None]
             assert {gradient.untyped_storage().data_ptr() for gradient in left} <= held
 
@@ -212,7 +270,7 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
 def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool) -> None:
     """And merges them as the runtime does: one list of groups, in one order at every worker."""
     config = tiny_config("llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, tie_word_embeddings=tied)
-    found = groups_by_holders(drawn, config, max_sync_groups(drawn))
+    found = groups_by_holders(drawn, config, plan_buffers(drawn, config), max_sync_groups(drawn))
     assert set(found) <= set(holder_sets(drawn, tied=tied))
     counts = Counter(worker for group in set(found.values()) for worker in group)
     assert max(counts.values(), default=0) <= max_sync_groups(drawn)
@@ -225,7 +283,7 @@ def test_it_goes_when_it_is_dropped() -> None:
     specs = {name: spec for name, spec in layout_of_plan(ACROSS, CONFIG).tensors.items() if name.startswith("param/")}
     units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
     parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
-    sync = GradientSync(ACROSS, CONFIG, worker, FakeGroups(), parameters, stage.tp_degree)  # type: ignore[arg-type]
+    sync = sync_of(ACROSS, CONFIG, worker, FakeGroups(), parameters, stage.tp_degree)
     sync.begin()
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
     gone = weakref.ref(sync)

@@ -1,0 +1,122 @@
+"""What a stage computes with: the masters themselves, copies of them in another dtype, or what their owners send before each step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from autohet.runtime.groups import GenerationGroups, Group
+from autohet.runtime.layout import state_name
+from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, local_shape, runs_of
+
+IN_FLIGHT = 3
+"""Broadcasts under way at one time; each has a buffer of BUCKET_BYTES, or of one unit that is larger."""
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """Pieces of one buffer, side by side, that go over its group at once."""
+
+    buffer: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return self.pieces[-1].end - self.pieces[0].offset
+
+    def views(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        for piece in self.pieces:
+            yield piece, flat[piece.offset - self.pieces[0].offset :][: piece.num_elements].view(piece.shape)
+
+
+class ComputeWeights:
+    """Owns this worker's compute copies; `tensors` are what the stage is to be loaded with.
+
+    state: the masters. Where this worker keeps the masters of all that it computes with of a parameter, its tensor is that master, or a
+    copy that `refresh` renews; else `gather` fills it.
+    """
+
+    def __init__(
+        self, local: LocalBuffers, groups: GenerationGroups, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
+        parcel_bytes: int = BUCKET_BYTES,
+    ) -> None:  # fmt: skip
+        self._local, self._state, self._dtype, self._device = local, state, dtype, device
+        self.tensors: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for name, units in local.units.items():
+            if local.owned.get(name) == units:
+                master = state[state_name("param", name)]
+                self.tensors[name] = master if master.dtype == dtype else torch.empty_like(master, dtype=dtype)
+                if master.dtype != dtype:
+                    self._copies.append((self.tensors[name], master))
+            else:
+                shape = local_shape(local.specs[name], units)
+                self.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        built = {members: groups.group(members) for members in local.groups}  # all, in the order that all workers have
+        self._parcels: list[tuple[_Parcel, Group]] = [
+            (parcel, built[members])
+            for index, buffer in enumerate(local.buffers)
+            for members in [local.group_of(index)]
+            if buffer.owner is not None and members is not None and local.me in members
+            for parcel in _parcels(index, buffer.pieces, parcel_bytes)
+        ]
+        self.refresh()
+
+    @property
+    def are_gathered(self) -> bool:
+        """Whether some come from other workers, or go to them."""
+        return bool(self._parcels)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After an update of the masters: renew copies of what this worker keeps whole. Talks to nobody."""
+        if self._copies:
+            torch._foreach_copy_([copy for copy, _ in self._copies], [master for _, master in self._copies])
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Take what others own, and send what this worker does: every worker of the plan calls it, in the same state. Ended for the stream.
+        Raises PeerLost, Interrupted; the masters are as they were.
+        """
+        under_way: deque[tuple[_Parcel, Group, Tensor, Work | None]] = deque()
+        for parcel, group in self._parcels:
+            owner = self._local.buffers[parcel.buffer].owner
+            assert owner is not None
+            flat = torch.zeros(parcel.num_elements, dtype=self._dtype, device=self._device)
+            if owner == self._local.me:
+                self._pack(parcel, flat)
+            under_way.append((parcel, group, flat, group.start_broadcast(flat, owner)))
+            while len(under_way) > IN_FLIGHT:
+                self._arrive(*under_way.popleft())
+        while under_way:
+            self._arrive(*under_way.popleft())
+
+    def _pack(self, parcel: _Parcel, flat: Tensor) -> None:
+        for piece, view in parcel.views(flat):
+            master = self._state[state_name("param", piece.parameter)]
+            for run in runs_of(piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]):
+                run.of_piece(view).copy_(run.of(master))
+
+    def _arrive(self, parcel: _Parcel, group: Group, flat: Tensor, work: Work | None) -> None:
+        group.wait_on_stream(work)
+        if self._local.me in self._local.buffers[parcel.buffer].holders:
+            for piece, view in parcel.views(flat):
+                for run in self._local.runs(piece):
+                    run.of(self.tensors[piece.parameter]).copy_(run.of_piece(view))
+
+
+def _parcels(index: int, pieces: tuple[Piece, ...], parcel_bytes: int) -> Iterator[_Parcel]:
+    """As many pieces as fit, one at least."""
+    together: list[Piece] = []
+    for piece in pieces:
+        if together and 4 * (piece.end - together[0].offset) > parcel_bytes:
+            yield _Parcel(index, tuple(together))
+            together = []
+        together.append(piece)
+    if together:
+        yield _Parcel(index, tuple(together))

@@ -1,0 +1,130 @@
+"""AdamW over flat masters and moments, in the order of the gradients' buffers: one fused kernel for each stretch of whole parameters.
+
+The state that the rest of the program sees, local tensors by name, are views of the flat ones. A parameter that other pipelines cut more
+finely lies in several buffers; its state stays in one tensor of its own, as the model and the snapshots want it, and its pieces pass
+through memory of one piece's size. Either way an element gets the same bits: see `ALIGNMENT`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from autohet.runtime.job import TrainingSection
+from autohet.runtime.layout import STATE_KINDS, state_name
+from autohet.runtime.parallel.buckets import LocalBuffers, Piece, Run, runs_of
+from autohet.runtime.state.optimizer import learning_rate
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Whole parameters side by side: `tensors` (masters, first and second moments) belong to this part of the buffer of that index."""
+
+    buffer: int
+    start: int
+    tensors: tuple[Tensor, ...]
+
+    def gradient(self, flats: Mapping[int, Tensor]) -> Tensor:
+        return flats[self.buffer][self.start : self.start + self.tensors[0].numel()]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A part of a parameter; `runs` say where it lies in the tensors of the parameter's state."""
+
+    buffer: int
+    piece: Piece
+    runs: tuple[Run, ...]
+
+    def taken(self, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """A copy of its masters and moments, flat."""
+        tensors = []
+        for kind in STATE_KINDS:
+            held = state[state_name(kind, self.piece.parameter)]
+            flat = held.new_zeros(self.piece.end - self.piece.offset)
+            for run in self.runs:
+                run.of_piece(self._shaped(flat)).copy_(run.of(held))
+            tensors.append(flat)
+        return tuple(tensors)
+
+    def give_back(self, tensors: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
+        for kind, flat in zip(STATE_KINDS, tensors, strict=True):
+            for run in self.runs:
+                run.of(state[state_name(kind, self.piece.parameter)]).copy_(run.of_piece(self._shaped(flat)))
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return flat[: self.piece.num_elements].view(self.piece.shape)
+
+    def gradient(self, flats: Mapping[int, Tensor]) -> Tensor:
+        return flats[self.buffer][self.piece.offset : self.piece.end]
+
+
+class FlatOptimizer:
+    """Updates what this worker keeps the state of.
+
+    state: local slices by state name; each tensor that can be becomes a view of a flat one, and its old memory is let go of at once, one
+    kind of one stretch after the other.
+    """
+
+    def __init__(self, local: LocalBuffers, state: MutableMapping[str, Tensor]) -> None:
+        self._state = state
+        self._stretches: list[_Stretch] = []
+        self._cuts: list[_Cut] = []
+        for index in local.kept:
+            for whole, pieces in itertools.groupby(
+                local.buffers[index].pieces, lambda piece: piece.units == local.owned[piece.parameter]
+            ):
+                if whole:
+                    self._stretches.append(self._stretch(index, list(pieces)))
+                else:
+                    for piece in pieces:
+                        runs = runs_of(piece, local.specs[piece.parameter], local.owned[piece.parameter])
+                        self._cuts.append(_Cut(index, piece, runs))
+
+    @torch.no_grad()
+    def _stretch(self, index: int, pieces: list[Piece]) -> _Stretch:
+        start, stop = pieces[0].offset, pieces[-1].end
+        tensors = []
+        for kind in STATE_KINDS:
+            flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
+            for piece in pieces:
+                name = state_name(kind, piece.parameter)
+                view = flat[piece.offset - start :][: piece.num_elements].view(piece.shape)
+                self._state[name] = view.copy_(self._state[name])
+            tensors.append(flat)
+        return _Stretch(index, start, tuple(tensors))
+
+    @torch.no_grad()
+    def update(self, flats: Mapping[int, Tensor], settings: TrainingSection, step: int, factor: float) -> None:
+        """Apply step `step`'s update in place. Talks to nobody; the host does not wait for the device.
+
+        flats: summed fp32 gradients, by index of their buffer; `factor` scales them (token weighting and clipping), in place.
+        """
+        for stretch in self._stretches:
+            fused_update(stretch.tensors, stretch.gradient(flats), settings, step, factor)
+        for cut in self._cuts:
+            tensors = cut.taken(self._state)
+            fused_update(tensors, cut.gradient(flats), settings, step, factor)
+            cut.give_back(tensors, self._state)
+
+
+def fused_update(
+    tensors: tuple[Tensor, ...], gradient: Tensor, settings: TrainingSection, step: int, factor: float
+) -> None:
+    """AdamW of one flat master with its two moments, in place; all of one size, a multiple of ALIGNMENT. The gradient is scaled in place.
+
+    Elementwise, the same bits wherever an element lies.
+    """
+    master, exp_avg, exp_avg_sq = tensors
+    beta1, beta2 = settings.betas
+    adamw(
+        [master], [gradient], [exp_avg], [exp_avg_sq], [], [torch.full((), float(step), device=master.device)], foreach=False,
+        capturable=False, differentiable=False, fused=True, grad_scale=torch.full((), 1.0 / factor, device=master.device), found_inf=None,
+        has_complex=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=learning_rate(settings, step),
+        weight_decay=settings.weight_decay, eps=settings.eps, maximize=False,
+    )  # fmt: skip
