@@ -3,6 +3,7 @@ processes agree, and what cannot be done says which limit is in the way.
 """
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -107,12 +108,29 @@ def test_every_strategy_gives_the_same_plan_in_every_process() -> None:
     found = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            check=True, capture_output=True, text=True, timeout=120,
+            check=True, capture_output=True, text=True, timeout=1800,
         ).stdout
         for seed in ("0", "1", "99")
     }  # fmt: skip
     assert len(found) == 1
     assert len(found.pop().splitlines()) == len(STRATEGIES)
+
+
+def test_autohet_finds_the_same_plan_however_late_its_clock_says_it_is() -> None:
+    """Each look at this clock is an hour after the one before."""
+    asked = request(fleet(("A100", 1, 2), ("A10G", 2, 1)), 7, model(4))
+    late = dataclasses.replace(asked, clock=itertools.count(0, 3600).__next__, time_limit_s=1.0)
+    assert plan_with("autohet", late).plan == plan_with("autohet", asked).plan
+
+
+@pytest.mark.parametrize("strategy", ["metis", "fasop"])
+def test_a_search_with_a_time_limit_ends_at_it_with_what_it_has(strategy: str) -> None:
+    """A limit of some hundred looks at a clock that counts them: fewer plans are tried than without, and one of them is chosen."""
+    asked = request(fleet(("A100", 4, 1), ("A10G", 4, 1), ("T4", 4, 1)), 24, model(12))
+    free = plan_with(strategy, asked)
+    limited = plan_with(strategy, dataclasses.replace(asked, clock=itertools.count().__next__, time_limit_s=1.0))
+    assert limited.search.plans_evaluated < free.search.plans_evaluated
+    assert limited.prediction.fits
 
 
 @pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"exhaustive"}))

@@ -1,0 +1,14 @@
+"""Searches count their work and nothing here waits for anything, so a busy machine takes longer and ends alike: the limit that catches
+tests which hang is an hour for these."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(3600))
