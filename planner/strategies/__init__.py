@@ -1,4 +1,4 @@
-"""Searches for plans: `plan_with(strategy, request)`; README.md in this folder says what each strategy does."""
+"""Searches for plans: `plan_with(strategy, request)`; planner/README.md says what each strategy does."""
 
 from collections.abc import Callable
 
