@@ -32,7 +32,10 @@ class RunCopies:
 
     def begin(self) -> None:
         self._log = ProcessLog("driver", self.record)
-        logging.getLogger("autohet").addHandler(self._log)
+        logger = logging.getLogger("autohet")
+        if logger.level == logging.NOTSET:  # else the decisions would not be in it
+            logger.setLevel(logging.INFO)
+        logger.addHandler(self._log)
         if self._events is not None:
             source = partial(tail_of, str(self._events), self._start)
             self._copies = StoredCopies(self.record.storage, self.record.prefix, {"events.jsonl": source})

@@ -76,7 +76,8 @@ def test_of_a_long_log_the_newest_lines_are_kept():
     assert log.text().splitlines()[-1].split(b": ")[1].startswith(b"39")
 
 
-def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path):
+def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("autohet"), "level", logging.NOTSET)  # as where nobody has set up logging
     job = Job.from_document(
         {
             "name": "toy", "model": {"config": {"model_type": "gpt2"}}, "training": {"global_batch_sequences": 8, "sequence_length": 8},
@@ -88,7 +89,7 @@ def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path):
     copies = RunCopies(job, events)
     copies.begin()
     copies.note({"generation": 2})
-    logging.getLogger("autohet").error("Deciding to wait")
+    logging.getLogger("autohet").info("Deciding to wait")
     with events.open("a") as file:
         file.write('{"kind": "finished"}\n')
     (tmp_path / "report.html").write_text("<html>")
@@ -96,7 +97,7 @@ def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path):
     folder = tmp_path / "store" / copies.record.prefix
     assert (folder / "events.jsonl").read_text() == '{"kind": "finished"}\n'
     assert (folder / "report.html").read_text() == "<html>"
-    assert "driver generation 2 ERROR autohet: Deciding to wait" in (folder / "logs" / "driver.log").read_text()
+    assert "driver generation 2 INFO autohet: Deciding to wait" in (folder / "logs" / "driver.log").read_text()
 
 
 def test_a_job_that_is_refused_leaves_nothing(tmp_path):
