@@ -9,7 +9,7 @@ from typing import Any
 BENCHMARKS = {
     "planner": "accuracy of the cost model; the searches against bounds and other planners",
     "recovery": "restores by the real code, over real or throttled links, policies side by side; published scale, simulated",
-    "step": "a plan's step on this machine against a plain loop of the same model",
+    "step": "a plan's step on this machine against a plain loop of the same model, and against stock pipelining",
 }
 
 
@@ -63,6 +63,8 @@ def _step_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--job", metavar="JOB", help="whose model, batch and length (default: a small Llama)")
     add("--steps", type=int, default=5, metavar="N", help="measured steps of each; their median counts (default 5)")
+    add("--no-pipelining", action="store_true", help="without the four processes of PyTorch's own pipelining and DDP")
+    add("--compile", action="store_true", help="compile the plain loop's model by torch.compile")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,8 +29,9 @@ def reference_model(config: PreTrainedConfig, parameters: Iterator[tuple[str, Te
 
 
 def train_reference(
-    model: PreTrainedModel, training: TrainingSection, rows: Rows, steps: int, microbatch_sequences: int = 8
-) -> Iterator[float]:
+    model: PreTrainedModel, training: TrainingSection, rows: Rows, steps: int, microbatch_sequences: int = 8,
+    fused: bool = False,
+) -> Iterator[float]:  # fmt: skip
     """Train in place; yields each step's loss (mean over the targets of the global batch)."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -38,6 +39,7 @@ def train_reference(
         betas=training.betas,
         eps=training.eps,
         weight_decay=training.weight_decay,
+        fused=fused or None,
     )
     model.train()
     for step in range(steps):
@@ -46,15 +48,15 @@ def train_reference(
         optimizer.zero_grad()
         tokens, targets = rows(step, range(training.global_batch_sequences))
         num_targets = int((targets >= 0).sum())
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)  # read once: the host need not wait for each microbatch
         for part, wanted in zip(tokens.split(microbatch_sequences), targets.split(microbatch_sequences), strict=True):
             loss = (
                 F.cross_entropy(model(part).logits.float().flatten(0, 1), wanted.flatten(), reduction="sum")
                 / num_targets
             )
             loss.backward()
-            total += float(loss.detach())
+            total += loss.detach()
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
-        yield total
+        yield float(total)

@@ -1,6 +1,8 @@
-"""`autohet bench step`: a training step of this package, one worker, against a plain loop of the same model, in one run.
+"""`autohet bench step`: a training step of this package, one worker, against a plain loop of the same model, in one run; and on an
+asymmetric trainer's home ground of others, two equal pipelines of two stages, against PyTorch's own pipelining and DDP.
 
-Both do the same steps of the same job on random tokens; rounds alternate, so that a machine's load falls on both.
+Both sides do the same steps of the same job on random tokens in the same precision, with the same attention and the same setting of TF32;
+rounds alternate, so that a machine's load falls on both.
 """
 
 from __future__ import annotations
@@ -11,27 +13,19 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from autohet.runtime.groups import GenerationGroups
+from autohet.bench.step import pipelining
+from autohet.bench.step.sides import ours, plain, random_rows
 from autohet.runtime.job import Job
-from autohet.runtime.layout import STATE_KINDS, layout_of_plan, state_name
-from autohet.runtime.models import family_of, load_config
-from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
-from autohet.runtime.reference import reference_model, train_reference
-from autohet.runtime.trainer import StageTrainer
 from planner.errors import ConfigError
-from planner.plan import Plan
 
-WORKER = "here/0"
 WARM_UP_STEPS = 1
 # Dense peak of the tensor cores for bf16, FLOP/s, by the device's name (NVIDIA's data sheets).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L40S": 362e12, "T4": 65e12}
@@ -58,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}; it must be at least 1")
     job = Job.from_yaml(args.job) if args.job else Job.from_document(DEFAULT_JOB)
-    document = step_document(job, args.steps)
+    document = step_document(job, args.steps, compiled=args.compile)
+    if not args.no_pipelining:
+        document["pipelining"] = pipelining_document(job, args.steps)
     if args.json:
         print(json.dumps(document))
     else:
@@ -66,16 +62,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def step_document(job: Job, steps: int) -> dict[str, Any]:
-    """Median seconds of a step of both, their ratio, tokens per second and, on CUDA, model FLOPs utilisation."""
+def step_document(job: Job, steps: int, *, compiled: bool = False) -> dict[str, Any]:
+    """Median seconds of a step of both, their ratio, tokens per second and, on CUDA, model FLOPs utilisation. `compiled`: the plain
+    loop's model by torch.compile.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() and job.training.device != "cpu" else "cpu")
     rows = random_rows(job, device)
-    ours, plain = _ours(job, device, rows), _plain(job, device, rows)
+    sides = (("autohet", ours(job, device, rows)), ("plain", plain(job, device, rows, compiled=compiled)))
     loads = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {"autohet": [], "plain": []}
     losses: dict[str, list[float]] = {"autohet": [], "plain": []}
     for _ in range(WARM_UP_STEPS + steps):
-        for name, step in (("autohet", ours), ("plain", plain)):
+        for name, step in sides:
             began = time.perf_counter()
             losses[name].append(step())
             if device.type == "cuda":
@@ -92,15 +90,42 @@ def _document(
     flops = planning_inputs(job).training_flops * job.training.global_batch_sequences
     return {
         "job": job.name,
-        "precision": {"autohet": job.training.precision, "plain": "fp32"},
+        "precision": {"autohet": job.training.precision, "plain": job.training.precision},
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+        "attention": "torch scaled_dot_product_attention, both",
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)",
         "step_s": medians,
         "ratio_vs_plain": medians["autohet"] / medians["plain"],
+        "tokens_per_s_vs_plain": medians["plain"] / medians["autohet"],
         "tokens_per_s": {name: tokens / seconds for name, seconds in medians.items()},
         "mfu": {name: _mfu(flops / seconds, device) for name, seconds in medians.items()},
         "max_abs_loss_difference": max(abs(a - b) for a, b in zip(losses["autohet"], losses["plain"], strict=True)),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_average_1min": load,
+    }
+
+
+def pipelining_document(job: Job, steps: int) -> dict[str, Any]:
+    """Against stock pipelining with DDP on an equal plan, four processes of this machine; `why_not` where it was not measured."""
+    on_cuda = torch.cuda.device_count() >= pipelining.NUM_PIPELINES * pipelining.NUM_STAGES
+    config = load_config(job.model)
+    if config.model_type != "llama" or config.tie_word_embeddings:
+        return {"why_not": "the stock stages are of a Llama with untied embeddings"}
+    if torch.cuda.is_available() and job.training.device != "cpu" and not on_cuda:
+        return {"why_not": f"four processes need four GPUs; this machine has {torch.cuda.device_count()}"}
+    measured = pipelining.measure(job, steps, "cuda" if on_cuda and job.training.device != "cpu" else "cpu")
+    medians, cpu_s = pipelining.medians(measured.seconds), pipelining.medians(measured.cpu_s)
+    tokens = job.training.global_batch_sequences * job.training.sequence_length
+    losses = zip(measured.losses["autohet"], measured.losses["pipelining"], strict=True)
+    return {
+        "plan": f"{pipelining.NUM_PIPELINES} pipelines of {pipelining.NUM_STAGES} stages, one process each",
+        "step_s": medians,
+        "tokens_per_s": {name: tokens / seconds for name, seconds in medians.items()},
+        "tokens_per_s_vs_pipelining": medians["pipelining"] / medians["autohet"],
+        "cpu_s": cpu_s,
+        "cpu_s_vs_pipelining": cpu_s["autohet"] / cpu_s["pipelining"],
+        "max_abs_loss_difference": max(abs(one - other) for one, other in losses),
     }
 
 
@@ -110,65 +135,6 @@ def _mfu(flops_per_s: float, device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return next((flops_per_s / peak for kind, peak in PEAK_FLOPS.items() if kind in name), None)
-
-
-def random_rows(job: Job, device: torch.device) -> Callable[[int, range], tuple[Tensor, Tensor]]:
-    """Batches of random tokens, a function of the step alone."""
-    config = load_config(job.model)
-    batch, length = job.training.global_batch_sequences, job.training.sequence_length
-
-    def rows(step: int, sequences: range) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        whole = torch.randint(int(config.vocab_size), (batch, length + 1), generator=generator)
-        part = whole[sequences.start : sequences.stop].to(device)
-        return part[:, :-1].contiguous(), part[:, 1:].contiguous()
-
-    return rows
-
-
-def _plan(job: Job) -> Plan:
-    config = load_config(job.model)
-    size = job.parallelism.microbatch_sequences or min(8, job.training.global_batch_sequences)
-    stage = {"first_layer": 0, "num_layers": family_of(config).num_layers(config), "workers": [WORKER]}
-    return Plan.from_document(
-        {
-            "version": 1,
-            "model": job.name,
-            "global_batch_sequences": job.training.global_batch_sequences,
-            "microbatch_sequences": size,
-            "sequence_length": job.training.sequence_length,
-            "pipelines": [{"num_microbatches": job.training.global_batch_sequences // size, "stages": [stage]}],
-        }
-    )
-
-
-def _ours(job: Job, device: torch.device, rows: Any) -> Callable[[], float]:
-    """A step by the trainer that workers run, on a plan of one worker; returns its loss."""
-    config, plan = load_config(job.model), _plan(job)
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    groups = GenerationGroups(store, 0, WORKER, device, 60.0, 60.0)
-    names = list(family_of(config).parameter_specs(config))
-    assert layout_of_plan(plan, config).workers == (WORKER,)
-    state: dict[str, Tensor] = {}
-    for name, tensor in initial_parameters(config, names, job.training.seed):
-        for kind in STATE_KINDS:
-            whole = tensor.to(device, copy=True) if kind == "param" else torch.zeros_like(tensor, device=device)
-            state[state_name(kind, name)] = whole
-    trainer = StageTrainer(config, plan, WORKER, groups, job.training, device, state, 0)
-    return lambda: trainer.train_step(rows).loss
-
-
-def _plain(job: Job, device: torch.device, rows: Any) -> Callable[[], float]:
-    """A step by transformers' whole model and torch.optim.AdamW, in fp32; returns its loss."""
-    config = load_config(job.model)
-    names = list(family_of(config).parameter_specs(config))
-    model: Any = reference_model(config, initial_parameters(config, names, job.training.seed))
-    model.to(device)
-    size = job.parallelism.microbatch_sequences or min(8, job.training.global_batch_sequences)
-    steps = train_reference(model, job.training, rows, 1_000_000, size)
-    return lambda: next(steps)
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -189,3 +155,12 @@ def _show(document: dict[str, Any]) -> None:
         f"ratio {document['ratio_vs_plain']:.3f}; largest loss difference {document['max_abs_loss_difference']:.1e};"
         f" load {document['load_average_1min']:.1f}"
     )
+    stock = document.get("pipelining", {})
+    if "why_not" in stock:
+        console.print(f"stock pipelining with DDP was not measured: {stock['why_not']}")
+    elif stock:
+        seconds = stock["step_s"]
+        console.print(
+            f"{stock['plan']}: autohet {seconds['autohet']:.4f} s, torch.distributed.pipelining with DDP {seconds['pipelining']:.4f} s:"
+            f" {stock['tokens_per_s_vs_pipelining']:.3f} of its tokens per second"
+        )

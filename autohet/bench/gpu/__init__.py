@@ -1,0 +1,1 @@
+"""What `scripts/gpu` runs: what this package claims of GPUs, tried on those that are there."""

@@ -1,0 +1,189 @@
+"""NCCL abort drills: a peer that is killed, that freezes or that never comes, and what the survivors do about it.
+
+As many ranks as GPUs. With one GPU two ranks share it, over sockets and under made-up host ids, where NCCL lets them; else the drills
+are skipped. On the CPU the same code drives gloo.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from autohet.bench.gpu.part import Failed, Machine, Skipped
+from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
+
+GROUP_TIMEOUT_S = 20.0
+RENDEZVOUS_S = 40.0
+MISSING_S = 3.0
+ANSWER_S = 60.0
+NUM_GENERATIONS = 5
+MESSAGE_ELEMENTS = 4 << 20
+
+
+def run(machine: Machine) -> dict[str, Any]:
+    """Each drill in turn, with processes of its own."""
+    size = max(2, machine.count)
+    found: dict[str, Any] = {"ranks": size, "shared_gpu": machine.device_type == "cuda" and machine.count == 1}
+    for drill in ("killed", "frozen", "missing", "generations"):
+        found[drill] = _drill(drill, size, machine)
+    return found
+
+
+def _drill(drill: str, size: int, machine: Machine) -> Any:
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+    pipes = [context.Pipe() for _ in range(size)]
+    arguments = (size, machine.device_type, machine.count, store.port, drill)
+    processes = [context.Process(target=_rank, args=(rank, *arguments, pipes[rank][1])) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        return _conduct(drill, [pipe[0] for pipe in pipes], processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+
+
+def _conduct(drill: str, pipes: Sequence[Connection], processes: Sequence[Any]) -> Any:
+    """The driver's part: strikes the last rank, tells the survivors, and hears what became of them."""
+    victim = len(pipes) - 1
+    if drill in ("killed", "frozen"):
+        for pipe in pipes:
+            _hear(pipe, "running")
+        time.sleep(0.3)
+        os.kill(processes[victim].pid, signal.SIGKILL if drill == "killed" else signal.SIGSTOP)
+        time.sleep(0.2)
+        for pipe in pipes[:victim]:
+            pipe.send("interrupt")
+    answers = [_hear(pipe, "done") for pipe in (pipes if drill == "generations" else pipes[:victim])]
+    merged = {key: max(answer[key] for answer in answers) for key in answers[0]}
+    if not all(answer.get("right", True) for answer in answers):
+        raise Failed(f"{drill}: the survivors' sum in the next generation is wrong", merged)
+    return merged
+
+
+def _hear(pipe: Connection, wanted: str) -> Any:
+    if not pipe.poll(ANSWER_S):
+        raise Failed(f"a rank did not answer within {ANSWER_S:.0f} s", {})
+    try:
+        kind, value = pipe.recv()
+    except EOFError:
+        raise Failed("a rank ended without a word", {}) from None
+    if kind == "refused":
+        raise Skipped(f"NCCL refuses two ranks on one GPU: {value}")
+    if kind != wanted:
+        raise Failed(f"{value}", {})
+    return value
+
+
+def _rank(
+    rank: int, size: int, device_type: str, num_devices: int, port: int, drill: str, pipe: Connection
+) -> None:  # fmt: skip
+    shared = device_type == "cuda" and num_devices < size
+    if shared:
+        os.environ |= {"NCCL_HOSTID": f"drill-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1"}
+    device = torch.device(device_type, 0 if shared else rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        found = DRILLS[drill](rank, size, device, port, pipe)
+    except PeerLost as error:
+        pipe.send(("refused" if shared else "failed", f"{error}"))
+        return
+    if found is not None:
+        pipe.send(("done", found))
+
+
+def _groups(rank: int, size: int, device: torch.device, port: int, rendezvous_s: float = RENDEZVOUS_S) -> Any:
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+    groups = GenerationGroups(store, 0, f"n/{rank}", device, GROUP_TIMEOUT_S, rendezvous_s)
+    groups.meet([f"n/{each}" for each in range(size)])
+    return store, groups
+
+
+def _struck(rank: int, size: int, device: torch.device, port: int, pipe: Connection) -> dict[str, Any] | None:
+    """All-reduces until it is told that a peer is gone; then the next generation, without it."""
+    store, groups = _groups(rank, size, device, port)
+    members = [f"n/{each}" for each in range(size)]
+    world = groups.group(members, "world")
+    interrupted_at: list[float] = []
+
+    def listen() -> None:
+        pipe.recv()
+        interrupted_at.append(time.perf_counter())
+        groups.interrupt()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    message = torch.ones(MESSAGE_ELEMENTS, device=device)
+    pipe.send(("running", None))
+    try:
+        for _ in itertools.count():
+            world.wait_on_host(world.start_all_reduce(message))
+            message.fill_(1.0)
+    except (PeerLost, Interrupted):
+        raised_at = time.perf_counter()
+    listener.join(ANSWER_S)
+    begun = time.perf_counter()
+    groups = reconfigure(groups, 1, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S)
+    groups.meet(members[:-1])
+    world = groups.group(members[:-1], "world")
+    one = torch.ones(1, device=device)
+    world.wait_on_host(world.start_all_reduce(one))
+    return {
+        "noticed_s": max(0.0, raised_at - interrupted_at[0]),
+        "next_generation_s": time.perf_counter() - begun,
+        "right": one.item() == size - 1,
+    }
+
+
+def _missing(rank: int, size: int, device: torch.device, port: int, pipe: Connection) -> dict[str, Any] | None:
+    """The last rank never comes: nobody waits for it longer than the deadline."""
+    if rank == size - 1:
+        time.sleep(2 * MISSING_S)
+        return None
+    began = time.perf_counter()
+    try:
+        _groups(rank, size, device, port, MISSING_S)
+    except PeerLost:
+        waited = time.perf_counter() - began
+        return {"gave_up_s": waited, "right": waited < 5 * MISSING_S}
+    return {"gave_up_s": 0.0, "right": False}
+
+
+def _generations(rank: int, size: int, device: torch.device, port: int, pipe: Connection) -> dict[str, Any]:
+    """One generation after the other: how long a communicator takes to make, and what it leaves behind."""
+    store, groups = _groups(rank, size, device, port)
+    members = [f"n/{each}" for each in range(size)]
+    seconds, free = [], []
+    for number in range(1, NUM_GENERATIONS + 1):
+        begun = time.perf_counter()
+        groups = reconfigure(groups, number, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S)
+        groups.meet(members)
+        world = groups.group(members, "world")
+        one = torch.ones(1, device=device)
+        world.wait_on_host(world.start_all_reduce(one))
+        seconds.append(time.perf_counter() - begun)
+        free.append(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0)
+    return {
+        "first_s": seconds[0],
+        "later_s": max(seconds[1:]),
+        "bytes_lost_a_generation": (free[0] - free[-1]) / (NUM_GENERATIONS - 1),
+        "threads": threading.active_count(),
+    }
+
+
+DRILLS: Any = {"killed": _struck, "frozen": _struck, "missing": _missing, "generations": _generations}

@@ -1,0 +1,239 @@
+"""The measuring parts: parity in bf16 and fp32, snapshots, the profile, a step beside a plain loop, and predictions beside measurements."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autohet.bench.gpu.part import Failed, Machine, Skipped, job_of
+from autohet.bench.step.report import step_document
+from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain, random_rows
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from autohet.runtime.planning import planning_inputs
+from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type, measure_layers
+from autohet.runtime.worker import choose_device
+from planner.cluster import Fleet, Node, NodeType
+from planner.profile import Measurement, ProfileTable, write_profile
+from recovery.local.snapshot import SnapshotWriter
+
+PARITY_STEPS = 5
+FP32_TOLERANCE = 2e-5
+BF16_TOLERANCE = 2e-2
+MEASURED_STEPS = 6
+STEP_ERROR, PEAK_ERROR = 0.05, 0.10
+SMALL_COPY_BYTES = 1 << 16
+"""Votes, losses and norms that the host reads are smaller than this; a state's tensors of any size that matters are not."""
+
+
+def parity(machine: Machine) -> dict[str, Any]:
+    """Losses of the same job: on the device, in fp32 and bf16, and by plain transformers on the CPU in fp32."""
+    cpu, found = torch.device("cpu"), dict[str, Any]()
+    wanted = _losses(machine, "fp32", cpu, by_plain=True)
+    for precision, limit in (("fp32", FP32_TOLERANCE), ("bf16", BF16_TOLERANCE)):
+        if precision == "bf16" and machine.device_type == "cuda" and torch.cuda.get_device_capability(0) < (8, 0):
+            found[precision] = "not measured: this GPU only emulates bf16"
+            continue
+        losses = _losses(machine, precision, machine.device)
+        error = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
+        found |= {precision: error, f"{precision}_limit": limit}
+    worst = [
+        name for name in ("fp32", "bf16") if isinstance(found[name], float) and found[name] > found[f"{name}_limit"]
+    ]
+    if worst:
+        raise Failed(f"losses in {', '.join(worst)} are not those of plain fp32 training", found)
+    return found
+
+
+def _losses(machine: Machine, precision: str, device: torch.device, *, by_plain: bool = False) -> list[float]:
+    job = job_of(Machine("cpu"), precision)  # the small one: the CPU has to train it too
+    job = replace(job, training=replace(job.training, device=machine.device_type))  # type: ignore[arg-type]
+    rows = random_rows(job, device)
+    if by_plain:
+        step = plain(job, device, rows)
+        return [step() for _ in range(PARITY_STEPS)]
+    trainer = our_trainer(job, device)
+    return [trainer.train_step(rows).loss for _ in range(PARITY_STEPS)]
+
+
+def snapshots(machine: Machine) -> dict[str, Any]:
+    """Steps with a snapshot after each: what goes from the device to the host, and what the step takes beside one without."""
+    job = job_of(machine, "bf16" if machine.device_type == "cuda" else "fp32")
+    rows, layout = random_rows(job, machine.device), layout_of_plan(one_worker_plan(job), load_config(job.model))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        writer = SnapshotWriter(directory, WORKER, layout, 1)
+        try:
+            trainer = our_trainer(job, machine.device, before_update=writer.wait_copied)
+            for _ in range(2):
+                trainer.train_step(rows)
+            bare = statistics.median(trainer.train_step(rows).seconds for _ in range(MEASURED_STEPS))
+            seconds = []
+            with _CopyCounter(machine) as copies:
+                for _ in range(MEASURED_STEPS):
+                    writer.start(trainer.step, trainer.state)
+                    seconds.append(trainer.train_step(rows).seconds)
+            writer.wait()
+            newest = writer.newest
+        finally:
+            writer.close()
+    state_bytes = layout.bytes_of(WORKER)
+    figures = {
+        "state_bytes": state_bytes,
+        "newest_step": newest,
+        "step_s": bare,
+        "step_with_snapshot_s": statistics.median(seconds),
+        "copies_of_state_a_step": copies.large_bytes / state_bytes / MEASURED_STEPS
+        if machine.device_type == "cuda"
+        else None,
+    }
+    ratio = figures["copies_of_state_a_step"]
+    figures["pageable_bytes"] = copies.pageable_bytes
+    if newest != trainer.step - 1 or (ratio is not None and not 0.99 < ratio < 1.01) or copies.pageable_bytes:
+        raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
+    return figures
+
+
+class _CopyCounter:
+    """Bytes of the copies from the device to the host, small ones left out, by the CUDA profiler."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.large_bytes = self.pageable_bytes = 0
+        self._profiler: Any = None
+        if machine.device_type == "cuda":
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def __enter__(self) -> _CopyCounter:
+        if self._profiler is not None:
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._profiler is None:
+            return
+        torch.cuda.synchronize()
+        self._profiler.__exit__(*error)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        self.large_bytes, self.pageable_bytes = bytes_to_host(events)
+
+
+def bytes_to_host(events: list[dict[str, Any]]) -> tuple[int, int]:
+    """Of a Chrome trace's copies from the device to the host, without the small ones: all, and those to memory that is not pinned."""
+    copies = [event for event in events if "DtoH" in event.get("name", "") and "bytes" in event.get("args", {})]
+    sizes = [(int(each["args"]["bytes"]), "Pageable" in each["name"]) for each in copies]
+    large = [(size, pageable) for size, pageable in sizes if size >= SMALL_COPY_BYTES]
+    return sum(size for size, _ in large), sum(size for size, pageable in large if pageable)
+
+
+def profile(machine: Machine) -> dict[str, Any]:
+    """What `autohet profile` measures, for the measuring job's microbatch."""
+    rows = _profile_rows(machine, _precision(machine))
+    layers = {
+        row.layer: {"forward_s": row.forward_s, "backward_s": row.backward_s, "update_s": row.update_s} for row in rows
+    }
+    return {"gpu_type": rows[0].gpu_type, "microbatch_sequences": rows[0].microbatch_sequences, "layers": layers}
+
+
+def _precision(machine: Machine) -> str:
+    """bf16 where the hardware has it."""
+    try:
+        choose_device(machine.device_type, "bf16")
+    except ValueError:
+        return "fp32"
+    return "bf16" if machine.device_type == "cuda" else "fp32"
+
+
+def _profile_rows(machine: Machine, precision: str) -> list[Measurement]:
+    job = job_of(machine, precision)
+    assert job.parallelism.microbatch_sequences is not None
+    request = ProfileRequest(
+        model=job.name,
+        config=load_config(job.model),
+        precision=precision,
+        sequence_length=job.training.sequence_length,
+        microbatches=(job.parallelism.microbatch_sequences,),
+        device_type=machine.device_type,
+        gpu_type=device_gpu_type(machine.device_type),
+    )
+    found = list(measure_layers(request))
+    rows = [row for row in found if isinstance(row, Measurement)]
+    if len(rows) < len(found):
+        raise Skipped("the job's microbatch does not fit on this device")
+    return rows
+
+
+def step(machine: Machine) -> dict[str, Any]:
+    """`autohet bench step`, the plain loop compiled on a GPU: both model FLOPs utilisations."""
+    on_gpu = machine.device_type == "cuda"
+    document = step_document(job_of(machine, _precision(machine)), 10 if on_gpu else 2, compiled=on_gpu)
+    if document["max_abs_loss_difference"] > 0.1:
+        raise Failed("the two sides do not train alike", document)
+    return document
+
+
+def predicted(machine: Machine) -> dict[str, Any]:
+    """A step's seconds and the device's peak memory, by the planner from a profile taken now, beside a run."""
+    precision = _precision(machine)
+    job = job_of(machine, precision)
+    gpu_type = device_gpu_type(machine.device_type)
+    with tempfile.TemporaryDirectory() as directory:
+        table = Path(directory) / "profile.parquet"
+        write_profile(str(table), ProfileTable(_profile_rows(machine, precision)))
+        prediction = (
+            planning_inputs(job, profile=table).cost_model(_fleet(machine, gpu_type)).predict(one_worker_plan(job))
+        )
+    figures = {
+        "predicted_step_s": prediction.step_time_s,
+        "predicted_peak_bytes": prediction.memory_bytes_by_worker[WORKER],
+    }
+    figures |= _measured(machine, job)
+    figures["step_error"] = figures["predicted_step_s"] / figures["step_s"] - 1
+    if machine.device_type == "cuda":
+        figures["peak_error"] = figures["predicted_peak_bytes"] / figures["peak_bytes"] - 1
+        if abs(figures["step_error"]) > STEP_ERROR or abs(figures["peak_error"]) > PEAK_ERROR:
+            limits = f"{STEP_ERROR:.0%} (step), {PEAK_ERROR:.0%} (peak)"
+            raise Failed(f"the prediction is off by more than {limits}", figures)
+    return figures
+
+
+def _fleet(machine: Machine, gpu_type: str) -> Fleet:
+    memory = torch.cuda.get_device_properties(0).total_memory if machine.device_type == "cuda" else 8 << 30
+    kind = NodeType(
+        "here", gpu_type, 1, memory, intra_node_bytes_per_s=16e9, inter_node_bytes_per_s=1e9, usd_per_hour=None
+    )
+    return Fleet(0, (Node("here", kind),))
+
+
+def _measured(machine: Machine, job: Job) -> dict[str, float]:
+    """Median step, and the most of the device's memory that was in use: the allocator's, and all that the process has."""
+    on_gpu, rows = machine.device_type == "cuda", random_rows(job, machine.device)
+    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer = our_trainer(job, machine.device)
+    trainer.train_step(rows)
+    seconds = []
+    for _ in range(MEASURED_STEPS):
+        began = time.perf_counter()
+        trainer.train_step(rows)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    found: dict[str, float] = {"step_s": statistics.median(seconds)}
+    if on_gpu:
+        context = torch.cuda.get_device_properties(0).total_memory - free
+        found |= {
+            "peak_bytes": torch.cuda.max_memory_reserved() + context,
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+        }
+    return found

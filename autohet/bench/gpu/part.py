@@ -1,0 +1,86 @@
+"""What a part of `scripts/gpu` is, and the machine that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autohet.runtime.job import Job
+
+
+class Skipped(Exception):
+    """A part that cannot be run on this machine; the message says why."""
+
+
+class Failed(Exception):
+    """A part that ran and did not show what it should; the message says what, `figures` what was measured."""
+
+    def __init__(self, message: str, figures: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.figures = figures
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`device_type`: cuda; or cpu, where a CPU poses as the GPU (EMULATED: the code is exercised, nothing is measured)."""
+
+    device_type: str
+
+    @property
+    def count(self) -> int:
+        return torch.cuda.device_count() if self.device_type == "cuda" else 1
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(0) if self.device_type == "cuda" else "CPU (EMULATED)"
+
+    def describe(self) -> dict[str, Any]:
+        """What a recorded result says of the hardware."""
+        if self.device_type != "cuda":
+            return {"device": self.name, "count": self.count, "torch": torch.__version__}
+        facts = torch.cuda.get_device_properties(0)
+        return {
+            "device": self.name,
+            "count": self.count,
+            "memory_bytes": facts.total_memory,
+            "compute_capability": f"{facts.major}.{facts.minor}",
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+        }
+
+
+@dataclass(frozen=True)
+class Part:
+    """`run` returns figures, or raises Skipped or Failed; it is run in a process of its own, which is ended at the deadline."""
+
+    title: str
+    deadline_s: float
+    run: Callable[[Machine], dict[str, Any]]
+
+
+def job_of(machine: Machine, precision: str) -> Job:
+    """A Llama for the measuring parts: 0.3 billion parameters on a GPU, a few thousand where a CPU poses as one."""
+    on_gpu = machine.device_type == "cuda"
+    width, layers, vocabulary, length = (1024, 16, 32000, 1024) if on_gpu else (32, 3, 64, 16)
+    config = {
+        "model_type": "llama", "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers,
+        "num_attention_heads": width // 64 if on_gpu else 4, "num_key_value_heads": width // 64 if on_gpu else 4,
+        "vocab_size": vocabulary, "max_position_embeddings": length,
+    }  # fmt: skip
+    training = {
+        "global_batch_sequences": 32 if on_gpu else 4, "sequence_length": length, "steps": 100, "precision": precision,
+        "device": machine.device_type,
+    }  # fmt: skip
+    parallelism = {"microbatch_sequences": 8 if on_gpu else 2}
+    return Job.from_document(
+        {"name": "gpu", "model": {"config": config}, "training": training, "parallelism": parallelism}
+    )

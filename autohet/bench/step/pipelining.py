@@ -1,0 +1,264 @@
+"""`autohet bench step`'s second baseline: stock `torch.distributed.pipelining` (Schedule1F1B) with DDP on an equal plan.
+
+Four processes of this machine, gloo or NCCL: two pipelines of two stages, of the same layers, microbatches and first weights. Each
+process runs both sides in turn, so that a machine's load falls on both; a step of either lasts from one barrier to the next. Both clip by
+the global norm; the stock side takes AdamW's fused update where the device has one.
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from autohet.bench.step.sides import random_rows, state_of
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.reference import reference_model
+from autohet.runtime.state.optimizer import learning_rate
+from autohet.runtime.trainer import StageTrainer
+from planner.plan import Plan
+
+NUM_PIPELINES, NUM_STAGES = 2, 2
+DEADLINE_S = 600.0
+GROUP_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, losses and processor seconds (of all processes together, all their threads) of each side's steps, warm-up excluded from
+    all but the losses. On a machine that does other work only processor seconds say what a side costs.
+    """
+
+    seconds: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+    losses: dict[str, list[float]]
+
+
+def measure(job: Job, steps: int, device_type: str = "cpu") -> Measured:
+    """Both sides on this machine; blocks until measured.
+
+    Raises:
+        RuntimeError: a process failed. TimeoutError: none answered.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (job, steps, device_type, str(Path(directory) / "rendezvous"), answers)
+        size = NUM_PIPELINES * NUM_STAGES
+        processes = [context.Process(target=_enter, args=(rank, *arguments)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        try:
+            return _answer(answers, processes)
+        finally:
+            for process in processes:
+                process.join(timeout=20)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _answer(answers: Any, processes: list[Any]) -> Measured:
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        try:
+            found: Measured = answers.get(timeout=0.5)
+            return found
+        except queue.Empty:
+            failed = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
+            if failed:
+                raise RuntimeError(f"a process of the benchmark ended with exit code {failed[0]}") from None
+    raise TimeoutError(f"the benchmark's processes did not answer within {DEADLINE_S:.0f} s")
+
+
+def equal_plan(job: Job) -> Plan:
+    """Two pipelines of two stages, layers and microbatches halved: worker `here/r` is stage r % 2 of pipeline r // 2."""
+    num_layers = family_of(load_config(job.model)).num_layers(load_config(job.model))
+    size = job.parallelism.microbatch_sequences or 1
+    cut = num_layers // NUM_STAGES
+    pipelines = []
+    for pipeline in range(NUM_PIPELINES):
+        first, last = (f"here/{NUM_STAGES * pipeline + stage}" for stage in range(NUM_STAGES))
+        stages = [
+            {"first_layer": 0, "num_layers": cut, "workers": [first]},
+            {"first_layer": cut, "num_layers": num_layers - cut, "workers": [last]},
+        ]
+        num_microbatches = job.training.global_batch_sequences // size // NUM_PIPELINES
+        pipelines.append({"num_microbatches": num_microbatches, "stages": stages})
+    return Plan.from_document(
+        {
+            "version": 1,
+            "model": job.name or "model",
+            "global_batch_sequences": job.training.global_batch_sequences,
+            "microbatch_sequences": size,
+            "sequence_length": job.training.sequence_length,
+            "pipelines": pipelines,
+        }
+    )
+
+
+def _enter(rank: int, job: Job, steps: int, device_type: str, store: str, answers: Any) -> None:
+    """A process: both sides, in turn."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    size = NUM_PIPELINES * NUM_STAGES
+    limit = timedelta(seconds=GROUP_TIMEOUT_S)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    sides = {"autohet": _ours(rank, job, device), "pipelining": _stock(rank, job, device)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_s: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(1 + steps):
+        for name, step in sides.items():
+            dist.barrier()
+            began, used = time.perf_counter(), time.process_time()
+            losses[name].append(step())
+            mine = torch.tensor(time.process_time() - used, dtype=torch.float64, device=device)
+            dist.all_reduce(mine)
+            seconds[name].append(time.perf_counter() - began)
+            cpu_s[name].append(float(mine))
+    if rank == size - 1:
+        answers.put(Measured(_warm(seconds), _warm(cpu_s), losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
+    config, plan = load_config(job.model), equal_plan(job)
+    port = torch.tensor([0])
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port[0] = server.port
+    else:
+        server = None
+    ports: list[Any] = [int(port)]
+    dist.broadcast_object_list(ports, 0)
+    store = server or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    me = f"here/{rank}"
+    groups = GenerationGroups(store, 0, me, device, GROUP_TIMEOUT_S, GROUP_TIMEOUT_S)
+    groups.meet(plan.workers)
+    state = state_of(job, layout_of_plan(plan, config), me, device)
+    trainer = StageTrainer(config, plan, me, groups, job.training, device, state, 0)
+    rows = random_rows(job, device)
+    return lambda: trainer.train_step(rows).loss
+
+
+class _Stage(nn.Module):
+    """The library's own modules of one stage of a Llama."""
+
+    def __init__(
+        self, model: Any, first: bool, layers: Any, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        self.embedding = model.model.embed_tokens if first else None
+        self.layers = nn.ModuleList(layers)
+        self.head: nn.Module | None = None if first else nn.Sequential(model.model.norm, model.lm_head)
+        self.rotary, self._autocast = model.model.rotary_emb, autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self._autocast():
+            hidden = x if self.embedding is None else self.embedding(x)
+            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+            rotary = self.rotary(hidden, positions)
+            for layer in self.layers:
+                hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+            return hidden if self.head is None else self.head(hidden)
+
+
+def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
+    """A step of the stock schedule; returns its loss on last stages, 0 elsewhere."""
+    training, plan = job.training, equal_plan(job)
+    pipeline, index = divmod(rank, NUM_STAGES)
+    of_pipelines = [dist.new_group([NUM_STAGES * p + s for s in range(NUM_STAGES)]) for p in range(NUM_PIPELINES)]
+    of_stages = [dist.new_group([NUM_STAGES * p + s for p in range(NUM_PIPELINES)]) for s in range(NUM_STAGES)]
+    module = _stock_module(job, index, device)
+    replica: Any = DistributedDataParallel(module, process_group=of_stages[index], gradient_as_bucket_view=True)
+    stage = PipelineStage(replica, index, NUM_STAGES, device, group=of_pipelines[pipeline])
+    microbatches = plan.pipelines[0].num_microbatches
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
+    parameters = list(module.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters, lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=training.weight_decay,
+        fused=device.type == "cuda" or None,
+    )  # fmt: skip
+    rows, share = random_rows(job, device), training.global_batch_sequences // NUM_PIPELINES
+    world_rank, steps = pipeline * share, iter(range(1_000_000))
+    num_targets = training.global_batch_sequences * training.sequence_length
+
+    def step() -> float:
+        number = next(steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(training, number)
+        optimizer.zero_grad()
+        tokens, targets = rows(number, range(world_rank, world_rank + share))
+        losses: list[Tensor] = []
+        if index == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets, losses=losses)
+        # DDP has averaged over pipelines; the sum of losses wants the sum of gradients over the number of targets.
+        _clip(parameters, NUM_PIPELINES / num_targets, training.clip_norm, of_pipelines[pipeline])
+        optimizer.step()
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+        total = total.detach().double()
+        dist.all_reduce(total)
+        return float(total) / num_targets
+
+    return step
+
+
+def _stock_module(job: Job, index: int, device: torch.device) -> _Stage:
+    config = load_config(job.model)
+    names = list(family_of(config).parameter_specs(config))
+    model: Any = reference_model(config, initial_parameters(config, names, job.training.seed))
+    model.to(device)
+    cut = len(model.model.layers) // NUM_STAGES
+    layers = model.model.layers[:cut] if index == 0 else model.model.layers[cut:]
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16) if job.training.precision == "bf16" else nullcontext()
+
+    return _Stage(model, index == 0, layers, autocast)
+
+
+def _clip(parameters: list[nn.Parameter], scale: float, clip_norm: float | None, pipeline: Any) -> None:
+    """Scale the gradients, and to a global norm of at most `clip_norm`: squares are summed over the stages of a pipeline."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = torch.stack(torch._foreach_norm(gradients)).square().sum().double() * scale**2
+    dist.all_reduce(squares, group=pipeline)
+    norm = float(squares) ** 0.5
+    factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+    torch._foreach_mul_(gradients, scale * factor)
+
+
+def _warm(steps: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: each[1:] for name, each in steps.items()}
+
+
+def medians(steps: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in steps.items()}

@@ -1,0 +1,114 @@
+"""What `autohet bench step` measures: a step of this package's trainer and of a plain loop, of the same job on the same random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan, parameter_name
+from autohet.runtime.models import family_of, load_config
+from autohet.runtime.models.initialization import initial_parameters
+from autohet.runtime.reference import reference_model, train_reference
+from autohet.runtime.state.state_source import local_slice
+from autohet.runtime.trainer import StageTrainer
+from planner.plan import Plan
+from recovery.state.layout import Layout
+
+WORKER = "here/0"
+Side = Callable[[], float]
+"""Runs the next step and returns its loss; the device may still be at work."""
+
+
+def random_rows(job: Job, device: torch.device) -> Callable[[int, range], tuple[Tensor, Tensor]]:
+    """Batches of random tokens, a function of the step alone."""
+    config = load_config(job.model)
+    batch, length = job.training.global_batch_sequences, job.training.sequence_length
+
+    def rows(step: int, sequences: range) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        whole = torch.randint(int(config.vocab_size), (batch, length + 1), generator=generator)
+        part = whole[sequences.start : sequences.stop].to(device)
+        return part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+    return rows
+
+
+def state_of(job: Job, layout: Layout, worker: str, device: torch.device) -> dict[str, Tensor]:
+    """A worker's first state: weights from the seed, moments of 0."""
+    config, units = load_config(job.model), layout.units_of(worker)
+    names = [parameter_name(name) for name in units if name.startswith("param/")]
+    whole = dict(initial_parameters(config, names, job.training.seed))
+    state = {}
+    for name, mine in units.items():
+        if name.startswith("param/"):
+            state[name] = local_slice(layout, name, mine, whole[parameter_name(name)]).to(device)
+        else:
+            state[name] = torch.zeros(layout.tensors[name].local_shape(mine), device=device)
+    return state
+
+
+def one_worker_plan(job: Job) -> Plan:
+    config = load_config(job.model)
+    size = microbatch_of(job)
+    stage = {"first_layer": 0, "num_layers": family_of(config).num_layers(config), "workers": [WORKER]}
+    return Plan.from_document(
+        {
+            "version": 1,
+            "model": job.name or "model",
+            "global_batch_sequences": job.training.global_batch_sequences,
+            "microbatch_sequences": size,
+            "sequence_length": job.training.sequence_length,
+            "pipelines": [{"num_microbatches": job.training.global_batch_sequences // size, "stages": [stage]}],
+        }
+    )
+
+
+def microbatch_of(job: Job) -> int:
+    return job.parallelism.microbatch_sequences or min(8, job.training.global_batch_sequences)
+
+
+def our_trainer(job: Job, device: torch.device, **options: Any) -> StageTrainer:
+    """The trainer that workers run, on a plan of one worker."""
+    config, plan = load_config(job.model), one_worker_plan(job)
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    groups = GenerationGroups(store, 0, WORKER, device, 60.0, 60.0)
+    state = state_of(job, layout_of_plan(plan, config), WORKER, device)
+    return StageTrainer(config, plan, WORKER, groups, job.training, device, state, 0, **options)
+
+
+def ours(job: Job, device: torch.device, rows: Any) -> Side:
+    """A step by the trainer that workers run, on a plan of one worker."""
+    trainer = our_trainer(job, device)
+    return lambda: trainer.train_step(rows).loss
+
+
+def plain(job: Job, device: torch.device, rows: Any, *, compiled: bool = False) -> Side:
+    """A step by transformers' whole model and torch.optim.AdamW, in the job's precision (bf16: autocast over fp32 weights, as is usual),
+    with the library's fused attention, which this package's stages use too.
+    """
+    config = load_config(job.model)
+    names = list(family_of(config).parameter_specs(config))
+    model: Any = reference_model(config, initial_parameters(config, names, job.training.seed))
+    model.to(device)
+    if compiled:
+        model.compile()
+    steps = train_reference(model, job.training, rows, 1_000_000, microbatch_of(job), fused=device.type == "cuda")
+    return lambda: _next(steps, job, device)
+
+
+def _next(steps: Iterator[float], job: Job, device: torch.device) -> float:
+    with autocast_of(job, device):
+        return next(steps)
+
+
+def autocast_of(job: Job, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if job.training.precision == "bf16" else nullcontext()
