@@ -2,24 +2,73 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import torch
+from torch import Tensor
 
 from autohet.runtime.data import TokenDataset, sample_rows
 from autohet.runtime.parallel.executor import Batch
 
+Part = tuple[int, range]
+"""A step, and which positions of its global batch."""
+
 
 class Batches:
-    """Reads any part of any step's global batch from the memory map; every worker has its own."""
+    """Reads any part of any step's global batch from the memory map; every worker has its own. One thread calls it.
 
-    def __init__(self, dataset: TokenDataset, seed: int, global_batch_sequences: int, device: torch.device) -> None:
+    prefetch: read what will be asked for next in a thread, into pinned memory where the device has a bus; None: on a GPU, whose host
+    then neither waits for a disk nor for the copy. A part is asked for after the same part as in the step before, as schedules do; one that
+    was not foreseen is read when it is asked for.
+    """
+
+    def __init__(
+        self, dataset: TokenDataset, seed: int, global_batch_sequences: int, device: torch.device, prefetch: bool | None = None
+    ) -> None:  # fmt: skip
         self._dataset = dataset
         self._seed = seed
         self._global_batch = global_batch_sequences
         self._device = device
+        prefetch = device.type == "cuda" if prefetch is None else prefetch
+        self._reader = ThreadPoolExecutor(1, "batches") if prefetch else None  # the dataset is for one thread
+        self._asked: list[Part] = []
+        self._ahead: dict[Part, Future[Tensor]] = {}
+        self.num_foreseen = 0
+        """Parts that had been read ahead when they were asked for."""
 
     def __call__(self, step: int, sequences: range) -> Batch:
         """Tokens and targets, each [len(sequences), S] int64, of these positions of the step's global batch."""
+        rows = self._rows(step, sequences) if self._reader is None else self._taken((step, sequences), self._reader)
+        rows = rows.to(self._device, non_blocking=True)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _rows(self, step: int, sequences: range) -> Tensor:
         first = step * self._global_batch + sequences.start
         indices = sample_rows(self._seed, len(self._dataset), first, len(sequences))
-        rows = torch.from_numpy(self._dataset.rows(indices)).to(self._device)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        rows = torch.from_numpy(self._dataset.rows(indices))
+        return rows.pin_memory() if self._reader is not None and self._device.type == "cuda" else rows
+
+    def _taken(self, part: Part, reader: ThreadPoolExecutor) -> Tensor:
+        found = self._ahead.pop(part, None)
+        self.num_foreseen += found is not None
+        rows = found or reader.submit(self._rows, *part)
+        following = self._following(part)
+        if following is not None and following not in self._ahead:
+            self._ahead = {following: reader.submit(self._rows, *following)}
+        return rows.result()
+
+    def _following(self, part: Part) -> Part | None:
+        """What was asked for in the step before after this part; where that was its last, the first part of the next step."""
+        step = part[0]
+        self._asked = [each for each in self._asked if each[0] in (step, step - 1)]
+        if part not in self._asked:
+            self._asked.append(part)
+        before = [sequences for asked, sequences in self._asked if asked == step - 1]
+        if part[1] not in before:
+            return None
+        position = before.index(part[1])
+        return (step, before[position + 1]) if position + 1 < len(before) else (step + 1, before[0])

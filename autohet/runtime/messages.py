@@ -96,6 +96,8 @@ class GenerationOrder:
     replicates: bool = False
     replicate_bytes_per_s: float | None = None
     ancestry: Ancestry = NOTHING_KNOWN
+    step_timeout_s: float | None = None
+    """What a collective, a send, a receive may take under this plan; None: as the job says."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import TensorParallel, build_stage, family_of
+from autohet.runtime.models.kernels import compile_blocks, use_library
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pace, Pacer
 from autohet.runtime.parallel.buckets import LocalBuffers
@@ -29,6 +31,7 @@ from planner.communicators import num_border_groups
 from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
 
+logger = logging.getLogger("autohet.worker")
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,6 +61,8 @@ class StageTrainer(Trainer):
             training, state, step, groups, world, device, place.is_last and place.tp_rank == 0, phase_hook, before_update,
             preservation_status,
         )  # fmt: skip
+        if training.kernels == "liger" and (why_not := use_library(str(config.model_type), device)) is not None:
+            logger.info(why_not)
         build = getattr(
             family_of(config), "build_stage", build_stage
         )  # a family may bring stages of its own (the tests' exact model)
@@ -75,6 +80,8 @@ class StageTrainer(Trainer):
         self._weights = ComputeWeights(local, groups, state, dtype, device)
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters(self._weights.tensors)
+        if training.compile_blocks:
+            compile_blocks(self.stage)
         # Groups that run in the order of streams need one order on all workers, which overlap with 1F1B does not give.
         overlap = not groups.back_end.in_stream_order if overlap is None else overlap
         self._sync = GradientSync(local, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap)
@@ -83,7 +90,6 @@ class StageTrainer(Trainer):
         self._executor = Executor(
             place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check, self._clock
         )
-
         if training.replica_check_steps:
             layers = {name: spec.layer for name, spec in family_of(config).parameter_specs(config).items()}
             layout = layout_of_plan(plan, config)

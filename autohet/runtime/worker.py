@@ -142,7 +142,8 @@ class Worker:
             order.store_host, order.store_port, is_master=False, timeout=timedelta(seconds=self.timeouts.rendezvous_s)
         )
         groups = reconfigure(
-            self._groups, order.generation, store, self.place.worker, self.device, self.timeouts.step_s, self.timeouts.rendezvous_s
+            self._groups, order.generation, store, self.place.worker, self.device, order.step_timeout_s or self.timeouts.step_s,
+            self.timeouts.rendezvous_s,
         )  # fmt: skip
         with self._lock:
             self._groups = groups
@@ -208,6 +209,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join(5)
         self._preservation.close()
+        self._batches.close()
         self._storage.close()
 
     # a generation's thread -------------------------------------------------------------------------------------------

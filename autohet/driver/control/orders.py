@@ -157,7 +157,7 @@ class OrderBook:
                 store_port=store[1], participants=participants, transfers=transfers, agents=agents,
                 checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
                 replication_targets=targets.get(worker, ()), replicates=bool(targets), replicate_bytes_per_s=self._bandwidth(seen, worker),
-                ancestry=self.ancestry,
+                ancestry=self.ancestry, step_timeout_s=self.job.elastic.timeouts(proposal.predicted_step_s).step_s,
             )
             for worker in participants
         }  # fmt: skip

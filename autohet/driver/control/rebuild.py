@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from autohet.driver.control import policy
 from autohet.driver.control.change import Change
 from autohet.driver.control.desk import Desk
@@ -13,6 +15,7 @@ from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
+logger = logging.getLogger("autohet")
 CLAIM_S = (
     2.0  # a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is out of order
 )
@@ -23,6 +26,10 @@ class Rebuild(Desk):
 
     def _adopt(self, change: Change, proposal: Proposal, seen: Observation) -> State:
         change.plan_after, change.predicted_step_s = proposal.plan, proposal.predicted_step_s
+        limits = self.job.elastic.timeouts(proposal.predicted_step_s)
+        if not self.plans or limits != self.timeouts:
+            logger.info("Time limits under a predicted step of %.2f s: %s", proposal.predicted_step_s, limits)
+        self.timeouts = limits
         return self._source(Sourcing(change, proposal, seen.now + self.timeouts.quiesce_s), seen)
 
     def _source(self, state: Sourcing, seen: Observation) -> State:
@@ -78,7 +85,7 @@ class Rebuild(Desk):
         proposal = state.proposal
         self.events.emit(
             "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
-            reason=state.change.reason, step=start_step, idle=list(proposal.idle),
+            reason=state.change.reason, step=start_step, idle=list(proposal.idle), step_timeout_s=self.timeouts.step_s,
         )  # fmt: skip
 
     def _build(self, state: Building, seen: Observation) -> State:

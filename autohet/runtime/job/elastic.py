@@ -6,6 +6,10 @@ from typing import Literal
 from autohet.runtime.job.sections import require, require_at_least, require_positive
 
 NOTICE_SOURCES = ("ray", "aws", "script")
+SHORTEST_STEP_TIMEOUT_S = 60.0
+"""A first step compiles, connects and touches memory: what a prediction of steady steps does not know."""
+STEP_TIMEOUT_RATIO = 10.0
+"""Between a step that is late and one that stands still: predictions err by some tens of percent, a throttled GPU by a factor of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,8 @@ class ScriptedEvent:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Every deadline of a run, in seconds; all follow from `elastic.step_timeout_s` unless given."""
+    """Every deadline of a run, in seconds; all follow from `elastic.step_timeout_s` unless given, and where that is not given, the step's
+    from what the plan's step is predicted to take."""
 
     step_s: float
     """A collective, a send, a receive, a whole step."""
@@ -58,18 +63,26 @@ class Timeouts:
     checkpoint_s: float
     """For a durable checkpoint to be uploaded and committed."""
 
+    def __str__(self) -> str:
+        return (
+            f"a step {self.step_s:.0f} s, silence of a worker {self.heartbeat_s:.1f} s and of a node {self.node_silence_s:.1f} s, its start"
+            f" {self.worker_start_s:.0f} s, survivors to stand {self.quiesce_s:.0f} s, groups {self.rendezvous_s:.0f} s, a restore"
+            f" {self.transfer_s:.0f} s, a checkpoint {self.checkpoint_s:.0f} s"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSection:
-    """How the run follows its fleet. The defaults suit steps of a few seconds; set `step_timeout_s` for longer ones."""
+    """How the run follows its fleet."""
 
     min_workers: int = 1
     """Fewest workers to train on; below it the run waits and says so."""
-    step_timeout_s: float = 60.0
-    """A step that takes longer has a frozen worker in it. All other time-outs follow from this one."""
+    step_timeout_s: float | None = None
+    """A step that takes longer has a frozen worker in it; null: 10 times what the plan's step is predicted to take, 60 at the least. All
+    other time-outs follow from this one, or from 60."""
     heartbeat_timeout_s: float | None = None
-    """Silence after which a worker counts as dead; null: step_timeout_s / 6. One whose process was stopped, or whose whole node
-    says nothing, is known to be frozen before that (autohet/driver/README.md, "Silence")."""
+    """Silence after which a worker counts as dead; null: a sixth of `step_timeout_s`, or of 60. One whose process was stopped, or whose
+    whole node says nothing, is known to be frozen before that (autohet/driver/README.md, "Silence")."""
     quiesce_timeout_s: float | None = None
     """null: step_timeout_s / 2."""
     rendezvous_timeout_s: float | None = None
@@ -125,12 +138,15 @@ class ElasticSection:
                 f"elastic.notice_sources names {source!r}; known: {', '.join(NOTICE_SOURCES)}",
             )
 
-    def timeouts(self) -> Timeouts:
-        """The deadlines of this run, given or derived."""
-        step = self.step_timeout_s
+    def timeouts(self, predicted_step_s: float | None = None) -> Timeouts:
+        """The deadlines of this run, given or derived; under a plan whose step is predicted to take so long.
+
+        Only the step's deadline follows the prediction: heartbeats come from threads that no step holds up.
+        """
+        step = self.step_timeout_s or SHORTEST_STEP_TIMEOUT_S
         heartbeat = self.heartbeat_timeout_s or step / 6
         return Timeouts(
-            step_s=step,
+            step_s=self.step_timeout_s or max(step, STEP_TIMEOUT_RATIO * (predicted_step_s or 0.0)),
             heartbeat_s=heartbeat,
             suspicion_s=min(3.0, 0.3 * heartbeat),
             node_silence_s=max(0.6 * heartbeat, min(heartbeat, 5.0)),
@@ -143,4 +159,4 @@ class ElasticSection:
 
     @property
     def arrivals_debounce_s(self) -> float:
-        return self.step_timeout_s / 30 if self.debounce_s is None else self.debounce_s
+        return (self.step_timeout_s or SHORTEST_STEP_TIMEOUT_S) / 30 if self.debounce_s is None else self.debounce_s

@@ -82,6 +82,11 @@ class TrainingSection:
     """Bound on the global gradient norm; null: no clipping."""
     recompute: Literal["none", "full"] = "none"
     """Activations of a block: kept, or recomputed from the block's input in the backward pass."""
+    compile_blocks: bool = False
+    """Compile each transformer block by torch.compile: slow in a worker's first steps, faster after. Compiled code is kept as long as the
+    process, so generations with equal shapes share it; blocks of tensor-parallel stages are not compiled."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Of RMSNorm, RoPE and SwiGLU: PyTorch's, or those of the liger-kernel package where that is installed on a GPU's machine."""
     replica_check_steps: int = 100
     """Steps between two looks whether all holders of each shard hold the same bits of weights and moments (a checksum of each, compared
     in the step's vote); those that differ take the owner's. 1: before every step; 0: never."""

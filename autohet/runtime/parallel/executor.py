@@ -26,6 +26,7 @@ from autohet.runtime.parallel.schedule import CHANNEL_DEPTH, Action, Kind, one_f
 from planner.cost.links import Transfer
 
 Batch = tuple[Tensor, Tensor]  # token ids and targets, each [b, S] int64
+NO_BATCH = (torch.empty(0), torch.empty(0))  # what stages between the first and the last have of one
 
 
 class Stage(Protocol):
@@ -150,7 +151,7 @@ class Executor:
     def _forward(self, m: int) -> None:
         self._phase("forward")
         started, begin = time.perf_counter(), self._clock.mark()
-        tokens, targets = self._batch(m)
+        tokens, targets = self._batch(m) if self.place.is_first or self.place.is_last else NO_BATCH
         given = tokens if self.place.is_first else self._inputs.pop(m)
         out = self.stage(given)
         if self.place.is_last:

@@ -249,3 +249,14 @@ def test_every_elastic_option_is_acted_upon() -> None:
         assert replace(plain, **{name: 7.0}).timeouts() != plain.timeouts(), name
     assert replace(plain, debounce_s=7.0).arrivals_debounce_s == 7.0
     assert readers("arrivals_debounce_s")
+
+
+def test_a_steps_time_out_follows_its_prediction_and_nothing_else_does() -> None:
+    """Wrong: a step of two minutes is taken for frozen after one; or a worker's silence is borne as long as a step may take."""
+    section = ElasticSection()
+    assert section.timeouts(2.0) == section.timeouts()
+    slow = section.timeouts(120.0)
+    assert slow.step_s == 1200.0
+    assert replace(slow, step_s=60.0) == section.timeouts()
+    assert ElasticSection(step_timeout_s=90).timeouts(120.0) == ElasticSection(step_timeout_s=90).timeouts()
+    assert "a step 1200 s, silence of a worker 10.0 s" in str(slow)

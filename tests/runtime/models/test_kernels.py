@@ -1,0 +1,82 @@
+"""Faster blocks compute what plain ones do, and a library that is absent is said to be."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from autohet.runtime.models import TensorParallel, build_stage
+from autohet.runtime.models.kernels import LIBRARY, compile_blocks, use_library
+from tests.harness.tiny_models import tiny_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def stage_of(seed: int = 0):
+    torch.manual_seed(seed)
+    config = tiny_config("llama")
+    stage = build_stage(config, 0, 2, None, CPU, torch.float32)
+    stage.load_parameters(
+        {name: 0.05 * torch.randn(spec.shape) for name, spec in stage.specs.items() if name in stage._slots()}
+    )
+    return stage, torch.randint(int(config.vocab_size), (2, 8))
+
+
+def test_compiled_blocks_compute_the_same_and_are_kept_for_the_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's own back end for debugging: what is asked here is what is compiled, and how often."""
+    compiled = []
+
+    def back_end(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **keys: setattr(
+        self, "_compiled_call_impl", torch.compile(self._call_impl, backend=back_end, **keys)
+    ))  # fmt: skip
+    stage, tokens = stage_of()
+    wanted = stage(tokens)
+    assert compile_blocks(stage)
+    torch.testing.assert_close(stage(tokens), wanted)
+    first = len(compiled)
+    assert first
+    following, _ = stage_of(1)
+    compile_blocks(following)
+    following(tokens)
+    assert len(compiled) == first
+
+
+def test_blocks_that_communicate_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "autohet.worker")
+    stage, _ = stage_of()
+    stage.tp = TensorParallel(None, 0, 2)
+    assert not compile_blocks(stage)
+    assert "communicate" in caplog.text
+
+
+def test_an_absent_library_is_said_to_be_and_a_present_one_asked_for_what_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "for GPUs" in str(use_library("llama", CPU))
+    monkeypatch.setitem(sys.modules, LIBRARY, None)
+    assert "pip install liger-kernel" in str(use_library("llama", CUDA))
+    asked = {}
+
+    def apply(
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        model=None,
+    ):
+        asked.update(rope=rope, cross=cross_entropy, fused=fused_linear_cross_entropy, norm=rms_norm, model=model)
+
+    library = ModuleType(LIBRARY)
+    library.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
+    monkeypatch.setitem(sys.modules, LIBRARY, library)
+    assert use_library("llama", CUDA) is None
+    assert asked == {"rope": True, "cross": False, "fused": False, "norm": True, "model": None}
+    assert "knows no gpt2" in str(use_library("gpt2", CUDA))
