@@ -120,8 +120,9 @@ class OrderBook:
         return newest is None or restorable_step(layout.shards, live) != newest
 
     def write(
-        self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int]
-    ) -> Book:
+        self, generation: int, proposal: Proposal, seen: Observation, members: Collection[str], store: tuple[str, int],
+        step_timeout_s: float | None = None,
+    ) -> Book:  # fmt: skip
         """Orders for every worker of the plan, and for living workers outside it that hold state which is needed.
 
         Raises:
@@ -157,7 +158,7 @@ class OrderBook:
                 store_port=store[1], participants=participants, transfers=transfers, agents=agents,
                 checkpoint_shards=frozenset(writers.get(worker, ())), pace=paces.get(worker),
                 replication_targets=targets.get(worker, ()), replicates=bool(targets), replicate_bytes_per_s=self._bandwidth(seen, worker),
-                ancestry=self.ancestry, step_timeout_s=self.job.elastic.timeouts(proposal.predicted_step_s).step_s,
+                ancestry=self.ancestry, step_timeout_s=step_timeout_s,
             )
             for worker in participants
         }  # fmt: skip

@@ -51,7 +51,8 @@ class Rebuild(Desk):
         generation = max(self.generation, self.orders.newest_generation(seen)) + 1
         try:
             book = self.orders.write(
-                generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation)
+                generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation),
+                self.timeouts.step_s,
             )
         except NotRestorable as error:
             return self._fail(f"the training state is lost: {error}")
