@@ -12,10 +12,11 @@ from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
 from planner.cost.links import LinkTable, read_links
-from planner.cost.model import CostModel
+from planner.cost.model import CostModel, MemoryChoices
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
+from planner.plan import RECOMPUTE_CHOICES
 from planner.profile import ProfileTable, read_profile
 
 MAX_EMULATED_MICROBATCH = 64
@@ -46,10 +47,23 @@ class PlanningInputs:
             self.profile,
             sequence_length=sequence_length or self.job.training.sequence_length,
             precision=self.job.training.precision,
-            recompute=self.job.training.recompute,
+            recompute=self.job.training.stage_recompute,
+            choices=self._choices,
             links=self.links,
             parameters=parameters or self.parameters,
             model=model or self.job.name,
+        )
+
+    @property
+    def _choices(self) -> MemoryChoices:
+        """What the job lets the planner choose. Where one of its two wishes is `auto`, `if_needed` of the other means that too."""
+        training = self.job.training
+        is_open = training.recompute in ("auto", "if_needed")
+        wishes = {training.recompute, training.optimizer_sharding}
+        return MemoryChoices(
+            RECOMPUTE_CHOICES if is_open else (training.stage_recompute,),
+            training.optimizer_sharding != "off",
+            only_if_needed="auto" not in wishes,
         )
 
     def fleet(self, fleet: Fleet) -> Fleet:

@@ -73,7 +73,7 @@ class StageTrainer(Trainer):
             self._tp,
             device,
             dtype,
-            place.stage.recompute or training.recompute,
+            place.stage.recompute or training.stage_recompute,
         )
         local = LocalBuffers(plan, config, me, groups.back_end.max_sync_groups(plan))
         self._optimizer = FlatOptimizer(local, state)  # before gradients and compute copies take memory

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planner.errors import ConfigError
+from planner.plan import Recompute
 
 GIB = 1 << 30
 
@@ -80,8 +81,12 @@ class TrainingSection:
     """The end of the cosine, as a part of `learning_rate`."""
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
-    recompute: Literal["none", "full"] = "none"
-    """Activations of a block: kept, or recomputed from the block's input in the backward pass."""
+    recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "if_needed"
+    """Activations of a block: kept; all but matrix products and fused attention recomputed in the backward pass; or all of it, from the
+    block's input. auto: the planner chooses for each stage, where it is clearly faster or nothing fits without; if_needed: only then."""
+    optimizer_sharding: Literal["off", "auto", "if_needed"] = "if_needed"
+    """Whether holders of a layer may share out its masters and moments (ZeRO-1), which then have no live twin; auto, if_needed: as above,
+    and `auto` of one of the two holds for the other unless that is fixed."""
     compile_blocks: bool = False
     """Compile each transformer block by torch.compile: slow in a worker's first steps, faster after. Compiled code is kept as long as the
     process, so generations with equal shapes share it; blocks of tensor-parallel stages are not compiled."""
@@ -92,6 +97,11 @@ class TrainingSection:
     in the step's vote); those that differ take the owner's. 1: before every step; 0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where the worker has a GPU, else CPU."""
+
+    @property
+    def stage_recompute(self) -> Recompute:
+        """Of stages of which a plan says nothing."""
+        return "none" if self.recompute == "auto" or self.recompute == "if_needed" else self.recompute
 
     def __post_init__(self) -> None:
         require_at_least("training.global_batch_sequences", self.global_batch_sequences, 1)

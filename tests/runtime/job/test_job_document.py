@@ -41,7 +41,7 @@ def trainable(**sections: Any) -> dict[str, Any]:
 
 def test_what_plan_needs_is_enough_and_the_rest_has_defaults() -> None:
     job = Job.from_document(minimal())
-    assert (job.training.precision, job.training.recompute, job.parallelism.strategy) == ("bf16", "none", "autohet")
+    assert (job.training.precision, job.training.recompute, job.parallelism.strategy) == ("bf16", "if_needed", "autohet")
     assert job.data is None
     assert job.emulation is None
     assert job.checkpoint_storage == "runs/job/checkpoints"
