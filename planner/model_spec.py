@@ -7,12 +7,14 @@ from dataclasses import dataclass
 class KeptValues:
     """Scalars per token, of the compute dtype's width, that autograd keeps of one block for its backward pass, split by tensor
     parallelism or on every rank: of everything, or with only what `selective` recomputation keeps (the block's input, the outputs of its
-    matrix products and of the fused attention)."""
+    matrix products and of the fused attention). backward: split, of gradients that are alive together at the worst moment of its
+    backward pass."""
 
     split: float
     replicated: float
     selective_split: float
     selective_replicated: float
+    backward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

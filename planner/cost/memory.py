@@ -127,15 +127,18 @@ def backward_bytes(
 ) -> float:
     """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the
     widest product."""
-    fused = by_modules and layer.autograd is not None
-    scores = 0.0 if fused else 2.0 * layer.attention_heads * sequence_length / tp_degree
+    if by_modules and layer.autograd is not None:
+        return layer.autograd.backward / tp_degree * tokens * VALUE_BYTES[dtype]
+    scores = 2.0 * layer.attention_heads * sequence_length / tp_degree
     widest = layer.split_activation_values / tp_degree / 2
     return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
 
 
 def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str, chunk_bytes: float | None = None) -> float:
     """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive together after the forward. chunk_bytes:
-    where the loss is computed some rows at a time, the fp32 part is no larger than two of these."""
+    where the loss is computed some rows at a time, it has one such chunk in fp32, or two where it makes them from another dtype."""
     logits = float(tokens * spec.vocab_size / tp_degree)
-    whole = 2 * 4 * logits
-    return 2 * VALUE_BYTES[dtype] * logits + (whole if chunk_bytes is None else min(whole, 2 * chunk_bytes))
+    kept = 2 * VALUE_BYTES[dtype] * logits
+    if chunk_bytes is None:
+        return kept + 2 * 4 * logits
+    return kept + (1 if VALUE_BYTES[dtype] == 4 else 2) * min(4 * logits, chunk_bytes)

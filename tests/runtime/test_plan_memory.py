@@ -1,0 +1,95 @@
+"""Peak memory of each worker of a plan: the planner's prediction against the bytes of tensors alive in real steps."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.trainer import StageTrainer
+from planner.cluster import Fleet, Node, NodeType
+from planner.cost.model import CostModel
+from planner.cost.parameters import OURS, CostParameters, framework_parameters
+from planner.plan import Plan
+from tests.harness.live_memory import LiveMemory
+from tests.harness.training_case import CPU, Case, local_state, rows_of
+
+LAYERS, LENGTH, SEQUENCES, MICROBATCHES = 4, 64, 4, 4
+COMMON: dict[str, Any] = {"vocab_size": 512, "bos_token_id": None, "eos_token_id": None}
+LLAMA_LIKE = {
+    **COMMON, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", **COMMON, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH},
+    "llama": {"model_type": "llama", **LLAMA_LIKE},
+    "mistral": {"model_type": "mistral", **LLAMA_LIKE, "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", **LLAMA_LIKE},
+    "qwen3": {"model_type": "qwen3", **LLAMA_LIKE, "head_dim": 32},
+}
+
+
+def two_stages(recompute: str) -> dict[str, Any]:
+    """The first keeps two microbatches in flight."""
+    stages = [
+        {"first_layer": first, "num_layers": 2, "workers": [f"n{number}/0"], "recompute": recompute}
+        for number, first in enumerate((0, 2))
+    ]
+    return {
+        "version": 1, "model": "m", "global_batch_sequences": SEQUENCES * MICROBATCHES, "microbatch_sequences": SEQUENCES,
+        "sequence_length": LENGTH, "pipelines": [{"num_microbatches": MICROBATCHES, "stages": stages}],
+    }  # fmt: skip
+
+
+def counted(case: Case) -> dict[str, int]:
+    """Worker -> peak bytes of its second step, state included; each worker is a thread."""
+    plan, config, store, found = Plan.from_document(case.plan), case.config(), HashStore(), dict[str, int]()
+
+    def work(me: str) -> None:
+        groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
+        with LiveMemory() as memory:
+            state = local_state(case, layout_of_plan(plan, config), me)
+            trainer = StageTrainer(config, plan, me, groups, case.section(), CPU, state, 0)
+            trainer.train_step(rows_of(case))
+            memory.peak_bytes = memory.bytes
+            trainer.train_step(rows_of(case))
+        found[me] = memory.peak_bytes
+
+    threads = [threading.Thread(target=work, args=(me,), daemon=True) for me in plan.workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return found
+
+
+def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
+    plan = Plan.from_document(case.plan)
+    kind = NodeType("n", "T4", 1, 2**40, 1e11, 1e9)
+    fleet = Fleet(0, tuple(Node(worker.split("/")[0], kind) for worker in plan.workers))
+    parameters = replace(framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0)
+    spec = model_spec_from_config(family, MODELS[family], precision=precision)
+    cost = CostModel(fleet, spec, sequence_length=LENGTH, precision=precision, parameters=parameters)
+    return cost.memory_by_worker(plan)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_plan_needs_what_the_planner_predicts(family: str, precision: str, recompute: str) -> None:
+    training = {
+        "global_batch_sequences": SEQUENCES * MICROBATCHES,
+        "sequence_length": LENGTH,
+        "steps": 10,
+        "precision": precision,
+        "recompute": recompute,
+    }
+    case = Case(MODELS[family], two_stages(recompute), training, 2)
+    wanted = predicted(case, family, precision)
+    for worker, peak in counted(case).items():
+        assert wanted[worker] == pytest.approx(peak, rel=0.1), f"{worker}: {peak} counted, {wanted[worker]} predicted"
