@@ -16,7 +16,7 @@ from autohet.runtime.trainer import StageTrainer
 from planner.cluster import Fleet, Node, NodeType
 from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
-from planner.plan import Plan
+from planner.plan import RECOMPUTE_CHOICES, Plan
 from tests.harness.live_memory import LiveMemory
 from tests.harness.training_case import CPU, Case, local_state, rows_of
 
@@ -78,18 +78,29 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
     return cost.memory_by_worker(plan)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_plan_needs_what_the_planner_predicts(family: str, precision: str, recompute: str) -> None:
-    training = {
-        "global_batch_sequences": SEQUENCES * MICROBATCHES,
-        "sequence_length": LENGTH,
-        "steps": 10,
-        "precision": precision,
-        "recompute": recompute,
-    }
-    case = Case(MODELS[family], two_stages(recompute), training, 2)
-    wanted = predicted(case, family, precision)
-    for worker, peak in counted(case).items():
+    check(family, precision, two_stages(recompute))
+
+
+def check(family: str, precision: str, plan: dict[str, Any]) -> None:
+    batch = plan["global_batch_sequences"]
+    training = {"global_batch_sequences": batch, "sequence_length": LENGTH, "steps": 10, "precision": precision}
+    case = Case(MODELS[family], plan, training, 2)
+    wanted, found = predicted(case, family, precision), counted(case)
+    assert set(found) == set(wanted)
+    for worker, peak in found.items():
         assert wanted[worker] == pytest.approx(peak, rel=0.1), f"{worker}: {peak} counted, {wanted[worker]} predicted"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_of_shared_optimizer_state_needs_what_the_planner_predicts(precision: str) -> None:
+    """Four workers hold all layers, so each keeps a quarter of masters and moments: most of what a worker has, with a batch so small."""
+    stages = [[{"first_layer": 0, "num_layers": LAYERS, "workers": [f"n{n}/0"], "shard_optimizer": True}] for n in range(4)]
+    plan = {
+        "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 1, "sequence_length": LENGTH,
+        "pipelines": [{"num_microbatches": 1, "stages": each} for each in stages],
+    }  # fmt: skip
+    check("llama", precision, plan)

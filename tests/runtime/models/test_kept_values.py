@@ -9,6 +9,7 @@ from autohet.runtime.models import StageModel, build_stage, family_of
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
+from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
 from tests.harness.tiny_models import TINY, tiny_config
 
@@ -22,7 +23,7 @@ def without_window(name: str) -> dict[str, object]:
     return {**TINY[name], **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]}}
 
 
-def stage(name: str, layers: int, precision: str, recompute: bool) -> StageModel:
+def stage(name: str, layers: int, precision: str, recompute: Recompute) -> StageModel:
     config = tiny_config(name, **without_window(name))
     model = build_stage(config, 0, layers, None, torch.device("cpu"), DTYPES[precision], recompute)
     specs = family_of(config).parameter_specs(config)
@@ -40,13 +41,13 @@ def kept_bytes(model: StageModel) -> int:
     return memory.bytes
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE_CHOICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_block_keeps_what_the_planner_predicts(name: str, precision: str, recompute: str) -> None:
+def test_a_block_keeps_what_the_planner_predicts(name: str, precision: str, recompute: Recompute) -> None:
     """By two stages of which one has a block more: the rest of what they keep is equal."""
-    one, two = (kept_bytes(stage(name, layers, precision, recompute == "full")) for layers in (1, 2))
+    one, two = (kept_bytes(stage(name, layers, precision, recompute)) for layers in (1, 2))
     spec = model_spec_from_config(name, without_window(name), precision=precision)
     parameters = framework_parameters(OURS, CostParameters())
-    terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)  # type: ignore[arg-type]
+    terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
     assert terms.activation_bytes[1] == pytest.approx(two - one, rel=0.02)
