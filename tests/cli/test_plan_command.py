@@ -163,6 +163,23 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(case, capsys
     assert _run(case, option, str(case)) == 2
 
 
+def test_a_plan_says_how_robust_it_is_and_with_explain_why_it_is_so(case, capsys):
+    assert _run(case, "--explain", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    told, explained = document["robustness"], document["explanation"]
+    assert told["draws"] == 20
+    assert told["step_time_s"]["least"] < document["predicted"]["step_time_s"] < told["step_time_s"]["worst"]
+    assert f"({told['draws']} draws, seed 0)" in told["sentence"]
+    used = {worker.split("-")[0] for p in document["plan"]["pipelines"] for s in p["stages"] for worker in s["workers"]}
+    assert {place["node_type"] for place in explained["places"]} == used
+    assert {more["node_type"] for more in explained["one_more_node"]} == {"t4", "a10g"}
+    assert len(explained["sentences"]) == len(used) + 2
+    assert _run(case) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "20 draws, seed 0" in text
+    assert "One more" not in text
+
+
 def test_a_strategy_that_refuses_is_a_row_beside_the_others(case, capsys):
     assert _run(case, "--compare", " megatron, exhaustive", "--json") == 0
     megatron, exhaustive = json.loads(capsys.readouterr().out)["results"]
