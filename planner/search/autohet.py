@@ -1,6 +1,7 @@
 """The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under the prediction."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from planner.errors import InfeasibleError
@@ -13,7 +14,7 @@ from planner.search.improve import Improver, Judge, tries_for, walker
 from planner.search.judge import Costed, choose, idle_workers, plainest, rank, seconds_of, slower, why_infeasible
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
-from planner.search.problem import Answer, Request, SearchReport, check_request
+from planner.search.problem import Answer, Rejected, Request, SearchReport, check_request
 from planner.search.tables import Tables
 
 
@@ -23,7 +24,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     begin = request.clock()
     tables = tables_of(request)
     known = [plan for plan in seeds if set(plan.workers) <= set(request.fleet.workers)]
-    ranked, rejected = rank(request, [*known, *_placed(request, tables)])
+    ranked, rejected = _ranked(request, tables, known)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
     chosen, walked, why = _improved(request, tables, ranked)
@@ -39,6 +40,23 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     return Answer(
         "autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, choice=why
     )
+
+
+def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[Costed], list[Rejected]]:
+    """As `rank`, of the plans known and of drafts. Where drafts that fit by the tables do not, since they need more communicators than most
+    plans, or none fit, also of drafts that leave room for one more, as deep or with fewer stages, which keep fewer microbatches."""
+    ranked, rejected = rank(request, [*known, *_placed(request, tables)])
+    if ranked and not any(each.lacks_memory for each in rejected):
+        return ranked, rejected
+    roomy = tables.with_less_memory(request.cost.parameters.communicator_bytes)
+    deepest = min(request.deepest(tables.num_blocks), len(request.fleet.workers))
+    for share in limits.SHALLOWER:
+        found, refused = rank(request, _placed(replace(request, max_stages=max(1, int(share * deepest))), roomy))
+        ranked, rejected = [*ranked, *found], [*rejected, *refused]
+        if found:
+            break
+    unlike = {each.plan: each for each in ranked}
+    return sorted(unlike.values(), key=lambda each: each.step_time_s), rejected
 
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:

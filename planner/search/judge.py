@@ -63,7 +63,7 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
         if why is None:
             found.append(each)
         else:
-            rejected.append(Rejected(describe(plan), why))
+            rejected.append(Rejected(describe(plan), why, not each.prediction.fits))
     return sorted(found, key=lambda each: each.step_time_s), rejected
 
 

@@ -14,6 +14,7 @@ CUTS_TIMED = 4  # of the orders of one family, or of its other groups, with thei
 DRAFTS = 12  # drafts that are placed and predicted: the estimate is within 3% of the prediction in nine cases of ten
 PARTS = (1, 2, 3, 4, 6, 8)  # parts into which pipelines side by side are divided, so that fewer share a card
 PARTED = 3  # drafts that are placed in all of these
+SHALLOWER = (1.0, 0.875, 0.75, 0.625)  # of the most stages, tried in turn where drafts lack memory: each stage less is a microbatch less
 FAR_BEHIND = 1.15  # times the best: what is slower is not made best by single moves
 BISECTIONS = 12  # steps of the closed form's bottleneck: to a thousandth of its range
 CUT_TOLERANCE = 1.001  # ratio of bottlenecks at which a bisection stops: a block more or less is a hundredth

@@ -87,6 +87,7 @@ class Rejected:
 
     what: str
     why: str
+    lacks_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,6 +234,11 @@ class Tables:
         other._fitting.update(self._fitting)
         return other
 
+    def with_less_memory(self, num_bytes: float) -> "Tables":
+        """The same where each worker has so many bytes less."""
+        rows = (replace(row, limit_bytes=row.limit_bytes - num_bytes) for row in self.rows)
+        return replace(self, rows=tuple(rows))
+
     def last_layer_that_fits(self, max_in_flight: int) -> Ints:
         """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many
         microbatches in flight.

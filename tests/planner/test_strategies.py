@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autohet.bench.planner.searches import proved_s, small_case
+from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
 from planner.strategies import STRATEGIES, plan_with
-from tests.planner.cases import DEMO, fleet, model, request, with_nics
+from tests.planner.cases import DEMO, GIB, fleet, model, profile, request, with_nics
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -86,6 +87,14 @@ def test_plans_that_one_node_would_hold_do_not_hide_those_of_two_holders() -> No
     asked = request(of, 9, model(4, 512, 8000), max_microbatch_sequences=4, min_node_disjoint_holders=2)
     judge, ours = plan_with("exhaustive", asked), plan_with("autohet", asked)
     assert ours.prediction.step_time_s <= judge.prediction.step_time_s * 1.01
+
+
+def test_where_drafts_lack_memory_for_their_communicators_others_leave_room_for_these() -> None:
+    """Tables assume as many communicators as most plans have; a deep pipeline's inner stages have one more."""
+    asked = request(fleet(("T4", 6, 1), memory_gib={"T4": 3.4}), 20, model(12, 1024, 8000))
+    counted = dataclasses.replace(asked.cost.parameters, communicator_bytes=0.5 * GIB, context_bytes=0.0)
+    cost = CostModel(asked.fleet, asked.spec, profile(), sequence_length=128, precision="fp32", parameters=counted)
+    assert plan_with("autohet", dataclasses.replace(asked, cost=cost)).prediction.fits
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
