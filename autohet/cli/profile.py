@@ -93,8 +93,8 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     """(what to measure, TP degrees)."""
     import torch
 
-    from autohet.runtime.models import family_of, load_config
-    from autohet.runtime.profiling.device_profile import DTYPES, ProfileRequest, device_gpu_type
+    from autohet.runtime.models import COMPUTE_DTYPES, family_of, load_config
+    from autohet.runtime.profiling.device_profile import ProfileRequest, device_gpu_type
 
     job = Job.from_yaml(args.job)
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +110,7 @@ def _request(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
             raise ConfigError(
                 f"TP degree {degree} cannot be measured: the model allows {limit}, this machine has {count}"
             )
-    if job.training.precision not in DTYPES:
+    if job.training.precision not in COMPUTE_DTYPES:
         raise ConfigError(f"precision '{job.training.precision}' cannot be measured")
     request = ProfileRequest(
         model=job.name,

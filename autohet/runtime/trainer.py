@@ -14,7 +14,7 @@ from autohet.runtime.batches import Batch
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.models import TensorParallel, build_stage, family_of
+from autohet.runtime.models import COMPUTE_DTYPES, EMBEDDING, HEAD, TensorParallel, build_stage, family_of
 from autohet.runtime.models.kernels import compile_blocks, use_library
 from autohet.runtime.models.stage import StageModel
 from autohet.runtime.pacing import Pace, Pacer
@@ -32,7 +32,6 @@ from planner.plan import Plan
 from recovery.peers.replication_rounds import PreservationStatus
 
 logger = logging.getLogger("autohet.worker")
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StageTrainer(Trainer):
@@ -48,7 +47,7 @@ class StageTrainer(Trainer):
         assert place is not None, f"{me} is not in the plan"
         self.place: Place = place
         self.plan = plan
-        dtype = COMPUTE_DTYPE[training.precision]
+        dtype = COMPUTE_DTYPES[training.precision]
         tensor = self._tensor_group(groups)
         self._tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
         borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
@@ -91,7 +90,9 @@ class StageTrainer(Trainer):
             place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check, self._clock
         )
         if training.replica_check_steps:
-            layers = {name: spec.layer for name, spec in family_of(config).parameter_specs(config).items()}
+            ends = {EMBEDDING: "embedding", HEAD: "head"}
+            specs = family_of(config).parameter_specs(config)
+            layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
             layout = layout_of_plan(plan, config)
             self.replicas = ReplicaCheck(me, layout, state, world, training.replica_check_steps, layers)
 
@@ -146,4 +147,4 @@ class StageTrainer(Trainer):
             self._weights.refresh()
 
 
-__all__ = ["COMPUTE_DTYPE", "StageTrainer"]
+__all__ = ["StageTrainer"]

@@ -16,13 +16,34 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from autohet.runtime.models import gpt2, llama, mistral, qwen2, qwen3
-from autohet.runtime.models.family import EMBEDDING, HEAD, Family, ParameterSpec, local_units
+from autohet.runtime.models.family import (
+    COMPUTE_DTYPES,
+    EMBEDDING,
+    HEAD,
+    Family,
+    ParameterSpec,
+    local_shape,
+    local_units,
+)
 from autohet.runtime.models.stage import StageModel, TensorParallel, build_stage
 from planner.errors import ConfigError
 
 __all__ = [
-    "EMBEDDING", "HEAD", "Family", "ParameterSpec", "StageModel", "TensorParallel", "build_stage", "check_keys", "family_of",
-    "load_config", "local_units", "stage_parameter_names", "unknown_keys",
+    "COMPUTE_DTYPES",
+    "EMBEDDING",
+    "HEAD",
+    "Family",
+    "ParameterSpec",
+    "StageModel",
+    "TensorParallel",
+    "build_stage",
+    "check_keys",
+    "family_of",
+    "load_config",
+    "local_shape",
+    "local_units",
+    "stage_parameter_names",
+    "unknown_keys",
 ]  # fmt: skip
 
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}

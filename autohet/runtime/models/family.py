@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from planner.errors import ConfigError
 
 EMBEDDING, HEAD = -1, -2
 FINEST_TP_DEGREE = 8
+COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By a job's precision, of those that can be planned; `autohet.runtime.job.TRAINABLE_PRECISIONS` can be trained."""
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 ROW = ("rowwise", "rowwise_split_input")
 PARTIAL = ("replicated_with_grad_allreduce",)
@@ -47,6 +49,14 @@ class ParameterSpec:
     @property
     def num_units(self) -> int:
         return len(self.cuts) - 1
+
+
+def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
+    """Of the concatenation of some units."""
+    if spec.split_dim is None:
+        return tuple(spec.shape)
+    size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
+    return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
 
 
 def local_units(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_units, skeleton
+from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_shape, local_units, skeleton
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
@@ -133,12 +133,8 @@ class StageModel(nn.Module):
     def _check_shape(self, name: str, given: Tensor) -> None:
         spec = self.specs[name]
         rank, degree = (0, 1) if self.tp is None else (self.tp.rank, self.tp.degree)
-        shape = list(spec.shape)
-        if spec.split_dim is not None:
-            shape[spec.split_dim] = sum(spec.cuts[u + 1] - spec.cuts[u] for u in local_units(spec, rank, degree))
-        assert tuple(given.shape) == tuple(shape), (
-            f"{name}: rank {rank} of {degree} holds {shape}, not {list(given.shape)}"
-        )
+        shape = local_shape(spec, local_units(spec, rank, degree))
+        assert tuple(given.shape) == shape, f"{name}: rank {rank} of {degree} holds {shape}, not {tuple(given.shape)}"
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""

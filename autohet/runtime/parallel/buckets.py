@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.layout import held_units, unit_holders, unit_owners
 from autohet.runtime.models import family_of
-from autohet.runtime.models.family import EMBEDDING, HEAD, ParameterSpec
+from autohet.runtime.models.family import EMBEDDING, HEAD, ParameterSpec, local_shape
 from planner.communicators import sync_groups
 from planner.plan import Plan
 
@@ -123,14 +123,6 @@ def plan_buckets(buffers: Sequence[Buffer], bucket_bytes: int = BUCKET_BYTES) ->
 
 def _backward_rank(spec: ParameterSpec) -> float:
     return {HEAD: -math.inf, EMBEDDING: math.inf}.get(spec.layer, float(-spec.layer))
-
-
-def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
-    """Of the concatenation of some units."""
-    if spec.split_dim is None:
-        return tuple(spec.shape)
-    size = sum(spec.cuts[unit + 1] - spec.cuts[unit] for unit in units)
-    return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
 
 
 def groups_by_holders(

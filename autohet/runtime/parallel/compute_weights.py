@@ -12,7 +12,8 @@ from torch.distributed import Work
 
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.layout import state_name
-from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, local_shape, runs_of
+from autohet.runtime.models.family import local_shape
+from autohet.runtime.parallel.buckets import BUCKET_BYTES, LocalBuffers, Piece, runs_of
 
 IN_FLIGHT = 3
 """Broadcasts under way at one time; each has a buffer of BUCKET_BYTES, or of one unit that is larger."""

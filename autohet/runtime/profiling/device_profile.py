@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohet.runtime.models import StageModel, TensorParallel, build_stage, family_of
+from autohet.runtime.models import (
+    COMPUTE_DTYPES,
+    StageModel,
+    TensorParallel,
+    build_stage,
+    family_of,
+    local_shape,
+    local_units,
+)
 from planner.catalogue import canonical_gpu_type
 from planner.profile import Measurement
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYERS = ("embedding", "block", "head")
 _WARMUPS = 2
 
@@ -96,7 +103,7 @@ def _stage(
         "block": (1, min(request.blocks_at_once, total - 2)),
         "head": (total, 0),
     }[layer]
-    stage = build_stage(config, first, blocks, tp, device, DTYPES[request.precision])
+    stage = build_stage(config, first, blocks, tp, device, COMPUTE_DTYPES[request.precision])
     parameters = {name: torch.randn(shape) * 0.02 for name, shape in _local_shapes(stage, tp).items()}
     stage.load_parameters(parameters)
     return stage, max(1, blocks)
@@ -115,17 +122,9 @@ def _deep_enough(config: Any) -> Any:
 
 
 def _local_shapes(stage: StageModel, tp: TensorParallel | None) -> dict[str, tuple[int, ...]]:
-    from autohet.runtime.models import local_units
-
-    shapes = {}
-    for name in stage.local_parameters():
-        spec = stage.specs[name]
-        shape = list(spec.shape)
-        if tp is not None and spec.split_dim is not None:
-            units = local_units(spec, tp.rank, tp.degree)
-            shape[spec.split_dim] = sum(spec.cuts[u + 1] - spec.cuts[u] for u in units)
-        shapes[name] = tuple(shape)
-    return shapes
+    rank, degree = (0, 1) if tp is None else (tp.rank, tp.degree)
+    specs = {name: stage.specs[name] for name in stage.local_parameters()}
+    return {name: local_shape(spec, local_units(spec, rank, degree)) for name, spec in specs.items()}
 
 
 def _measure_size(
@@ -187,7 +186,7 @@ def _inputs(request: ProfileRequest, layer: str, size: int, device: torch.device
     tokens = torch.randint(0, request.config.vocab_size, shape, device=device)
     if layer == "embedding":
         return tokens, tokens
-    hidden = torch.randn((*shape, request.config.hidden_size), device=device, dtype=DTYPES[request.precision])
+    hidden = torch.randn((*shape, request.config.hidden_size), device=device, dtype=COMPUTE_DTYPES[request.precision])
     return hidden.requires_grad_(), tokens
 
 
