@@ -100,14 +100,14 @@ def test_every_worker_gets_the_same_bits_and_torchs_values(drawn: Plan, sharded:
 def test_an_element_gets_the_same_bits_wherever_it_lies(threads: int) -> None:
     """At any multiple of ALIGNMENT, in buffers of any such size, with any number of threads."""
     torch.manual_seed(0)
-    size = 64 * ALIGNMENT
-    whole = [torch.randn(size), torch.zeros(size), torch.zeros(size)]
+    size = 512 * ALIGNMENT
+    whole = [torch.randn(size), torch.randn(size), torch.rand(size)]
     gradient = torch.randn(size)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         parts = {}
-        for start, stop in ((0, 1), (1, 4), (7, 40), (33, 64)):
+        for start, stop in [(0, 1), (7, 40), (33, 512), *((first, first + 5) for first in range(0, 500, 9))]:
             span = slice(start * ALIGNMENT, stop * ALIGNMENT)
             parts[start, stop] = [tensor[span].clone() for tensor in whole]
             fused_update((*parts[start, stop],), gradient[span].clone(), SETTINGS, 0, FACTOR)
