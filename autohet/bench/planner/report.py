@@ -15,7 +15,10 @@ from autohet.bench.planner.fasop import fasop_rows
 from autohet.bench.planner.searches import search_rows
 
 Row = dict[str, Any]
-SEARCH_PARTS = {False: ("metis", "replan"), True: ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan")}
+SEARCH_PARTS = {
+    False: ("metis", "replan"),
+    True: ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan"),
+}
 _HIDDEN = ("on", "reached", "parts", "errors", "front")
 
 

@@ -40,7 +40,9 @@ _RUNS = 3
 _SAILOR_STAGES = 32
 
 
-def search_rows(parts: tuple[str, ...] = ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan")) -> list[Row]:
+def search_rows(
+    parts: tuple[str, ...] = ("sailor", "metis", "fleets", "exhaustive", "further", "apart", "scale", "replan"),
+) -> list[Row]:
     """All rows of the parts asked for, one measurement each; the import of scipy, half a second, is in none."""
     import_module("scipy.optimize")
     by_part: dict[str, Callable[[], Iterator[Row]]] = {
