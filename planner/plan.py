@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from planner.documents import check_keys, read_bool, read_int, read_list, read_mapping, read_str
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
+from planner.spmd.document import StageProgram
 
 VERSION = 1
 _PLAN_KEYS = frozenset(
@@ -17,7 +18,7 @@ _PLAN_KEYS = frozenset(
 )
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
-_OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer"})
+_OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer", "spmd"})
 Recompute = Literal["none", "selective", "full"]
 """Of a block's activations in the backward pass: all kept; the inner ones of attention and MLP computed again; all but its input."""
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
@@ -31,6 +32,7 @@ class Stage:
     shard_optimizer: master and moments of its layers are shared out: each worker keeps 1/|H| of a slice's, H the workers of all pipelines
     that hold the slice (ZeRO-1, Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
     (`planner.redundancy.sharded_layers`).
+    spmd: the program that its workers run on uneven shares, instead of equal slices.
     """
 
     first_layer: int
@@ -38,6 +40,7 @@ class Stage:
     workers: tuple[str, ...]
     recompute: Recompute | None = None
     shard_optimizer: bool = False
+    spmd: StageProgram | None = None
 
     @property
     def tp_degree(self) -> int:
@@ -85,6 +88,11 @@ class Plan:
     microbatch_sequences: int
     sequence_length: int
     pipelines: tuple[Pipeline, ...]
+
+    @property
+    def spmd(self) -> StageProgram | None:
+        """The program of a plan of one stage that runs one."""
+        return self.pipelines[0].stages[0].spmd
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -151,6 +159,8 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         document["recompute"] = stage.recompute
     if stage.shard_optimizer:
         document["shard_optimizer"] = True
+    if stage.spmd is not None:
+        document["spmd"] = stage.spmd.to_document()
     return document
 
 
@@ -190,6 +200,7 @@ def _read_stage(document: object, what: str) -> Stage:
         workers=tuple(workers),
         recompute=_read_recompute(stage, what),
         shard_optimizer=read_bool(stage, "shard_optimizer", what) if "shard_optimizer" in stage else False,
+        spmd=StageProgram.from_document(stage["spmd"], f"'spmd' of {what}") if "spmd" in stage else None,
     )
 
 
@@ -212,6 +223,7 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None
     for index, pipeline in enumerate(plan.pipelines):
         _check_layers(pipeline, index, num_layers)
         _check_in_flight(pipeline, index)
+    _check_spmd(plan)
     worker, count = Counter(plan.workers).most_common(1)[0]
     if count > 1:
         raise ConfigError(f"the plan names worker '{worker}' {count} times; a worker can serve one stage only")
@@ -221,6 +233,17 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None
             f"the pipelines process {total} sequences a step, but global_batch_sequences is "
             f"{plan.global_batch_sequences}"
         )
+
+
+def _check_spmd(plan: Plan) -> None:
+    """A program has a whole model and a plan for itself."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    for stage in stages:
+        if stage.spmd is None:
+            continue
+        if len(stages) > 1:
+            raise ConfigError(f"a plan with an spmd stage must consist of that stage alone; this one has {len(stages)}")
+        stage.spmd.check(stage.tp_degree, "the spmd stage")
 
 
 def _check_in_flight(pipeline: Pipeline, index: int) -> None:

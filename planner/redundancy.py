@@ -80,8 +80,10 @@ def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, s
         for index, stage in enumerate(pipeline.stages):
             for layer in layers_of(stage, index, len(pipeline.stages)):
                 for part in range(parts):
-                    worker = stage.workers[part * stage.tp_degree // parts]
-                    found.setdefault(Shard(layer, part, parts), set()).add(fleet.node_of(worker).name)
+                    held = stage.workers[part * stage.tp_degree // parts :][:1]
+                    if stage.spmd is not None and stage.spmd.is_whole:
+                        held = stage.workers
+                    found.setdefault(Shard(layer, part, parts), set()).update(fleet.node_of(worker).name for worker in held)
     return dict(sorted(found.items(), key=lambda item: (_rank(item[0].layer, num_layers), item[0].part)))
 
 

@@ -60,7 +60,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--explain",
         action="store_true",
-        help="say why each GPU type is where it is, and what one node more of each would earn (two further searches a type)",
+        help="say why each GPU type is where it is, and what one node more of each would earn (two further searches a type);"
+        " of an SPMD program, how every tensor lies over the GPUs",
     )
     add("--json", action="store_true", help="print one JSON document")
     return parser
@@ -280,7 +281,10 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     """What is said of one plan beside its prediction."""
     from planner.explain import explain
     from planner.robustness import robustness
+    from planner.spmd.fleet import explain_program
 
+    if answer.plan.spmd is not None:
+        return {"program": explain_program(request.cost, answer.plan)} if explained else {}
     document = {"robustness": robustness(request.cost, answer.plan, answer.candidates).to_document()}
     return document | ({"explanation": explain(request, answer).to_document()} if explained else {})
 
@@ -316,6 +320,7 @@ def _request(session: Session) -> Any:
         max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
         time_limit_s=args.time_limit or wishes.search_time_limit_s,
         clock=time.monotonic,
+        spmd=wishes.spmd,
     )
 
 
@@ -358,6 +363,8 @@ def _write_outputs(session: Session, plan: Plan | None) -> None:
         return
     if args.out:
         _write(args.out, plan.to_json() + "\n")
+    if args.trace_out and plan.spmd is not None:
+        raise ConfigError("--trace-out shows pipelines, and the plan is one SPMD program; see it with --explain")
     if args.trace_out:
         trace = chrome_trace(plan, session.cost_model(plan).simulate(plan), session.fleet)
         _write(args.trace_out, json.dumps(trace))

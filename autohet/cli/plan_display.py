@@ -205,6 +205,12 @@ def _print_plan(console: Console, document: Document, fleet: Fleet) -> None:
         text.append_text(bar(pipeline, fleet, width, colours))
         text.append(f"  {pipeline.num_microbatches} x {pipeline.microbatch_sequences} seq")
         console.print(text, no_wrap=True, overflow="crop")
+    if plan.spmd is not None:
+        names = ", ".join(_short(plan.workers))
+        for axis, units in plan.spmd.units:
+            console.print(Text(f"      {axis}: {'/'.join(map(str, units))} on {names}", style="dim"))
+    for entry in document.get("program", ()):
+        console.print(Text(f"      {entry['tensor']} {entry['shape']}: {'; '.join(entry['instructions'])}"), soft_wrap=True)
     hidden = len(grouped(plan, fleet)) - MOST_BARS
     if hidden > 0:
         console.print(Text(f"    and {hidden} more kinds of pipeline", style="dim"))
@@ -239,7 +245,8 @@ def bar(pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tupl
 
 
 def segment_label(stage: Stage) -> str:
-    return f"{stage.num_layers}" + (f" tp{stage.tp_degree}" if stage.tp_degree > 1 else "")
+    kind = "tp" if stage.spmd is None else "spmd"
+    return f"{stage.num_layers}" + (f" {kind}{stage.tp_degree}" if stage.tp_degree > 1 else "")
 
 
 def colours_of(fleet: Fleet) -> dict[str, tuple[str, str]]:

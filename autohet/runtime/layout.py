@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
 from autohet.runtime.models.family import EMBEDDING, HEAD, Family, ParameterSpec
+from autohet.runtime.spmd.layout import program_units
 from planner.plan import Plan
 from planner.redundancy import EMBEDDING as EMBEDDING_LAYER
 from planner.redundancy import HEAD as HEAD_LAYER
@@ -109,6 +110,10 @@ def unit_elements(spec: ParameterSpec, unit: int) -> int:
 def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
     """Which worker holds which shards under `plan`. Workers that hold the same share one set: pipelines are often alike."""
     specs = family_of(config).parameter_specs(config)
+    if plan.spmd is not None:
+        held = program_units(plan.spmd, plan.workers, specs)
+        ids = {worker: [ShardId(state_name(kind, name), u) for name, u in units for kind in STATE_KINDS] for worker, units in held.items()}
+        return Layout(tensor_specs(config), {worker: frozenset(shards) for worker, shards in ids.items()})
     owners = unit_owners(plan, config, unit_holders(plan, config)) if sharded_layers(plan) else {}
     known: dict[tuple[int, int, int, int], frozenset[ShardId]] = {}
     shards: dict[str, frozenset[ShardId]] = {}

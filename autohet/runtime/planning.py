@@ -18,8 +18,17 @@ from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import RECOMPUTE_CHOICES
 from planner.profile import ProfileTable, read_profile
+from planner.spmd.decoders import Decoder
 
 MAX_EMULATED_MICROBATCH = 64
+GRAPH_KEYS = frozenset(
+    {
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+    }
+)  # fmt: skip
+"""Of configs whose graphs `planner.spmd.decoders` knows."""
+MISTRAL_WINDOW = 4096  # tokens: the library's default; shorter sequences need no mask
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class PlanningInputs:
             links=self.links,
             parameters=parameters or self.parameters,
             model=model or self.job.name,
+            decoder=None if self._has_formula else self._decoder,
         )
 
     @property
@@ -65,6 +75,19 @@ class PlanningInputs:
             training.optimizer_sharding != "off",
             only_if_needed="auto" not in wishes,
         )
+
+    @cached_property
+    def _has_formula(self) -> bool:
+        """Whether the spec alone says what the graph is: a window of attention, a padding token and the like are not in it."""
+        config = self.job.model.config
+        is_long = self.job.training.sequence_length >= MISTRAL_WINDOW
+        return config is not None and set(config) <= GRAPH_KEYS and not (config.get("model_type") == "mistral" and is_long)
+
+    def _decoder(self, microbatch: int) -> Decoder | None:
+        """The graph as captured from the library's modules; None for a family that the runtime does not train."""
+        from autohet.runtime.spmd.language_model import decoder_from  # imports torch
+
+        return decoder_from(self.job, microbatch)
 
     def fleet(self, fleet: Fleet) -> Fleet:
         """The fleet as it is planned on: with an emulation, GPU memories times its `memory_scale`."""

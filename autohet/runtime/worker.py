@@ -34,6 +34,7 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
+from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.state_source import StateSource
 from autohet.runtime.step_commit import PhaseHook, StateVersion, StepResult, Trainer
 from autohet.runtime.trainer import StageTrainer
@@ -291,7 +292,8 @@ class Worker:
 
     def _train(self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]) -> Phase:
         self._preservation.begin(order)
-        trainer = StageTrainer(
+        kind = StageTrainer if order.plan.spmd is None else SpmdTrainer
+        trainer: Trainer = kind(
             self.config, order.plan, self.place.worker, groups, self.job.training, self.device, state, order.start_step, order.pace,
             self._hook, self._preservation.before_update, preservation_status=self._preservation.status,
         )  # fmt: skip

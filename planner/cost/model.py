@@ -5,9 +5,9 @@ A search reads `layer_costs` (arrays over the layers of one way to use a node ty
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from planner.in_flight import MOST_AHEAD
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, check_plan
 from planner.profile import ProfileTable, default_profile
+from planner.spmd.decoders import Decoder, decoder_graph
 
 __all__ = ["Assumed", "CostModel", "LayerCosts", "MemoryChoices", "Prediction", "Simulation"]
 
@@ -54,6 +55,7 @@ class CostModel:
     profile None takes the bundled measurements. `model` names the rows of the profile that are this model's (else
     the spec's name, else the profile's only model). With a `links` table measured bandwidths replace the labels' and
     the catalogue's. recompute: of stages that say none; choices: what a search may choose instead (None: nothing).
+    decoder: gives the model's graph at a microbatch size, for SPMD programs, instead of the spec's formula.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class CostModel:
         links: LinkTable | None = None,
         parameters: CostParameters | None = None,
         model: str | None = None,
+        decoder: Callable[[int], Decoder | None] | None = None,
     ) -> None:
         require_dtype(precision)
         self.fleet, self.spec, self.precision = fleet, spec, precision
@@ -80,6 +83,8 @@ class CostModel:
         self.profile = profile or default_profile()
         self.links = Links(self.parameters, links)
         self.model = model or spec.name
+        self._decoder = decoder or partial(decoder_graph, spec, sequence_length=sequence_length, precision=precision)
+        self._decoders: dict[int, Decoder | None] = {}
         self._layer_times = LayerTimeModel(
             self.profile,
             spec,
@@ -242,6 +247,12 @@ class CostModel:
             )
         return self._memories[key]
 
+    def decoder(self, microbatch: int) -> Decoder | None:
+        """The model's graph for a microbatch, for SPMD programs; None where none is known."""
+        if microbatch not in self._decoders:
+            self._decoders[microbatch] = self._decoder(microbatch)
+        return self._decoders[microbatch]
+
     def _tp_communication_s(self, gpu_type: str, tp_degree: int, microbatch: int) -> float:
         """Two all-reduces of the hidden states, a block and direction (Shoeybi et al., Megatron-LM, 2019, section
         3)."""
@@ -265,11 +276,14 @@ class CostModel:
 
     def _predict(self, plan: Plan) -> Prediction:
         check_plan(plan, self.spec.num_layers, exact_batch=False)
+        if plan.spmd is not None:
+            from planner.spmd.fleet import predict_program  # which asks this model
+            return predict_program(self, plan)
         simulation = self.simulate(plan)
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
         tokens = sequences * self.sequence_length
         step = simulation.step_time_s
-        usd = self._usd_per_hour(plan)
+        usd = self.usd_per_hour(plan)
         return Prediction(
             step_time_s=step,
             sequences_per_s=sequences / step,
@@ -375,7 +389,8 @@ class CostModel:
         """Peak bytes of every worker of a plan."""
         return self._memory_of.by_worker(plan)
 
-    def _usd_per_hour(self, plan: Plan) -> float | None:
+    def usd_per_hour(self, plan: Plan) -> float | None:
+        """Price of the nodes in use; None where one has none."""
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}
         prices = list(nodes.values())
         return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)

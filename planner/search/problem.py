@@ -32,6 +32,7 @@ class Request:
     that every layer lie on two nodes at least.
     clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`, `fasop` and
     `pareto`; `autohet` counts what it tries, so that a busy machine finds the same plan.
+    spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster (`planner.spmd`).
     prove: whether to prove a lower bound of the step time, which takes up to a second.
     """
 
@@ -53,6 +54,7 @@ class Request:
     time_limit_s: float = 60.0
     clock: Callable[[], float] = no_clock
     prove: bool = True
+    spmd: bool = False
 
     def deepest(self, num_blocks: int) -> int:
         """The most stages that a pipeline may have."""

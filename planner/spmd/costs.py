@@ -83,6 +83,9 @@ class Work:
     traffic: float = 0.0
     launches: float = 1.0
 
+    def times(self, count: int) -> "Work":
+        return Work(self.axis, self.flops * count, self.traffic * count, self.launches * count)
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -91,6 +94,9 @@ class Wire:
     constant_s: float
     scaled_s: float = 0.0
     axes: tuple[str, ...] = ()
+
+    def times(self, count: int) -> "Wire":
+        return Wire(self.constant_s * count, self.scaled_s * count, self.axes)
 
 
 Term = Work | Wire
@@ -149,10 +155,11 @@ def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
 
 
 class CostTable:
-    """Terms and bytes of a graph's instructions on a cluster."""
+    """Terms and bytes of a graph's instructions on a cluster. passes: how often a step runs the program, on as many microbatches; gradients
+    are summed after the last."""
 
-    def __init__(self, graph: Graph, cluster: SpmdCluster, state_bytes: float = STATE_BYTES) -> None:
-        self.graph, self.cluster, self.state_bytes = graph, cluster, state_bytes
+    def __init__(self, graph: Graph, cluster: SpmdCluster, state_bytes: float = STATE_BYTES, passes: int = 1) -> None:
+        self.graph, self.cluster, self.state_bytes, self.passes = graph, cluster, state_bytes, passes
         self.num_devices = len(cluster.devices)
         self.speeds = np.array([device.flops_per_s for device in cluster.devices])
         self._traffic = np.array([device.memory_bytes_per_s for device in cluster.devices])
@@ -171,9 +178,8 @@ class CostTable:
             if node.kind == "parameter" and node.needs_gradient and instruction.output.kind == "replicated":
                 return (self._wire("all_reduce", node, (), latency=False),)
             return ()
-        if instruction.op == "compute":
-            return self._compute(node, instruction)
-        return self._conversion(node, instruction)
+        terms = self._compute(node, instruction) if instruction.op == "compute" else self._conversion(node, instruction)
+        return terms if self.passes == 1 else tuple(term.times(self.passes) for term in terms)
 
     def final_terms(self, program: Program) -> tuple[Term, ...]:
         """Replicated parameters' gradients are summed in one all-reduce: its latency, once."""

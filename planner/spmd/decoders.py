@@ -129,12 +129,8 @@ class _Llama(_Builder):
         return self.op("transpose", (y,), (self.batch, heads, self.length, size), 1, 2)
 
     def _rotated(self, x: str, size: int) -> str:
-        shape = self.nodes[x].shape
         cos, sin = (self.leaf("constant", f"constant_{at}", (1, 1, self.length, size), self.size) for at in range(2))
-        straight = self.op("mul", (x, cos), shape)
-        first, second = (self.op("slice", (x,), (*shape[:-1], size // 2), 3) for _ in range(2))
-        turned = self.op("cat", (self.like("neg", second), first), shape, -1)
-        return self.like("add", straight, self.op("mul", (turned, sin), shape))
+        return self.op("rotary", (x, cos, sin), self.nodes[x].shape)
 
     def _attention(self, x: str, path: str, number: int) -> str:
         size, kv_heads = self.block(number).attention_width // self.heads, self.spec.num_kv_heads

@@ -116,6 +116,11 @@ def _attention(operation: Operation) -> Signature:
     return Signature((letters, letters, letters, *mask), letters)
 
 
+def _rotary(operation: Operation) -> Signature:
+    """[batch, heads, length, size] turned by tables of cosines and sines; each rank has all positions of its batch or heads."""
+    return Signature(("bh..", "....", "...."), "bh..", linear=ONE)
+
+
 def _last_dims_whole(operation: Operation) -> Signature:
     """layer_norm, rms_norm: weights have the normalized shape."""
     shape, count = operation.shapes[0], len(operation.args[1])
@@ -244,6 +249,7 @@ HANDLERS: Mapping[str, Handler] = {
     "einsum": _einsum,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
+    "rotary": _rotary,
     "one_hot": _one_hot,
     "unsqueeze": _unsqueezed,
     "expand": _scaled,

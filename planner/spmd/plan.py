@@ -8,73 +8,61 @@ found by alternation, and nothing is proved.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from planner.errors import ConfigError, InfeasibleError
 from planner.spmd.costs import CostTable, Floats, Shares, SpmdCluster, Wire, round_to_units
 from planner.spmd.graph import Graph
-from planner.spmd.layouts import FACTORED
-from planner.spmd.program import Program, collectives_in, explain
+from planner.spmd.program import Program
 from planner.spmd.ratios import GIB, closed_form, linear_program
 from planner.spmd.search import Search
 
 Ratios = tuple[tuple[float, ...], ...]
 _ROUNDS = 6
-_STARTS = 6
-_CHARGES = 10
+_STARTS = 4
+_CHARGES = 8
+_CHARGED_ROUNDS = 2
+_TELLING_CHARGE = 4
+"""The first charge above a step for all memory: where it and those before bring nothing nearer to fitting, higher ones do not."""
 _MOST_MOVED = 16
 
 
 @dataclass(frozen=True)
-class SpmdPlan:
-    """A program with its shares. seconds: of a step, after rounding; wire_s: of those, in collectives."""
+class PlacedProgram:
+    """A program with the shares of its devices: what an executor needs."""
 
     graph: Graph
-    cluster: SpmdCluster
     program: Program
     shares: Shares
-    seconds: float
-    wire_s: float
-    bytes_by_device: tuple[float, ...]
 
     def lengths(self, name: str, dim: int) -> tuple[int, ...]:
         """Each rank's length along a sharded dimension."""
         cuts, ends = self.graph.cuts(name, dim), np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
         return tuple(cuts[high] - cuts[low] for low, high in itertools.pairwise(ends))
 
-    def units(self, name: str, dim: int, rank: int) -> range:
-        """A rank's units along a sharded dimension."""
-        ends = np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
-        return range(int(ends[rank]), int(ends[rank + 1]))
-
     @property
-    def idle(self) -> tuple[str, ...]:
-        """Devices whose share is nothing along every sharded axis of the program."""
-        used = _axes_used(self.graph, self.program)
-        return tuple(
-            device.name
-            for rank, device in enumerate(self.cluster.devices)
-            if used and all(self.shares.lengths(axis)[rank] == 0 for axis in used)
-        )
+    def axes_used(self) -> set[str]:
+        """Axes along which the program computes or holds anything in parts."""
+        return _axes_used(self.graph, self.program)
 
-    def to_document(self) -> dict[str, Any]:
-        return {
-            "devices": [device.name for device in self.cluster.devices],
-            "ratios": [list(row) for row in self.shares.ratios],
-            "predicted": {"step_time_s": self.seconds, "compute_s": self.seconds - self.wire_s, "communication_s": self.wire_s},
-            "memory_bytes": dict(zip((d.name for d in self.cluster.devices), self.bytes_by_device, strict=True)),
-            "collectives": collectives_in(self.program.instructions),
-            "factored_weights": sorted(name for name, layout in self.program.storage.items() if layout == FACTORED),
-            "idle": list(self.idle),
-            "notes": list(self.graph.notes),
-            "program": explain(self.graph, self.program),
-        }
+    def idle(self, rank: int) -> bool:
+        """Whether a rank's share is nothing along every sharded axis of the program."""
+        return bool(self.axes_used) and all(self.shares.lengths(axis)[rank] == 0 for axis in self.axes_used)
+
+
+@dataclass(frozen=True)
+class SpmdPlan(PlacedProgram):
+    """As chosen for a cluster. seconds: of a step, after rounding; wire_s: of those, in collectives. is_short: memory refused some pair."""
+
+    cluster: SpmdCluster
+    seconds: float
+    wire_s: float
+    bytes_by_device: tuple[float, ...]
+    is_short: bool = False
 
 
 def _axes_used(graph: Graph, program: Program) -> set[str]:
-    """Axes along which the program computes or holds anything in parts."""
     return {graph.axes[i.tensor, i.output.dim].name for i in program.instructions if i.output.kind == "sharded"}
 
 
@@ -109,10 +97,10 @@ class _Pairs:
             self.best = seconds, program, shares
         return seconds
 
-    def alternate(self, start: Ratios, charge: Sequence[float]) -> None:
+    def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = _ROUNDS) -> None:
         """Search and linear program in turn, while the pair gets better."""
         ratios, before = start, float("inf")
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             program = self.search(ratios, charge)
             seconds = self.judge(program, ratios)
             try:
@@ -129,13 +117,21 @@ def synthesize(
     graph: Graph, cluster: SpmdCluster, *, segments: int = 1, pinned: Mapping[str, int] | None = None,
     ratios: Ratios | None = None, whole: bool = True, state_bytes: float | None = None,
 ) -> SpmdPlan:  # fmt: skip
-    """The best pair found. pinned: parameter -> the one dimension that its state may be cut along. ratios: given ones, kept as they are.
-    whole: round to units (False for what the theory says of real numbers).
+    """The best pair found. pinned: parameter -> the one dimension that its state may be cut along (below 0: none). ratios: given ones, kept
+    as they are. whole: round to units (False for what the theory says of real numbers).
 
     ConfigError where a given ratio rounds to nothing; InfeasibleError where no pair fits the devices' memory.
     """
     table = CostTable(graph, cluster) if state_bytes is None else CostTable(graph, cluster, state_bytes)
-    pairs = _Pairs(table, pinned or {}, whole)
+    return synthesized(table, segments, pinned or {}, ratios, whole)
+
+
+def synthesized(
+    table: CostTable, segments: int, pinned: Mapping[str, int], ratios: Ratios | None = None, whole: bool = True
+) -> SpmdPlan:
+    """As `synthesize`, by this table."""
+    cluster = table.cluster
+    pairs = _Pairs(table, pinned, whole)
     if ratios is not None:
         _check_ratios(cluster, ratios)
         starts = [ratios]
@@ -159,14 +155,16 @@ def synthesize(
 
 def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool) -> None:
     """Searches with rising charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher one finds nothing better."""
-    for charge in _charges(pairs, starts[-1]):
-        before = pairs.best
+    idle = 0
+    for number, charge in enumerate(_charges(pairs, starts[-1])):
+        before, nearest = pairs.best, pairs.tightest[0]
         for start in dict.fromkeys((starts[0], starts[-1])):
             if free_ratios:
-                pairs.alternate(start, charge)
+                pairs.alternate(start, charge, _CHARGED_ROUNDS)
             else:
                 pairs.judge(pairs.search(start, charge), start)
-        if before is not None and pairs.best is before:
+        idle = idle + 1 if pairs.best is None and pairs.tightest[0] > 0.99 * nearest else 0
+        if (before is not None and pairs.best is before) or (idle >= 2 and number >= _TELLING_CHARGE):
             return
 
 
@@ -211,7 +209,7 @@ def _plan(table: CostTable, pairs: _Pairs) -> SpmdPlan:
     wires = {term: count for term, count in table.counted(program).items() if isinstance(term, Wire)}
     wire_s = sum(count * table.seconds((term,), shares) for term, count in wires.items())
     used: Floats = table.program_bytes(program, shares)
-    return SpmdPlan(table.graph, table.cluster, program, shares, seconds, wire_s, tuple(float(x) for x in used))
+    return SpmdPlan(table.graph, program, shares, table.cluster, seconds, wire_s, tuple(float(x) for x in used), pairs.has_refused)
 
 
 def _check_ratios(cluster: SpmdCluster, ratios: Ratios) -> None:
@@ -222,7 +220,7 @@ def _check_ratios(cluster: SpmdCluster, ratios: Ratios) -> None:
 
 def _check_rounded(plan: SpmdPlan) -> None:
     for rank, device in enumerate(plan.cluster.devices):
-        if device.name in plan.idle and any(row[rank] > 0 for row in plan.shares.ratios):
+        if plan.idle(rank) and any(row[rank] > 0 for row in plan.shares.ratios):
             share = max(row[rank] for row in plan.shares.ratios)
             units = max(plan.shares.axis(a).units for a in _axes_used(plan.graph, plan.program))
             raise ConfigError(

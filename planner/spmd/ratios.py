@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from planner.errors import InfeasibleError
 from planner.spmd.costs import CostTable, Shares, Term, Wire, Work
@@ -30,6 +28,9 @@ def linear_program(table: CostTable, program: Program, shares: Shares) -> tuple[
     Variables: the ratios, one for each segment and device, and the seconds of each sort of term. InfeasibleError where the program
     fits no ratios.
     """
+    from scipy.optimize import linprog  # a fifth of a second, which other strategies need not wait for
+    from scipy.sparse import coo_array
+
     grouped = _grouped(table, program, shares)
     if not grouped:
         return shares.ratios

@@ -18,7 +18,7 @@ def _document(strategy, **wishes):
 
 
 def test_a_comparison_names_every_strategy_its_time_and_every_gpu_type(tmp_path):
-    results = [_document(name) for name in ("autohet", "hap")]
+    results = [_document(name) for name in ("autohet", "megatron")]
     draw({"results": results}, FLEET, tmp_path / "plans.svg")
     text = (tmp_path / "plans.svg").read_text()
     for result in results:
@@ -29,7 +29,7 @@ def test_a_comparison_names_every_strategy_its_time_and_every_gpu_type(tmp_path)
 
 
 def test_one_plan_says_how_many_gpus_of_each_type_it_uses(tmp_path):
-    document = _document("hap")
+    document = _document("megatron")
     draw(document, FLEET, tmp_path / "plan.svg")
     assert ">A100 (2 of 2)<" in (tmp_path / "plan.svg").read_text()
 
@@ -46,10 +46,10 @@ def test_a_front_numbers_its_points_and_lists_them(tmp_path):
 
 
 def test_png_by_name_and_other_names_refused(tmp_path):
-    draw(_document("hap"), FLEET, tmp_path / "plan.PNG")
+    draw(_document("megatron"), FLEET, tmp_path / "plan.PNG")
     assert (tmp_path / "plan.PNG").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"must end in \.png or \.svg"):
-        draw(_document("hap"), FLEET, tmp_path / "plan.gif")
+        draw(_document("megatron"), FLEET, tmp_path / "plan.gif")
     with pytest.raises(ConfigError, match="no plan to draw"):
         draw({"strategy": "hap", "feasible": False, "plan": None}, FLEET, tmp_path / "plan.png")
 

@@ -10,16 +10,21 @@ from transformers import AutoModelForCausalLM
 from tests.harness.tiny_models import tiny_config
 
 
-class Mlp(nn.Module):
+class Model(nn.Module):
+    reduction = "mean"
+    """Or "sum", as trainers want it."""
+
+
+class Mlp(Model):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 5))
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), targets)
+        return F.cross_entropy(self.net(x), targets, reduction=self.reduction)
 
 
-class Vit(nn.Module):
+class Vit(Model):
     def __init__(self, hidden: int = 12, heads: int = 3, layers: int = 2, patch: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -39,7 +44,7 @@ class Vit(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
             x = x + projections[3](y)  # type: ignore[index]
             x = x + self.down[at](F.gelu(self.up[at](self.norms[2 * at + 1](x))))
-        return F.cross_entropy(self.head(self.norms[-1](x).mean(1)), targets)
+        return F.cross_entropy(self.head(self.norms[-1](x).mean(1)), targets, reduction=self.reduction)
 
 
 class Norm(nn.Module):
@@ -53,7 +58,7 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """Blocks of `transformers`, as a tiny config of tests/harness/tiny_models names them."""
 
     def __init__(self, name: str) -> None:
@@ -69,10 +74,10 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(input_ids=ids, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=self.reduction)
 
 
-class Experts(nn.Module):
+class Experts(Model):
     """Top-2 gating with a capacity for each group of tokens (Lepikhin et al., "GShard", 2021), dispatched by einsums."""
 
     def __init__(self, hidden: int = 8, experts: int = 4, capacity: int = 3) -> None:
@@ -102,7 +107,7 @@ class Experts(nn.Module):
         inside = F.relu(torch.einsum("egcm,emh->egch", inside, self.up))
         inside = torch.einsum("egch,ehm->egcm", inside, self.down)
         x = x + torch.einsum("gsec,egcm->gsm", combine, inside)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=self.reduction)
 
 
 def spmd_case(name: str, dtype: torch.dtype = torch.float64, batch: int = 6) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -91,7 +91,7 @@ def random_plan(graph: Graph, program: Program, num_devices: int, seed: int) -> 
 def given_plan(graph: Graph, program: Program, ratios: tuple[tuple[float, ...], ...]) -> SpmdPlan:
     devices = tuple(Device(f"d{rank}", 1e12) for rank in range(len(ratios[0])))
     cluster = SpmdCluster(devices, ring_collectives(len(devices), 1e9, 1e-5))
-    return SpmdPlan(graph, cluster, program, Shares(graph, ratios), 0.0, 0.0, (0.0,) * len(devices))
+    return SpmdPlan(graph, program, Shares(graph, ratios), cluster, 0.0, 0.0, (0.0,) * len(devices))
 
 
 def gloo_group(store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0) -> Collectives:

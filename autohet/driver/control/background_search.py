@@ -12,7 +12,7 @@ class AsidePlanning(Planning):
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         wishes = self.job.parallelism
-        if current is None or wishes.plan is not None or wishes.strategy != REPLANNING_STRATEGY:
+        if current is None or wishes.plan is not None or wishes.strategy != REPLANNING_STRATEGY or wishes.spmd:
             return super().search(fleet, current)
         return _Aside(self, fleet, current)
 

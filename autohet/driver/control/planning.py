@@ -17,6 +17,7 @@ from planner.cost.parameters import OURS, framework_parameters
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Plan, check_plan
 from planner.replan import MigrationCost, ReplanDecision, replan
+from planner.spmd.fleet import work_by_worker
 from planner.strategies import Answer, Request, plan_with
 
 REPLANNING_STRATEGY = "autohet"
@@ -43,7 +44,12 @@ class Proposal:
 
     def compute_s(self, slowdowns: Mapping[str, float]) -> dict[str, float]:
         """Seconds of its own compute that each worker needs for a step, its node as slow as it is known to be."""
-        found = {}
+        found: dict[str, float] = {}
+        if self.plan.spmd is not None:
+            passes = self.plan.pipelines[0].num_microbatches
+            for worker, (forward_s, backward_s) in work_by_worker(self.cost, self.plan).items():
+                found[worker] = passes * (forward_s + backward_s) * slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
+            return found
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
                 seconds = pipeline.num_microbatches * sum(self.cost.stage_seconds(pipeline, index, rated=True))
@@ -53,6 +59,8 @@ class Proposal:
 
     @property
     def headline(self) -> str:
+        if self.plan.spmd is not None:
+            return f"train by one program on {len(self.plan.workers)} GPUs with shares of their own"
         depths = [len(pipeline.stages) for pipeline in self.plan.pipelines]
         shapes = " + ".join(map(str, depths))
         if len(depths) > MOST_LISTED:
@@ -131,8 +139,9 @@ class Planning:
             self._require_nodes(fleet)
         else:
             request = replace(request, min_node_disjoint_holders=1)
-        if current is None or self.job.parallelism.strategy != REPLANNING_STRATEGY:
-            return self._proposal(plan_with(self.job.parallelism.strategy, request), cost)
+        wishes = self.job.parallelism
+        if current is None or wishes.strategy != REPLANNING_STRATEGY or wishes.spmd:
+            return self._proposal(plan_with(wishes.strategy, request), cost)
         return self.concluded(replanned(self.question(current, request, thorough)), cost)
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
@@ -176,6 +185,7 @@ class Planning:
             min_node_disjoint_holders=max(wishes.redundancy, wishes.min_pipelines),
             time_limit_s=wishes.search_time_limit_s,
             clock=self.clock,
+            spmd=wishes.spmd,
             )
 
     def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:

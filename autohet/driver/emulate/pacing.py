@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 from autohet.driver.control.planning import Proposal
 from autohet.runtime.pacing import Pace
+from planner.spmd.fleet import work_by_worker
 
 
 def paces_of(proposal: Proposal) -> Mapping[str, Pace]:
     """Seconds of one microbatch's forward and backward on each worker of the plan."""
+    if proposal.plan.spmd is not None:
+        return {worker: Pace(*seconds) for worker, seconds in work_by_worker(proposal.cost, proposal.plan).items()}
     return {
         worker: Pace(*proposal.cost.stage_seconds(pipeline, index, rated=True))
         for pipeline in proposal.plan.pipelines

@@ -236,6 +236,8 @@ class ParallelismSection:
 
     strategy: str = "autohet"
     """The search that chooses the plan."""
+    spmd: bool = False
+    """Whether `autohet` may choose one SPMD program on uneven shares instead of pipelines, where that is faster."""
     microbatch_sequences: int | None = None
     """Sequences in a microbatch; null: the planner chooses."""
     max_tp_degree: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Captured:
     inputs: tuple[str, ...]
     dtypes: Mapping[str, torch.dtype]
 
+    def on(self, device: torch.device) -> Captured:
+        """With its constants on a device."""
+        return replace(self, constants={name: value.to(device) for name, value in self.constants.items()})
+
 
 def capture(
     model: nn.Module, example: tuple[Tensor, ...], *, strict: bool = False, most_units: int = MOST_UNITS,
@@ -83,7 +87,6 @@ class _Reader:
     inputs: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    names: Names = field(default_factory=Names)
 
     def read(self) -> Captured:
         with torch.no_grad():
@@ -97,10 +100,21 @@ class _Reader:
                         self._call(node)
                     case "output":
                         self._output(node)
+        fuse_rotary(self.nodes, self.calls)
+        self._rename()
         graph = Graph(list(self.nodes.values()), tuple(dict.fromkeys(self.notes)), self.most_units)
         used = {node.name for node in graph.nodes}
         constants = {name: value for name, value in self.constants.items() if name in used}
         return Captured(graph, self.calls, constants, self.parameters, tuple(self.inputs), self.dtypes)
+
+    def _rename(self) -> None:
+        """Operators by kind and number among those that are left."""
+        names = Names()
+        new = {name: names.next(node.op) if node.kind == "op" else name for name, node in self.nodes.items()}
+        nodes = (replace(node, name=new[node.name], inputs=tuple(new[i] for i in node.inputs)) for node in self.nodes.values())
+        self.nodes = {node.name: node for node in nodes}
+        self.calls = {new[name]: call for name, call in self.calls.items() if name in new}
+        self.dtypes = {new[name]: dtype for name, dtype in self.dtypes.items() if name in new}
 
     def _placeholder(self, node: fx.Node) -> None:
         signature, name = self.exported.graph_signature, node.name
@@ -181,18 +195,18 @@ class _Reader:
 
         args, kwargs = pytree.tree_map(ref, (tuple(args), dict(kwargs)))
         operation = Operation(op, tuple(self.nodes[i].shape for i in inputs), tuple(value.shape), args, kwargs)
-        name = self.names.next(op)
+        name = f"{op}.{len(self.nodes)}"
         node = operator_node(name, operation, [self.nodes[i] for i in inputs], value.element_size(), value.is_floating_point())
         if node.signature is None:
-            self._without_rule(op, name)
+            self._without_rule(op)
         self.nodes[name] = node
         self.calls[name] = Call(function, args, kwargs, item)
         self.dtypes[name] = value.dtype
         return name
 
-    def _without_rule(self, op: str, name: str) -> None:
+    def _without_rule(self, op: str) -> None:
         if self.strict:
-            raise ConfigError(f"operator '{op}' at '{name}' has no sharding rule; without strict every rank computes the whole of it")
+            raise ConfigError(f"operator '{op}' has no sharding rule; without strict every rank computes the whole of it")
         self.notes.append(f"operator '{op}' has no sharding rule: every rank computes the whole of it")
 
     def _constant(self, value: Tensor) -> str:
@@ -224,6 +238,47 @@ class _Reader:
             raise ConfigError(f"the model returns {len(results)} tensors; it must return its loss alone")
         last = self.nodes.pop(results[0])
         self.nodes[last.name] = last
+
+
+def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
+    """x cos + cat(-x2, x1) sin as one operator, in place: seven small ones with many live tensors would multiply the layouts to search."""
+    for node in list(nodes.values()):
+        found = _rotary_parts(nodes, node)
+        if found is None:
+            continue
+        x, cos, sin, gone = found
+        inputs = [nodes[name] for name in (x, cos, sin)]
+        operation = Operation("rotary", tuple(i.shape for i in inputs), node.shape, (Ref(0), Ref(1), Ref(2)), {})
+        nodes[node.name] = operator_node(node.name, operation, inputs, node.item_bytes)
+        calls[node.name] = Call(rotary, operation.args, {})
+        for name in gone:
+            del nodes[name]
+
+
+def _rotary_parts(nodes: Mapping[str, Node], node: Node) -> tuple[str, str, str, tuple[str, ...]] | None:
+    """(x, cosines, sines, operators between) of a sum that is such a rotation."""
+
+    def inputs(name: str, op: str, count: int) -> tuple[str, ...]:
+        inner = nodes[name]
+        return inner.inputs if inner.op == op and len(inner.inputs) == count else ("",) * count
+
+    if node.op != "add" or len(node.inputs) != 2:
+        return None
+    straight, turned = node.inputs
+    x, cos = inputs(straight, "mul", 2)
+    cat, sin = inputs(turned, "mul", 2)
+    if not cat or not x or nodes[cos].kind != "constant" or nodes[sin].kind != "constant":
+        return None
+    negative, first = inputs(cat, "cat", 2)
+    (second,) = inputs(negative, "neg", 1) if negative else ("",)
+    halves = [inputs(name, "slice", 1) for name in (first, second)] if first and second else []
+    return (x, cos, sin, (straight, turned, cat, negative, first, second)) if halves == [(x,), (x,)] else None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., "RoFormer", 2021) as the library computes it: on halves."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

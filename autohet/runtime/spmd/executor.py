@@ -9,24 +9,32 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from autohet.runtime.pacing import Pace
 from autohet.runtime.spmd import collectives
 from autohet.runtime.spmd.capture import Captured
+from autohet.runtime.spmd.clock import ComputeClock
 from autohet.runtime.spmd.collectives import Collectives, own_part
 from planner.spmd.graph import Node
 from planner.spmd.layouts import Layout
 from planner.spmd.operators import SHAPED
-from planner.spmd.plan import SpmdPlan
+from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Property
+from planner.spmd.rules import axis_of
 
 
 class Executor:
-    """One rank of a plan. `parameters` are local tensors by name, each in its layout in the program (`local_part`); the caller's."""
+    """One rank of a plan. `parameters` are local tensors by name, each in its layout in the program (`local_part`); the caller's, and
+    cast to the type of the captured ones. pace: seconds that operators owe the clock, in proportion to their FLOPs."""
 
-    def __init__(self, captured: Captured, plan: SpmdPlan, group: Collectives) -> None:
-        assert group.size == len(plan.cluster.devices), f"{group.size} ranks for {len(plan.cluster.devices)} devices"
+    def __init__(
+        self, captured: Captured, plan: PlacedProgram, group: Collectives, clock: ComputeClock | None = None, pace: Pace | None = None
+    ) -> None:
+        assert group.size == plan.shares.num_devices, f"{group.size} ranks for {plan.shares.num_devices} shares"
         self.captured, self.plan, self.group = captured, plan, group
         self.graph = plan.graph
         self._last_use = self._last_uses()
+        self._clock, self._pace = clock, pace
+        self._flops_s = _flops_s(plan, group.rank, pace)
 
     def _last_uses(self) -> dict[Property, int]:
         return {used: at for at, i in enumerate(self.plan.program.instructions) for used in i.inputs}
@@ -48,10 +56,12 @@ class Executor:
     ) -> Tensor:  # fmt: skip
         name = instruction.tensor
         if instruction.op == "load":
-            return parameters[name] if name in parameters else self.local_part(given[name], name, instruction.output)
+            if name in parameters:
+                return parameters[name].to(self.captured.parameters[name].dtype)
+            return self.local_part(given[name], name, instruction.output)
         tensors = [values[used] for used in instruction.inputs]
         if instruction.op == "compute":
-            return self._compute(instruction, tensors)
+            return self._paced(instruction, self._compute(instruction, tensors))
         return self._convert(instruction, tensors[0])
 
     def local_part(self, whole: Tensor, name: str, layout: Layout) -> Tensor:
@@ -77,6 +87,16 @@ class Executor:
                 return own_part(tensor, target.dim, self.plan.lengths(name, target.dim), group.rank)
         assert instruction.op == "mask", instruction.op
         return collectives.mask(group, tensor)
+
+    def _paced(self, instruction: Instruction, result: Tensor) -> Tensor:
+        """What an operator takes on the emulated device is owed at its end, and once its output's gradient has come."""
+        owed = self._flops_s.get(instruction.tensor)
+        if owed is not None and self._clock is not None:
+            clock, (forward_s, backward_s) = self._clock, owed
+            clock.owe(forward_s)
+            if result.requires_grad:
+                result.register_hook(lambda gradient: clock.owe(backward_s))
+        return result
 
     # ---- operators ----
 
@@ -123,6 +143,20 @@ class Executor:
         count = math.prod(self.graph.by_name[node.inputs[0]].shape) / max(math.prod(node.shape), 1)
         local = math.prod(tensor.shape) / max(math.prod(shape), 1)
         return call([tensor]) * (local / count)
+
+
+def _flops_s(plan: PlacedProgram, rank: int, pace: Pace | None) -> dict[str, tuple[float, float]]:
+    """Forward and backward seconds of each operator of a rank at this pace, which is for all of them."""
+    if pace is None:
+        return {}
+    flops: dict[str, float] = {}
+    for i in plan.program.instructions:
+        node = plan.graph.by_name[i.tensor]
+        if i.op == "compute" and node.flops:
+            share = float(plan.shares.of(axis_of(plan.graph, node, i.letter))[rank]) if i.letter else 1.0
+            flops[i.tensor] = node.flops * share
+    total = sum(flops.values())
+    return {name: (pace.forward_s * part / total, pace.backward_s * part / total) for name, part in flops.items() if part}
 
 
 def _nothing(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from autohet.runtime.models import StageModel, build_stage, family_of
+from autohet.runtime.job import Job
+from autohet.runtime.models import FAMILIES, StageModel, build_stage, family_of, load_config
 from autohet.runtime.spmd.capture import Captured, capture
-from planner.spmd.decoders import WHOLE
+from planner.spmd.decoders import WHOLE, Decoder
 
 
 class _Loss(nn.Module):
@@ -25,6 +26,15 @@ def split_dims_of(config: PreTrainedConfig) -> dict[str, int]:
     """Along which dimension each parameter's state may be cut (WHOLE: none), as for pipelines."""
     specs = family_of(config).parameter_specs(config)
     return {name: WHOLE if spec.split_dim is None else spec.split_dim for name, spec in specs.items()}
+
+
+def decoder_from(job: Job, microbatch: int) -> Decoder | None:
+    """The graph of a job's model; None for a family that the runtime does not train, ConfigError where it cannot be captured."""
+    if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
+        return None
+    config, training = load_config(job.model), job.training
+    dtype = torch.float32 if training.precision == "fp32" else torch.bfloat16
+    return Decoder(capture_language_model(config, microbatch, training.sequence_length, dtype).graph, split_dims_of(config))
 
 
 def capture_language_model(config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype) -> Captured:

@@ -1,104 +1,138 @@
-"""Training steps of one rank of an SPMD plan: gradients by their layouts, the global norm for clipping, AdamW on local parts."""
+"""One worker's training in one generation of an SPMD plan: its part of every microbatch, gradients by their layouts, AdamW on local parts;
+committed as `autohet.runtime.step_commit` says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from autohet.runtime.batches import Batch
+from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import STATE_KINDS, state_name
+from autohet.runtime.pacing import Pace
 from autohet.runtime.spmd.capture import Captured
-from autohet.runtime.spmd.collectives import Collectives
+from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
 from autohet.runtime.spmd.executor import Executor
+from autohet.runtime.spmd.language_model import capture_language_model
 from autohet.runtime.state.optimizer import clip_factor, update
-from planner.spmd.plan import SpmdPlan
+from autohet.runtime.step_commit import PhaseHook, Trainer, Vote
+from planner.plan import Plan
+from planner.spmd.plan import PlacedProgram
+from recovery.peers.replication_rounds import PreservationStatus
 
-
-@dataclass(frozen=True)
-class SpmdStep:
-    """A step that every rank has applied. gradient_norm: before clipping."""
-
-    step: int
-    loss: float
-    gradient_norm: float
-    applied: bool
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUCKET_BYTES = 64 * 2**20
+"""Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves."""
 
 
 def initial_state(executor: Executor) -> dict[str, Tensor]:
     """This rank's parts of the captured model's weights, and zero moments, by state name."""
-    state = {}
+    state: dict[str, Tensor] = {}
     for name, layout in executor.plan.program.storage.items():
         if name in executor.captured.parameters:
-            whole = executor.captured.parameters[name].detach().float()
-            part = executor.local_part(whole, name, layout).clone()
-            state[state_name("param", name)] = part
-            for kind in STATE_KINDS[1:]:
-                state[state_name(kind, name)] = torch.zeros_like(part)
+            part = executor.local_part(executor.captured.parameters[name].detach().float(), name, layout).clone()
+            state |= {state_name(kind, name): part if kind == "param" else torch.zeros_like(part) for kind in STATE_KINDS}
     return state
 
 
-class SpmdTrainer:
-    """Owns a rank's state: local parts by state name, updated in place. `train_step` is called by every rank and blocks on the others.
+class SpmdTrainer(Trainer):
+    """Owns a rank's parts of the state, in the layouts of the plan's program.
 
-    phase_hook: told of "forward", "backward", "gradient_sync", "vote" and "apply" of each step.
+    captured, placed: of a model and a program that are not the job's.
     """
 
     def __init__(
-        self, captured: Captured, plan: SpmdPlan, group: Collectives, training: TrainingSection, state: dict[str, Tensor] | None = None,
-        step: int = 0, phase_hook: Callable[[str, int], None] | None = None,
+        self, config: PreTrainedConfig | None, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection,
+        device: torch.device, state: dict[str, Tensor] | None, step: int, pace: Pace | None = None, phase_hook: PhaseHook | None = None,
+        before_update: Callable[[], None] | None = None, *, preservation_status: Callable[[], PreservationStatus] | None = None,
+        captured: Captured | None = None, placed: PlacedProgram | None = None,
     ) -> None:  # fmt: skip
-        self.executor = Executor(captured, plan, group)
-        self.group, self.training, self.step = group, training, step
-        self.state = initial_state(self.executor) if state is None else state
-        self._storage = {name: layout for name, layout in plan.program.storage.items() if state_name("param", name) in self.state}
-        self._hook = phase_hook or (lambda phase, step: None)
+        (self._pipeline,) = plan.pipelines
+        if captured is None or placed is None:
+            assert config is not None, "a job's plan needs its model"
+            assert plan.spmd is not None, "the plan has no program"
+            size, dtype = self._pipeline.microbatch_sequences, DTYPES[training.precision]
+            captured = capture_language_model(config, size, training.sequence_length, dtype).on(device)
+            placed = plan.spmd.placed(captured.graph)
+        world = groups.group(plan.workers, "spmd")
+        self._compute = ComputeClock(lambda: groups.interrupted)
+        self._executor = Executor(captured, placed, ClockedGroup(world, self._compute), self._compute, pace)
+        state = initial_state(self._executor) if state is None else state
+        super().__init__(training, state, step, groups, world, device, True, phase_hook, before_update, preservation_status)
+        self._storage = {name: layout for name, layout in placed.program.storage.items() if name in captured.parameters}
+        self._gradients: dict[str, Tensor] = {}
 
-    def gradients(self, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Of this rank's parts by parameter, summed where they are replicated; and this rank's part of the loss."""
-        leaves = {name: self.state[state_name("param", name)].detach().requires_grad_() for name in self._storage}
-        self._hook("forward", self.step)
-        loss = self.executor.run(leaves, inputs)
-        self._hook("backward", self.step)
-        loss.backward()
-        found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-        self._hook("gradient_sync", self.step)
-        self._sum_replicated(found)
-        return found, loss.detach()
+    @property
+    def compute_s(self) -> float:
+        """On the host's clock, collectives taken off."""
+        return self._compute.seconds
+
+    def _leaf(self, name: str) -> Tensor:
+        """This rank's part of a weight; none of it where its share is nothing."""
+        part = self.state.get(state_name("param", name))
+        if part is None:
+            part = self._executor.local_part(self._executor.captured.parameters[name].detach().float(), name, self._storage[name])
+            assert not part.numel(), f"no state of {name}"
+        return part.detach().requires_grad_()
+
+    def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+        begin = self._clock.mark()
+        self._compute.begin()
+        leaves = {name: self._leaf(name) for name in self._storage}
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        num_targets = torch.zeros((), dtype=torch.int64, device=self._device)
+        for inputs in self._microbatches(batch):
+            self._groups.check()
+            self._enter("forward")
+            part = self._executor.run(leaves, inputs)
+            self._enter("backward")
+            part.backward()
+            loss += part.detach()
+            if self._world.rank == 0:
+                num_targets += (inputs[-1] >= 0).sum()
+        self._compute.pause()
+        passes_done = self._clock.mark()
+        self._enter("gradient_sync")
+        self._gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        self._sum_replicated(self._gradients)
+        return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
+
+    def _microbatches(self, batch: Callable[[int, range], Batch]) -> Iterator[Sequence[Tensor]]:
+        """Whole ones: every rank reads its part of them."""
+        size = self._pipeline.microbatch_sequences
+        for first in range(0, self._pipeline.num_sequences, size):
+            yield batch(self.step, range(first, first + size))
 
     def _sum_replicated(self, gradients: Mapping[str, Tensor]) -> None:
-        """One all-reduce of all gradients that are partial: those of replicated parameters (factored ones are whole already)."""
+        """Sum all gradients that are partial: those of replicated parameters (factored ones are whole already)."""
         partial = [gradients[name] for name in sorted(self._storage) if self._storage[name].kind == "replicated"]
-        if not partial:
-            return
-        flat = torch.cat([gradient.flatten() for gradient in partial])
-        self.group.all_reduce(flat)
-        for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        while partial:
+            bucket = [partial.pop()]
+            size = bucket[0].nbytes
+            while partial and size + partial[-1].nbytes <= BUCKET_BYTES:
+                size += partial[-1].nbytes
+                bucket.append(partial.pop())
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            self._world.all_reduce(flat)
+            for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
 
-    def train_step(self, inputs: Sequence[Tensor]) -> SpmdStep:
-        """The next step on a whole global batch. PeerLost, Interrupted: this rank has not changed its state."""
-        gradients, loss = self.gradients(inputs)
-        self._hook("vote", self.step)
-        squared, total = self._vote(gradients, loss)
-        norm = squared**0.5
-        self._hook("apply", self.step)
-        finite = bool(torch.isfinite(torch.tensor([squared, total])).all())
-        if finite:
-            update(self.state, gradients, self.training, self.step, clip_factor(self.training, norm))
-        self.step += 1
-        return SpmdStep(self.step - 1, total, norm, finite)
+    def _squares(self) -> Tensor:
+        """This rank's part of the squared norm: each element counts once whoever holds it."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name, gradient in self._gradients.items():
+            if self._storage[name].kind == "sharded" or self._world.rank == 0:
+                total += gradient.double().square().sum()
+        return total
 
-    def _vote(self, gradients: Mapping[str, Tensor], loss: Tensor) -> tuple[float, float]:
-        """The squared global norm, each element counted once whoever holds it, and the loss."""
-        mine = torch.zeros(2, dtype=torch.float64)
-        for name, gradient in gradients.items():
-            if self._storage[name].kind == "sharded" or self.group.rank == 0:
-                mine[0] += gradient.double().square().sum().cpu()
-        mine[1] = loss.double().cpu()
-        mine = mine.to(loss.device)
-        self.group.wait_on_host(self.group.start_all_reduce(mine))
-        squared, total = mine.tolist()
-        return squared, total
+    def _update(self, vote: Vote) -> None:
+        factor = clip_factor(self.training, vote.gradient_norm) / max(1, vote.tokens)
+        for name in sorted(self._gradients):
+            if state_name("param", name) in self.state:
+                update(self.state, {name: self._gradients[name]}, self.training, self.step, factor)
+        self._gradients = {}

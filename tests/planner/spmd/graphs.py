@@ -110,6 +110,11 @@ class Builder:
         batch, channels, height, width = self.shape(x)
         return self._add("pool", (x,), (batch, channels, height // 2, width // 2), Signature(("ab..",), "ab.."))
 
+    def pool_to(self, x: str, size: int) -> str:
+        """Adaptive pooling: of a smaller image it repeats values."""
+        batch, channels = self.shape(x)[:2]
+        return self._add("pool", (x,), (batch, channels, size, size), Signature(("ab..",), "ab.."))
+
     def graph(self) -> Graph:
         return Graph(self.nodes)
 
@@ -143,8 +148,7 @@ def vgg19(batch: int) -> Graph:
         for _ in range(count):
             x = b.unary(b.convolution(x, channels), "relu")
         x = b.pool(x)
-    x = b.reshape(x, (batch, 512), "ab..", "ab")
-    x = b.linear(x, 512 * 49)
+    x = b.reshape(b.pool_to(x, 7), (batch, 512 * 49), "ab..", "ab")
     for features in (4096, 4096):
         x = b.unary(b.linear(x, features), "relu")
     b.loss(b.linear(x, 1000))

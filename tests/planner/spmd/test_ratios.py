@@ -197,24 +197,35 @@ def test_padded_and_grouped_gathers_cross_where_the_constants_say() -> None:
         assert min(forward, key=forward.__getitem__) == cheaper
 
 
-def test_large_layers_and_experts_gain_over_data_parallelism_by_the_authors_constants() -> None:
-    """Model result, not a measurement: no overlap, no memory limit."""
-    fast, slow = 2, 6
-    cluster = authors_cluster(fast, slow)
-    even = (1 / 8,) * 8
+def gains_of(graph: Graph, cluster: SpmdCluster) -> tuple[float, float]:
+    """Over data parallelism with even shares, and with shares in proportion to speed. Model results: no overlap, no memory limit."""
     speeds = [d.flops_per_s for d in cluster.devices]
-    proportional = tuple(s / sum(speeds) for s in speeds)
-    gains = {}
-    for name, graph in (
-        ("vgg19", vgg19(256)),
-        ("moe", transformer(4, 256, 128, 768, 12, vocabulary=3000, experts=16)),
-        ("vit", transformer(4, 256, 64, 768, 12)),
-    ):
-        plan = synthesize(graph, cluster)
-        gains[name] = min(data_parallel(graph, cluster, r) for r in (even, proportional)) / plan.seconds
-    assert gains["vgg19"] > 1.5
-    assert gains["moe"] > 1.3
-    assert gains["vit"] >= 1.0 - 1e-9
+    even, proportional = (1 / len(speeds),) * len(speeds), tuple(s / sum(speeds) for s in speeds)
+    seconds = synthesize(graph, cluster).seconds
+    return data_parallel(graph, cluster, even) / seconds, data_parallel(graph, cluster, proportional) / seconds
+
+
+def in_haps_units(graph: Graph) -> Graph:
+    """FLOPs as the released code counts them, and measured devices: 3 MNK a product, convolutions without their kernel."""
+    nodes = []
+    for node in graph.nodes:
+        flops = node.flops / (18 if node.op == "conv2d" else 2)
+        nodes.append(replace(node, flops=flops, backward_flops=2 * flops))
+    return Graph(nodes)
+
+
+def test_gains_over_data_parallelism_by_the_authors_constants() -> None:
+    """BERT on 8 GPUs is reproduced: 1.19 and 1.08 in a re-simulation of the released search. VGG19 on 64 (4.1 there) lies between true
+    FLOPs and the authors' units: its gain is communication saved, so it depends on what a FLOP is, and on the pool having no weights. A
+    mixture's gain hangs on the capacity of its experts, which is not recorded with the constants: only that it is large."""
+    small, large = authors_cluster(2, 6), authors_cluster(16, 48)
+    bert = gains_of(transformer(12, 256, 128, 768, 12, vocabulary=30522), small)
+    assert bert == pytest.approx((1.19, 1.08), rel=0.02)
+    vgg = vgg19(32 * 64)
+    assert gains_of(vgg, large)[0] < 4.1 < gains_of(in_haps_units(vgg), large)[0]
+    assert gains_of(vgg, large)[0] > 3.7
+    assert min(gains_of(transformer(4, 256, 128, 768, 12, vocabulary=3000, experts=16), small)) > 1.3
+    assert min(gains_of(transformer(4, 256, 64, 768, 12), small)) >= 1.0 - 1e-9
 
 
 def test_a_deep_model_on_many_devices_is_solved_from_its_first_layers() -> None:

@@ -1,0 +1,110 @@
+"""One worker that runs a job's model as an SPMD program: the steps, votes and state of a stage of pipelines."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models.model_spec import model_spec_from_config
+from autohet.runtime.spmd.language_model import capture_language_model
+from autohet.runtime.spmd.trainer import SpmdTrainer
+from autohet.runtime.state.state_source import local_slice
+from autohet.runtime.trainer import StageTrainer
+from planner.plan import Pipeline, Plan, Stage
+from planner.spmd.costs import Device, SpmdCluster, ring_collectives
+from planner.spmd.decoders import decoder_graph
+from planner.spmd.document import StageProgram
+from planner.spmd.plan import synthesize
+from tests.harness.training_case import CPU, Case, local_state, rows_of
+
+TRAINING: dict[str, Any] = {
+    "global_batch_sequences": 4, "sequence_length": 6, "steps": 10, "precision": "fp32", "learning_rate": 5e-2, "clip_norm": 0.5,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def program_for(workers: int, speeds: tuple[float, ...], microbatch: int, split_state: bool = False) -> StageProgram:
+    decoder = decoder_graph(model_spec_from_config("m", LLAMA, precision="fp32"), microbatch, 6, "fp32")
+    assert decoder is not None
+    devices = tuple(Device(f"d{n}", speed) for n, speed in enumerate(speeds))
+    cluster = SpmdCluster(devices, ring_collectives(workers, 1e9, 1e-6))
+    return StageProgram.of(synthesize(decoder.graph, cluster, pinned=decoder.split_dims))
+
+
+def plan_of(stage: Stage) -> Plan:
+    return Plan("m", 4, 2, 6, (Pipeline((stage,), 2, 2),))
+
+
+def test_two_microbatches_of_a_program_train_as_a_stage_does() -> None:
+    plain = plan_of(Stage(0, 2, ("w",)))
+    program = plan_of(replace(plain.pipelines[0].stages[0], spmd=program_for(1, (1e12,), 2)))
+    case = Case(LLAMA, plain.to_document(), TRAINING, 3)
+    config, found = case.config(), []
+    for plan, kind in ((plain, StageTrainer), (program, SpmdTrainer)):
+        state = local_state(case, layout_of_plan(plan, config), "w")
+        trainer = kind(config, plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0), case.section(), CPU, state, 0)
+        results = [trainer.train_step(rows_of(case)) for _ in range(3)]
+        found.append(([(r.loss, r.gradient_norm, r.tokens) for r in results], trainer.state, trainer.last_vote))
+    (stage, stage_state, stage_vote), (spmd, spmd_state, vote) = found
+    assert torch.tensor(spmd) == pytest.approx(torch.tensor(stage), rel=1e-5)
+    assert stage_state.keys() == spmd_state.keys()
+    assert all(torch.allclose(stage_state[name], spmd_state[name], atol=1e-5) for name in stage_state)
+    assert (vote[0], vote[1].members) == (stage_vote[0], 1)
+
+
+@pytest.mark.parametrize("speeds", [(4e9, 1e9, 1e9), (1e9, 1e9, 1e9)])
+def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[float, ...]) -> None:
+    """Ranks are threads here; what is cut of the state, put together, is the one worker's."""
+    workers = ("a", "b", "c")
+    plain = plan_of(Stage(0, 2, ("w",)))
+    plan = plan_of(Stage(0, 2, workers, spmd=program_for(3, speeds, 2)))
+    case = Case(LLAMA, plain.to_document(), TRAINING, 3)
+    config, store = case.config(), HashStore()
+    layout = layout_of_plan(plan, config)
+    captured = capture_language_model(config, 2, 6, torch.float32)  # the exporter is for one thread
+    assert plan.spmd is not None
+    placed = plan.spmd.placed(captured.graph)
+    states = {me: local_state(case, layout, me) for me in workers}  # as is what draws them
+
+    def life(me: str) -> SpmdTrainer:
+        groups = GenerationGroups(store, 1, me, CPU, 60.0, 60.0)
+        trainer = SpmdTrainer(config, plan, me, groups, case.section(), CPU, states[me], 0, captured=captured, placed=placed)
+        trainer.results = [trainer.train_step(rows_of(case)) for _ in range(3)]  # type: ignore[attr-defined]
+        return trainer
+
+    with ThreadPoolExecutor(3) as pool:
+        trainers = list(pool.map(life, workers))
+    alone = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
+    whole = local_state(case, layout_of_plan(plain, config), "w")
+    stage = StageTrainer(config, plain, "w", alone, case.section(), CPU, whole, 0)
+    wanted = [stage.train_step(rows_of(case)) for _ in range(3)]
+    for trainer, me in zip(trainers, workers, strict=True):
+        for found, result in zip(trainer.results, wanted, strict=True):  # type: ignore[attr-defined]
+            assert (found.loss, found.gradient_norm) == pytest.approx((result.loss, result.gradient_norm), rel=1e-5)
+            assert found.tokens == result.tokens
+        for name, units in layout.units_of(me).items():
+            assert torch.allclose(trainer.state[name], local_slice(layout, name, units, whole[name]), atol=1e-5)
+
+
+def test_state_of_a_program_lies_in_the_units_of_pipelines_whatever_the_shares() -> None:
+    """Every unit of what is cut has one holder, of what is whole as many as there are workers."""
+    program = program_for(3, (4e9, 1e9, 1e9), 2)
+    plan = plan_of(Stage(0, 2, ("a", "b", "c"), spmd=program))
+    config = Case(LLAMA, plan.to_document(), TRAINING, 1).config()
+    layout, storage = layout_of_plan(plan, config), program.storage
+    for name, spec in layout.tensors.items():
+        kind = storage[name.split("/", 1)[1]].kind
+        held = [unit for worker in plan.workers for unit in layout.units_of(worker).get(name, ())]
+        times = 1 if kind == "sharded" else 3
+        assert sorted(held) == sorted([*range(spec.num_units)] * times)
+    assert {layout.kind for layout in storage.values()} >= {"sharded"}
