@@ -20,8 +20,8 @@ COMMUNICATOR_BYTES = 512 * 2**20
 """Device memory of one; measured by others: 544 to 688 MB on 4 A100 (NVIDIA/nccl issue 964); linear in its channels."""
 LEAST_OF_A_GROUP = 5
 """Of a worker that is not alone in its stage: the generation's, two for borders, its group's, and one for the sums of what no rank cuts."""
-MOSTLY = 4
-"""Of a worker alone in its stage, in most plans: the generation's, two for borders, and one for sums."""
+MOSTLY = 3
+"""At least, of a worker alone in its stage: the generation's and two for borders. (The only worker of a whole plan has none.)"""
 
 Members = tuple[str, ...]
 

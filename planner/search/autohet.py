@@ -8,7 +8,7 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search import limits
 from planner.search.bound import NO_PROOF, prove
-from planner.search.cost_tables import bound_tables, tables_of
+from planner.search.cost_tables import tables_of
 from planner.search.families import Drafter, Proposal
 from planner.search.improve import Improver, Judge, tries_for, walker
 from planner.search.judge import Costed, choose, idle_workers, plainest, rank, seconds_of, slower, why_infeasible
@@ -30,7 +30,7 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     chosen, walked, why = _improved(request, tables, ranked)
     best, _ = choose(request, [chosen])
     assert best is not None, "it is no slower than what was chosen before"
-    proof = prove(request, bound_tables(request, tables), best.step_time_s) if request.prove else NO_PROOF
+    proof = prove(request, tables, best.step_time_s) if request.prove else NO_PROOF
     tried = len(ranked) + len(rejected)
     report = SearchReport(request.clock() - begin, tried, proof.lower_bound_s, proof.gap, proof.says)
     idle = idle_workers(request, tables, best.plan)

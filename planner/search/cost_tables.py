@@ -43,14 +43,6 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
     )  # fmt: skip
 
 
-def bound_tables(request: Request, tables: Tables) -> Tables:
-    """For a lower bound: tables in which no plan needs more memory than it does. `tables`, where these are such."""
-    cost = request.cost
-    if not cost.parameters.communicator_bytes:
-        return tables
-    return tables_of(replace(request, cost=cost.assuming(replace(cost.assumed, at_least=cost.assumed.recompute))))
-
-
 def microbatch_sizes(request: Request) -> list[int]:
     """Divisors of the batch and powers of two, or the size asked for."""
     if request.microbatch_sequences is not None:

@@ -28,7 +28,7 @@ from planner.replan import replan
 from planner.search import limits
 from planner.search.autohet import placements
 from planner.search.bound import lower_bound_s
-from planner.search.cost_tables import bound_tables, tables_of
+from planner.search.cost_tables import tables_of
 from planner.search.families import Drafter
 from planner.search.improve import Improver, Judge, tries_for, walker
 from planner.search.moves import Moves
@@ -192,7 +192,7 @@ def _against_every_plan(what: str, case: Callable[[random.Random], Request], cas
 
 def proved_s(request: Request) -> float:
     """The bound as it is, however far below any plan."""
-    tables = bound_tables(request, tables_of(request))
+    tables = tables_of(request)
     supply = [resource.num_gpus for resource in tables.resources]
     depth = min(request.deepest(tables.num_blocks), sum(supply))
     return lower_bound_s(tables, request.global_batch_sequences, supply, depth, request.min_node_disjoint_holders)
