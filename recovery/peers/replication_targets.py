@@ -6,7 +6,7 @@ after each snapshot (`recovery.peers.replication`), spread so that no node takes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from recovery.state.layout import Layout, ShardId
@@ -14,7 +14,7 @@ from recovery.state.layout import Layout, ShardId
 
 @dataclass(frozen=True)
 class Peer:
-    """A node whose agent can take copies. `leaving`: it has had notice, and is chosen only where there is no other."""
+    """A node whose agent can take copies. `leaving`: it has had notice or is at risk, and is chosen only where there is no other."""
 
     node: str
     zone: str = ""
@@ -33,13 +33,14 @@ class ReplicationTarget:
 
 
 def replication_targets(
-    layout: Layout, node_by_worker: Mapping[str, str], peers: Iterable[Peer]
+    layout: Layout, node_by_worker: Mapping[str, str], peers: Iterable[Peer], at_risk: Collection[str] = ()
 ) -> dict[str, tuple[ReplicationTarget, ...]]:
-    """By worker, what its node must push so that no node alone holds anything; empty where there is no other node.
+    """By worker, what its node must push so that no node alone holds anything, nor nodes `at_risk` alone, which may all go at once; empty
+    where there is no other node.
 
-    Every shard that one node alone holds is in exactly one target, of the worker there with the least to push. Peers: another node;
-    not one that leaves, if there is another; another zone, if there is one; then whoever has the fewest bytes. Larger shards first
-    (longest processing time first, Graham 1969).
+    Every shard that one node alone holds (or those at risk) is in exactly one target, of the worker there with the least to push.
+    Peers: another node; not one that leaves, if there is another; another zone, if there is one; then whoever has the fewest bytes. Larger
+    shards first (longest processing time first, Graham 1969).
     """
     candidates = sorted(peers, key=lambda peer: peer.node)
     zones = {peer.node: peer.zone for peer in candidates}
@@ -47,7 +48,7 @@ def replication_targets(
     pushed: dict[str, int] = dict.fromkeys(layout.workers, 0)
     taken: dict[str, int] = {peer.node: 0 for peer in candidates}
     found: dict[tuple[str, str], list[ShardId]] = {}
-    for shard, workers in _alone(layout, node_by_worker):
+    for shard, workers in _alone(layout, node_by_worker, at_risk):
         choice = choices[node_by_worker[workers[0]]]
         if not choice:
             continue
@@ -63,10 +64,13 @@ def replication_targets(
     return targets
 
 
-def _alone(layout: Layout, node_by_worker: Mapping[str, str]) -> list[tuple[ShardId, tuple[str, ...]]]:
-    """Shards that one node alone holds, with their holders, largest first."""
+def _alone(
+    layout: Layout, node_by_worker: Mapping[str, str], at_risk: Collection[str]
+) -> list[tuple[ShardId, tuple[str, ...]]]:
+    """Shards that one node alone holds, or several that are all at risk, with their holders, largest first."""
     held = ((shard, layout.holders(shard)) for shard in layout.shards)
-    alone = [(s, workers) for s, workers in held if workers and len({node_by_worker[w] for w in workers}) == 1]
+    nodes = {shard: {node_by_worker[w] for w in workers} for shard, workers in held}
+    alone = [(s, layout.holders(s)) for s, n in nodes.items() if len(n) == 1 or (n and n <= set(at_risk))]
     return sorted(alone, key=lambda item: (-layout.shard_bytes(item[0]), item[0]))
 
 

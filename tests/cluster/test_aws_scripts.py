@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 
+from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.local_fleet import until
+from tests.harness.notice_sources import Case
 from tests.harness.s3_server import s3_server
 
 pytestmark = pytest.mark.cluster
@@ -55,8 +58,16 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
             "Detail": json.dumps(NOTICE),
         }
         client("events").put_events(Entries=[entry])
-        (message,) = client("sqs").receive_message(QueueUrl=made["queue"])["Messages"]
-        assert json.loads(message["Body"])["detail"] == NOTICE
+        source = QueueNotices(made["queue"])
+        try:
+            case = Case(source, say=lambda in_s: None, works=lambda: None)
+            notice = case.wait(lambda departure, _: departure is not None)
+        finally:
+            source.close()
+        assert notice is not None
+        assert notice.deadline is not None
+        assert 100 < notice.deadline - time.monotonic() <= 121
+        assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), "it is deleted"
 
 
 def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.introductions import Introductions
+from autohet.driver.sources.protocol import WatchedNode
+from autohet.driver.sources.simple import RayDrains
+from planner.cluster import NodeType
 from tests.harness.imds_server import ImdsServer
 from tests.harness.local_fleet import (
     Interference,
@@ -20,7 +29,9 @@ from tests.harness.local_fleet import (
     stop,
     trains_a_while,
     trains_at,
+    until,
 )
+from tests.harness.notice_sources import Case
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
 
@@ -28,6 +39,50 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
 def node_ids(name: str) -> dict[str, bool]:
     """Ray's ids of the nodes with this name, and whether each is alive."""
     return {n["NodeID"]: n["Alive"] for n in ray.nodes() if n["Labels"].get(ray_cluster.NAME_LABEL) == name}
+
+
+@ray.remote(num_cpus=0)
+class Lease:
+    """As an agent: while it lives, a draining node stays."""
+
+
+def test_sigterm_as_kubernetes_sends_it_is_a_notice_with_its_grace(tmp_path: Path) -> None:
+    """A pod of KubeRay runs `ray start --block`; SIGTERM drains its node for the grace that the environment names. The node has no label
+    and no cluster file names it: what it is, its metadata service says.
+    """
+    metadata = ImdsServer()
+    metadata.__enter__()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
+    command = [
+        Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=1", "--num-gpus=1", f"--address={cluster.address}",
+        "--object-store-memory=100000000", "--labels=pod=yes",
+    ]  # fmt: skip
+    grace = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "90", "AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint}
+    pod = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **grace})
+    try:
+        found = lambda: [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("pod")]  # noqa: E731
+        until(lambda: bool(found()), "the pod's node", 60)
+        (node,) = found()
+        introductions, (seen,) = Introductions(), ray_cluster.living_nodes()
+        kinds: list[NodeType] = []
+        until(lambda: bool(kinds.extend(filter(None, [introductions.node_type(seen, None)])) or kinds), "its type", 60)
+        assert (kinds[0].gpu_type, kinds[0].num_gpus) == ("A10G", 1)
+        lease = Lease.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        ray.get(lease.__ray_ready__.remote(), timeout=60)
+        pod.terminate()
+        case = Case(RayDrains(ray_cluster.draining_nodes), say=lambda in_s: None, works=lambda: None)
+        case.nodes = [WatchedNode("n", node)]
+        notice = case.wait(lambda departure, _: departure is not None)
+        assert notice is not None
+        assert notice.deadline is not None
+        assert 60 < notice.deadline - time.monotonic() <= 91
+        ray.kill(lease)
+        pod.wait(60)
+    finally:
+        pod.kill()
+        ray.shutdown()
+        cluster.shutdown()
+        metadata.__exit__(None, None, None)
 
 
 def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
@@ -61,6 +116,8 @@ def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
     ]
     assert outcome.summary["steps_lost"] == 0
     assert all(change["bytes_by_tier"]["s3"] == 0 for change in changes)
+    zones = {event["node"]: event["zone"] for event in log if event["kind"] == "arrival"}
+    assert zones["interrupted"] == "us-east-1a", "as the node says it"
     sources = [event["source"] for event in log if event["kind"] == "notice"]
     assert sources[0] == "Ray is draining it"
     assert "EC2 instance metadata" in sources[1]

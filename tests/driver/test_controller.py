@@ -4,6 +4,7 @@ import pytest
 
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Notice
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.states import Training, Waiting
@@ -153,3 +154,25 @@ def test_every_decision_gives_its_reason(moment):
     workforce.kill(controller.members[0].split("/")[0])
     run(controller, lambda: controller.ended)
     assert all(event["reason"] for event in controller.events.records if event["kind"] == "decision")
+
+
+def test_a_node_at_risk_is_told_of_once_and_trains_on():
+    controller, workforce = make()
+    run(controller, trained(controller, 5))
+    at_risk = controller.members[0].split("/")[0]
+    workforce.risks[at_risk] = Notice(at_risk, "rebalance", workforce.now, risk=True)
+    run(controller, lambda: controller.ended)
+    assert causes(controller) == []
+    assert [event["node"] for event in controller.events.records if event["kind"] == "risk"] == [at_risk]
+
+
+def test_notices_of_one_wave_are_one_change():
+    controller, workforce = make(steps=80, nodes=5)
+    run(controller, trained(controller, 5))
+    first, second = (node for node in list(workforce.nodes)[:2])
+    workforce.warn(first, 60)
+    controller.tick()
+    controller.tick()
+    workforce.warn(second, 58)
+    run(controller, lambda: controller.ended)
+    assert [change["nodes"] for change in controller.summary()["reconfigurations"]] == [[first, second]]

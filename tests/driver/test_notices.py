@@ -1,18 +1,11 @@
-"""Notices of several sources about one node, and a watch that does not give up."""
+"""Notices of several sources about one node become one."""
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Iterator
-
-import pytest
-
 from autohet.driver.control.observation import Notice
-from autohet.driver.ray.agent_actor import NoticeWatch
-from autohet.driver.sources.merge import merged
-from tests.harness.imds_server import ImdsServer
-from tests.harness.local_fleet import until
+from autohet.driver.sources.merge import Board, merged
+from autohet.driver.sources.protocol import WatchedNode
+from autohet.driver.sources.simple import Scripted
 
 EC2 = Notice("n", "EC2 instance metadata: terminate", 10.0, 130.0)
 DRAIN = Notice("n", "Ray is draining it", 11.0, 90.0)
@@ -35,33 +28,29 @@ def test_later_news_updates_earlier_and_noise_does_not() -> None:
     assert merged(Notice("n", "no deadline", 5.0), [Notice("n", "no deadline", 6.0)]) == Notice("n", "no deadline", 5.0)
 
 
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NoticeWatch, socket.socket]]:
-    """A watch whose metadata service is not there yet, and the socket that the service will listen on."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
-    found = NoticeWatch(0.02)
-    yield found, listener
-    found.close()
+def test_a_risk_stands_while_it_is_said_and_not_beside_a_departure() -> None:
+    source = Scripted()
+    board, nodes = Board([source]), [WatchedNode("n", "r")]
+    source.by_node["n"] = Notice("n", "rebalance", 1.0, risk=True)
+    assert board.look(nodes, 1.0) == []
+    source.by_node["n"] = Notice("n", "rebalance", 2.0, risk=True)
+    board.look(nodes, 2.0)
+    assert board.risks["n"].seen_at == 1.0
+    source.by_node["n"] = EC2
+    assert board.look(nodes, 3.0) == [EC2]
+    assert (board.risks, board.departures) == ({}, {"n": EC2})
+    source.by_node.clear()
+    assert board.look(nodes, 4.0) == []
+    assert board.departures == {"n": EC2}, "silence withdraws nothing"
+    board.look([], 5.0)
+    assert board.departures == {}, "the node is gone"
 
 
-def test_a_service_that_comes_late_is_heard(watch: tuple[NoticeWatch, socket.socket]) -> None:
-    notices, listener = watch
-    time.sleep(0.2)  # some questions meet a refused connection
-    assert notices.instance_type is None
-    listener.listen(8)
-    with ImdsServer(listener=listener) as server:
-        until(lambda: notices.instance_type == "g5.xlarge", "the instance type", 20)
-        server.interrupt(time.time() + 100)
-        until(lambda: notices.notice is not None, "the notice", 20)
+def test_a_source_that_breaks_takes_no_other_with_it() -> None:
+    class Broken(Scripted):
+        def notices(self, nodes: object, now: float) -> list[Notice]:
+            raise KeyError("anything")
 
-
-def test_json_that_is_too_deep_ends_no_watch(watch: tuple[NoticeWatch, socket.socket]) -> None:
-    notices, listener = watch
-    listener.listen(8)
-    with ImdsServer(listener=listener) as server:
-        server.values["spot/instance-action"] = "[" * 60_000
-        until(lambda: len(server.requests) > 10, "questions", 20)
-        server.interrupt(time.time() + 100)
-        until(lambda: notices.notice is not None, "the notice", 20)
+    source = Scripted()
+    source.by_node["n"] = EC2
+    assert Board([Broken(), source]).look([WatchedNode("n", "r")], 0.0) == [EC2]

@@ -6,6 +6,7 @@ import pytest
 
 from autohet.driver.control.observation import NodeView, Observation
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
+from autohet.driver.sources.simple import Scripted
 from autohet.runtime.job import ScriptedEvent
 from planner.cluster import Cluster, Node, cluster_from_document
 from planner.errors import ConfigError
@@ -64,7 +65,7 @@ class Recorder:
     """What a rehearsal does to the workforce."""
 
     def __init__(self) -> None:
-        self.scripted_notices: dict[str, object] = {}
+        self.scripted = Scripted()
         self.killed: list[str] = []
 
     def kill_processes(self, workers: list[str]) -> None:
@@ -79,6 +80,6 @@ def test_an_event_of_a_node_that_has_gone_meanwhile_is_left_out(caplog: pytest.L
     rehearsal = Rehearsal(script, workforce, None, lambda: 0.0)  # type: ignore[arg-type]
     for step in range(5):
         rehearsal.play(step, seen, ["small-0/0"], True)
-    assert list(workforce.scripted_notices) == ["small-0"]
+    assert list(workforce.scripted.by_node) == ["small-0"]
     assert "no small-1 is there" in caplog.text
     assert "no node of type big" in caplog.text

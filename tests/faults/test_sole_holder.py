@@ -112,7 +112,7 @@ def test_a_node_that_holds_copies_leaves_and_then_the_only_holder_is_killed(
 
     def warn(run: JobRun, seen: Observation) -> None:
         held.append(any("pushed" in path.name for path in memory_directory(tmp_path).rglob(f"{idle}-*/*")))
-        run.workforce.scripted_notices[idle] = Notice(idle, "the test", seen.now, seen.now + 100)
+        run.workforce.scripted.by_node[idle] = Notice(idle, "the test", seen.now, seen.now + 100)
 
     events = Interference()
     events.when(replicated(10), warn)
@@ -169,7 +169,7 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
         return isinstance(run.controller.state, Waiting) and killed not in seen.nodes
 
     def warn(run: JobRun, seen: Observation) -> None:
-        run.workforce.scripted_notices[leaves] = Notice(leaves, "the test", seen.now, seen.now + 60)
+        run.workforce.scripted.by_node[leaves] = Notice(leaves, "the test", seen.now, seen.now + 60)
 
     def replace_both(run: JobRun, seen: Observation) -> None:
         for _ in range(2):

@@ -89,7 +89,9 @@ class ProcessFleet:
         roots = (self.job.checkpoint.memory_directory, self.job.checkpoint.local_directory)
         memory, disk = (Path(root, self.run_id, name) for root in roots)
         address = self.address_of(name)
-        agent = self._spawn(f"agent-{name}", served_agent, name, address, self._token, str(memory), str(disk), None)
+        agent = self._spawn(
+            f"agent-{name}", served_agent, name, address, self._token, str(memory), str(disk), (), self.job, {}
+        )
         agent.ask("report")
         self._seats[name] = Seat(NodeView(Node(name, kind), self.clock()), agent, (memory, disk))
 

@@ -31,6 +31,7 @@ class ScriptedWorkforce:
     builds: int = 2
     nodes: dict[str, NodeView] = field(default_factory=dict)
     notices: dict[str, Notice] = field(default_factory=dict)
+    risks: dict[str, Notice] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
     losses: dict[str, Loss] = field(default_factory=dict)
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
@@ -67,6 +68,7 @@ class ScriptedWorkforce:
             self.inventories,
             self.checkpoint,
             self.stop_reason,
+            dict(self.risks),
         )
 
     def _live(self, process: Process) -> WorkerReport:

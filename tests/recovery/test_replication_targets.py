@@ -66,3 +66,13 @@ def test_nothing_to_do_where_every_shard_is_on_two_nodes_or_where_there_is_no_ot
         "n0/0",
         "n0/1",
     }
+
+
+def test_what_only_nodes_at_risk_hold_goes_to_one_that_is_not() -> None:
+    twice = placed(tensors_of(2), 2, [[(2, ["n0/0"])], [(2, ["n1/0"])]])
+    peers = [Peer("n0", leaving=True), Peer("n1", leaving=True), Peer("n2")]
+    targets = replication_targets(twice.layout, twice.node_by_worker, peers, {"n0", "n1"})
+    pushed = [shard for of_worker in targets.values() for target in of_worker for shard in target.shards]
+    assert sorted(pushed) == sorted(twice.layout.shards), "each once"
+    assert {target.peers[0] for of_worker in targets.values() for target in of_worker} == {"n2"}
+    assert replication_targets(twice.layout, twice.node_by_worker, peers, {"n0"}) == {}, "n1 keeps it all"

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from autohet.driver.ray.agent_actor import NoticeWatch
+from autohet.driver.sources.node_signs import NodeWatch
 from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer
@@ -71,15 +71,15 @@ def test_an_agent_reports_it_by_the_services_clock(
     server.clock_ahead_s = ahead_s  # the server takes its date from the clock that is set next
     monkeypatch.setattr(time, "time", lambda: true_time() - ahead_s)
     try:
-        watch = NoticeWatch(0.02)
+        watch = NodeWatch(["aws"], 0.02)
         deadline = time.monotonic() + 20
-        while watch.notice is None:
+        while not watch.signs():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        action, at = watch.notice
-        assert action == "terminate"
-        assert at is not None
-        assert 90 < at - time.monotonic() <= 121
+        (sign,) = watch.signs()
+        assert sign.text == "terminate"
+        assert sign.in_s is not None
+        assert 90 < sign.in_s <= 121
     finally:
         if watch is not None:
             watch.close()

@@ -140,7 +140,7 @@ class Controller(Rebuild):
             return Closing(
                 "trained to the last step", True, seen.now + self.timeouts.checkpoint_s, self.job.training.steps
             )
-        leaving = policy.find_leavers(seen, self.members, 0.2)
+        leaving = policy.find_leavers(seen, self.members)
         if leaving is not None:
             return self._on_notice(leaving, seen)
         self._release_idle_leavers(seen)

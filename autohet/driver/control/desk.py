@@ -15,9 +15,12 @@ from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.states import Building, Closing, Ended, State, Waiting
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
-from planner.cluster import Fleet
+from planner.cluster import Fleet, NodeType
 from planner.errors import ConfigError
 from planner.plan import Plan
+
+AGENT_START_S = 10.0
+"""A node is told of once its agent has said what it is; or after this time, without that."""
 
 
 class Desk:
@@ -44,6 +47,7 @@ class Desk:
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: set[str] = set()
         self._known_nodes: set[str] = set()
+        self._known_risks: set[str] = set()
         self._released: set[str] = set()
         self._mourned: set[str] = set()
         self._unfit: set[str] = set()
@@ -66,19 +70,27 @@ class Desk:
                 self._known_notices.add(name)
                 deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
                 self.events.emit("notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s)
-        for name in seen.nodes:
-            if name not in self._known_nodes:
+        self._announce_risks(seen)
+        for name, view in seen.nodes.items():
+            introduced = view.endpoint is not None or seen.now - view.joined_at > AGENT_START_S
+            if name not in self._known_nodes and introduced:
                 self._known_nodes.add(name)
-                kind = seen.nodes[name].node.node_type
-                self.events.emit(
-                    "arrival",
-                    self.generation,
-                    node=name,
-                    node_type=kind.name,
-                    gpu_type=kind.gpu_type,
-                    num_gpus=kind.num_gpus,
-                    usd_per_hour=kind.usd_per_hour,
-                )
+                self._announce_arrival(name, view.node.node_type)
+
+    def _announce_arrival(self, name: str, kind: NodeType) -> None:
+        self.events.emit(
+            "arrival", self.generation, node=name, node_type=kind.name, gpu_type=kind.gpu_type, num_gpus=kind.num_gpus,
+            usd_per_hour=kind.usd_per_hour, zone=kind.zone, spot=kind.spot,
+        )  # fmt: skip
+
+    def _announce_risks(self, seen: Observation) -> None:
+        """A node at risk goes on: what it holds is copied, from the next generation on to nodes that are not."""
+        self._known_risks &= seen.risks.keys()
+        for name in sorted(seen.risks.keys() - self._known_risks):
+            self._known_risks.add(name)
+            source = seen.risks[name].source
+            sentence = f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
+            self.events.emit("risk", self.generation, sentence, node=name, source=source)
 
     def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
         """The plan for these nodes, or why there is none."""

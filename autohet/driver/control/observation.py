@@ -13,12 +13,13 @@ from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 
 @dataclass(frozen=True)
 class Notice:
-    """A node will be taken away. `deadline` is on the controller's clock; None where the source names none."""
+    """A node will be taken away, or (`risk`) may be. `deadline` is on the controller's clock; None where the source names none."""
 
     node: str
     source: str
     seen_at: float
     deadline: float | None = None
+    risk: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,14 @@ class Observation:
     now: float
     nodes: Mapping[str, NodeView]
     notices: Mapping[str, Notice] = field(default_factory=dict)
+    """Nodes that leave."""
     reports: Mapping[str, WorkerReport] = field(default_factory=dict)
     losses: Mapping[str, Loss] = field(default_factory=dict)
     inventories: Mapping[str, Any] | None = None
     checkpoint: CheckpointState = CheckpointState()
     stop_reason: str | None = None
+    risks: Mapping[str, Notice] = field(default_factory=dict)
+    """Nodes that may be taken, or are not well, and have no other notice: they are used, and what they hold is copied to others."""
 
     def node_of(self, worker: str) -> str:
         return node_of(worker)

@@ -193,11 +193,11 @@ class OrderBook:
         if not self.job.checkpoint.replication_steps:
             return {}
         peers = [
-            Peer(name, view.node.node_type.zone, name in seen.notices)
+            Peer(name, view.node.node_type.zone, name in seen.notices or name in seen.risks)
             for name, view in seen.nodes.items()
             if view.endpoint is not None
         ]
-        return replication_targets(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers)
+        return replication_targets(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers, frozenset(seen.risks))
 
     def _bandwidth(self, seen: Observation, worker: str) -> float:
         """Bytes per second that copies of this worker's node may take of its network."""

@@ -161,13 +161,18 @@ def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
     return failed or (not report.whole and report.phase is Phase.FAILED)
 
 
-def find_leavers(observation: Observation, members: Collection[str], debounce_s: float) -> Trouble | None:
-    """Nodes of members that have a notice. Staggered notices are waited for, `debounce_s` at the most."""
+QUIET_S, TOGETHER_S, SHORT_S = 0.3, 0.6, 10.0
+"""Notices of one wave are answered together: once none came for QUIET_S, TOGETHER_S after the first at the latest; at once where less than
+SHORT_S is left."""
+
+
+def find_leavers(observation: Observation, members: Collection[str]) -> Trouble | None:
+    """Nodes of members that have a notice, once no more of the same wave are waited for."""
     nodes = {observation.node_of(worker) for worker in members}
     notices: Mapping[str, Notice] = {
         name: n for name, n in observation.notices.items() if name in nodes and name in observation.nodes
     }
-    if not notices or observation.now - min(n.seen_at for n in notices.values()) < debounce_s:
+    if not notices or _more_may_come(list(notices.values()), observation.now):
         return None
     workers = tuple(sorted(w for w in members if observation.node_of(w) in notices))
     first = min(notices.values(), key=lambda n: (n.deadline is None, n.deadline or 0.0, n.node))
@@ -177,6 +182,12 @@ def find_leavers(observation: Observation, members: Collection[str], debounce_s:
     names = ", ".join(sorted(notices))
     verb = "leaves" if len(notices) == 1 else "leave"
     return Trouble("notice", tuple(sorted(notices)), workers, first.seen_at, f"{names} {verb} {when} ({first.source})")
+
+
+def _more_may_come(notices: Sequence[Notice], now: float) -> bool:
+    seen = [notice.seen_at for notice in notices]
+    short = any(n.deadline is not None and n.deadline - now < SHORT_S for n in notices)
+    return not short and now - max(seen) < QUIET_S and now - min(seen) < TOGETHER_S
 
 
 def find_arrivals(

@@ -87,6 +87,8 @@ class Rebuild(Desk):
         self.events.emit(
             "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
             reason=state.change.reason, step=start_step, idle=list(proposal.idle), step_timeout_s=self.timeouts.step_s,
+            usd_per_hour=proposal.cost.fleet.usd_per_hour(),
+            zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}),
         )  # fmt: skip
 
     def _build(self, state: Building, seen: Observation) -> State:

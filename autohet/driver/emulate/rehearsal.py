@@ -136,7 +136,7 @@ class Rehearsal:
         logger.info("Rehearsal: %s of %s", event.event, name)
         if event.event == "notice":
             now = self._clock()
-            self._workforce.scripted_notices[name] = Notice(name, "scripted notice", now, now + event.deadline_s)
+            self._workforce.scripted.by_node[name] = Notice(name, "scripted notice", now, now + event.deadline_s)
             if self._fleet is not None:
                 self._fleet.doom(name, now + event.deadline_s)
         elif event.event == "death" and self._fleet is not None:

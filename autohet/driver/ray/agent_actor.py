@@ -7,8 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ from typing import Any
 import ray
 
 from autohet.driver.control.upkeep import Part, Prune
-from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
+from autohet.driver.sources.node_signs import InstanceFacts, NodeWatch
+from autohet.driver.sources.protocol import Sign
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, DataState
 from autohet.runtime.preparation import Preparation
@@ -28,21 +27,17 @@ from recovery.local.agent_store import AgentStore
 from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.peers.server import ShardServer
 
-logger = logging.getLogger("autohet.agent")
 NOTHING_YET = DataState()
-SELDOM = 6
-"""Polls of a metadata service that has never answered take this many times longer."""
 
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a node's agent knows: where it serves, what notice the instance has had, trouble with its disk, and how its data stands."""
+    """What a node's agent knows: where it serves, what the instance is, what is said of its end, trouble with its disk, how its data stands."""
 
     node: str
     endpoint: AgentEndpoint
-    instance_type: str | None = None
-    notice_in_s: float | None = None
-    notice: str | None = None
+    facts: InstanceFacts | None = None
+    signs: tuple[Sign, ...] = ()
     problems: tuple[str, ...] = ()
     data: DataState = NOTHING_YET
 
@@ -58,7 +53,7 @@ class AgentActor:
         token: str,
         memory_directory: str,
         disk_directory: str,
-        metadata_poll_s: float | None,
+        notice_sources: Sequence[str],
         job: Job,
         environment: Mapping[str, str],
         record: RunRecord | None = None,
@@ -73,20 +68,13 @@ class AgentActor:
         self._server = ShardServer(self._store, token, host=host)
         self._replicator = Replicator(self._store, memory_directory, token)
         self._endpoint = AgentEndpoint(node, host, self._server.port, token)
-        self._watch = None if metadata_poll_s is None else NoticeWatch(metadata_poll_s)
+        self._watch = NodeWatch(notice_sources, job.elastic.metadata_poll_s)
         self._data = Preparation(job)
 
     def report(self) -> AgentReport:
-        notice = None if self._watch is None else self._watch.notice
-        left = None if notice is None or notice[1] is None else notice[1] - time.monotonic()
+        seen = self._watch
         return AgentReport(
-            self._node,
-            self._endpoint,
-            None if self._watch is None else self._watch.instance_type,
-            left,
-            notice and notice[0],
-            self._store.problems,
-            self._data.state,
+            self._node, self._endpoint, seen.facts, seen.signs(), self._store.problems, self._data.state
         )
 
     @ray.method(concurrency_group="witness")
@@ -114,8 +102,7 @@ class AgentActor:
 
     def close(self, forget_snapshots: bool) -> None:
         """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._data.close()
         self._replicator.close()
         self._server.close()
@@ -127,37 +114,3 @@ class AgentActor:
                 for parent in (directory.parent, directory.parent.parent):  # the run's, once its last node has left it
                     with suppress(OSError):
                         parent.rmdir()
-
-
-class NoticeWatch:
-    """Polls the EC2 instance metadata in an owned thread. Where none answers, as off EC2, it goes on asking, more seldom: a service that
-    was away when the node booted would else never be heard.
-    """
-
-    def __init__(self, poll_s: float) -> None:
-        self.notice: tuple[str, float | None] | None = None
-        """The action, and the moment of it on this process's monotonic clock."""
-        self.instance_type: str | None = None
-        self._poll_s = poll_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="notice-watch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        metadata, pause, said = InstanceMetadata(), 0.0, ""
-        while not self._stop.wait(pause):
-            try:
-                self.instance_type = self.instance_type or metadata.instance_type()
-                found = metadata.interruption()
-            except MetadataUnavailable as error:
-                if str(error) != said:
-                    said = str(error)
-                    logger.info("The EC2 instance metadata does not answer: %s", said)
-                pause = self._poll_s if self.instance_type else self._poll_s * SELDOM
-                continue
-            pause = self._poll_s
-            self.notice = None if found is None else (found.action, found.deadline)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)

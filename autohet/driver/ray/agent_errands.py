@@ -18,7 +18,7 @@ logger = logging.getLogger("autohet")
 
 @dataclass
 class Inquiry:
-    """Every agent's inventory, asked for because these nodes leave while nobody trains."""
+    """Every agent's inventory, asked for because these nodes leave while nobody trains, or are at risk."""
 
     leaving: frozenset[str]
     until: float
@@ -37,6 +37,7 @@ class AgentErrands:
         self._inquiry: Inquiry | None = None
         self._handed: tuple[int, frozenset[str]] | None = None
         self._handovers: dict[Any, str] = {}
+        self._insured: frozenset[str] = frozenset()
 
     def release(self, node: str, agent: Any, deadline: float | None, now: float) -> None:
         """This node may go once nothing on it is needed; its agent takes no more copies from now on."""
@@ -53,7 +54,7 @@ class AgentErrands:
 
     def run(
         self, agents: Mapping[str, Any], endpoints: Mapping[str, AgentEndpoint], leaving: Collection[str],
-        reports: Mapping[str, WorkerReport], durable: Age | None, now: float,
+        reports: Mapping[str, WorkerReport], durable: Age | None, now: float, at_risk: Collection[str] = (),
     ) -> list[str]:  # fmt: skip
         """One round; returns the nodes whose agents may end."""
         prune = self.upkeep.prune(reports, durable)
@@ -63,24 +64,30 @@ class AgentErrands:
         for node, newest in self._calls.take(self._refusals):
             if node in self.upkeep.leaving:
                 self.upkeep.leaving[node].newest_copy, self.upkeep.leaving[node].told = newest, True
-        self._hand_over(agents, endpoints, frozenset(leaving) & frozenset(agents), reports, now)
+        here = frozenset(agents)
+        self._hand_over(agents, endpoints, frozenset(leaving) & here, frozenset(at_risk) & here, reports, now)
         ended = self.upkeep.unneeded(reports, durable, now)
         for node in ended:
             self.forget(node)
         return ended
 
     def _hand_over(
-        self, agents: Mapping[str, Any], endpoints: Mapping[str, AgentEndpoint], leaving: frozenset[str],
+        self, agents: Mapping[str, Any], endpoints: Mapping[str, AgentEndpoint], leaving: frozenset[str], at_risk: frozenset[str],
         reports: Mapping[str, WorkerReport], now: float,
     ) -> None:  # fmt: skip
-        """While nobody trains, no round and no restore brings away what a leaving node alone keeps: its agent must."""
+        """While nobody trains, no round and no restore brings away what a leaving node alone keeps: its agent must. What nodes at risk
+        alone keep is copied once, when the risk is new, while all train; the next generation's rounds see to it from then on.
+        """
         for node, num_bytes in self._calls.take(self._handovers):
             logger.info("%s has handed over %d bytes that it alone kept", node, num_bytes)
         if self._inquiry is not None:
             self._finish(self._inquiry, agents, endpoints, now)
         case = (self.upkeep.generation, leaving)
-        if self._inquiry is None and leaving and case != self._handed and self.upkeep.stranded(reports):
-            self._handed = case
+        stranded = leaving and case != self._handed and self.upkeep.stranded(reports)
+        self._insured &= at_risk
+        if self._inquiry is None and (stranded or at_risk - self._insured):
+            self._handed, self._insured = case if stranded else self._handed, at_risk
+            leaving |= at_risk
             asked = {self._calls.ask(agent, "inventory"): node for node, agent in agents.items()}
             self._inquiry = Inquiry(leaving, now + self._timeouts.quiesce_s, asked)
 
@@ -95,6 +102,6 @@ class AgentErrands:
         stay = [endpoint for node, endpoint in sorted(endpoints.items()) if node not in inquiry.leaving]
         for node, parts in self.upkeep.precious(inquiry.holdings, inquiry.leaving).items():
             if node in agents and stay:
-                logger.info("%s leaves while nobody trains: it hands over what it alone keeps", node)
+                logger.info("%s hands over what nodes that stay do not keep", node)
                 call = self._calls.ask(agents[node], "hand_over", parts, stay, self._timeouts.transfer_s)
                 self._handovers[call] = node

@@ -16,18 +16,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.control.data_watch import DataWatch
 from autohet.driver.control.durable import Durable
-from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import Loss, NodeView, Observation
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_actor import AgentActor, AgentReport
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.environment import forwarded_environment
+from autohet.driver.ray.introductions import Introductions
 from autohet.driver.ray.polling import Poller, RayCalls
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.driver.ray.worker_actor import WorkerActor
-from autohet.driver.sources.merge import merged
+from autohet.driver.sources.choose import make_sources
+from autohet.driver.sources.merge import Board
+from autohet.driver.sources.protocol import WatchedNode
+from autohet.driver.sources.simple import RayDrains, Scripted
+from autohet.driver.sources.spot_prices import SpotPrices, live_node_type
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace, WorkerReport
 from autohet.runtime.process_log import RunRecord
@@ -40,7 +45,6 @@ logger = logging.getLogger("autohet")
 NODE_POLL_S = 0.25  # nodes, agents and drains
 CALM_TICK_S = 0.05  # between two rounds of reports while all train; each costs every worker a little of its interpreter
 BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfiguration does not wait for its driver
-METADATA = "EC2 instance metadata"
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
@@ -80,7 +84,10 @@ class RayWorkforce:
         self.clock = clock
         self.timeouts = job.elastic.timeouts()
         self.stop_reason: str | None = None
-        self.scripted_notices: dict[str, Notice] = {}
+        self.scripted = Scripted()
+        self._drains = RayDrains(ray_cluster.draining_nodes, NODE_POLL_S)
+        self._board = Board(make_sources(job.elastic, self._drains, self.scripted))
+        self._introductions, self._prices = Introductions(), SpotPrices()
         self._token = secrets.token_hex(16)
         self._worker_threads = worker_threads
         self._record = record
@@ -89,12 +96,10 @@ class RayWorkforce:
         self._refused: set[str] = set()
         self._workers: dict[str, Any] = {}
         self._losses: dict[str, Loss] = {}
-        self._notices: dict[str, Notice] = {}
         self._agents = Poller(lambda handle: handle.report.remote())
         self._reports = Poller(lambda handle: handle.report.remote())
         self._rendezvous = Rendezvous(ray_cluster.head_address())
         self._nodes_read_at = self._observed_at = -math.inf
-        self._drains: dict[str, float | None] = {}
         self._agent_starts: Counter[str] = Counter()
         self._stillborn: Counter[str] = Counter()
         calls = RayCalls()
@@ -113,7 +118,6 @@ class RayWorkforce:
             self._read_nodes(now)
             self._agents.poll(0.0, self.clock)
             self._data.judge({name: a.value.data for name, a in self._agents.answers.items() if a.value}, now)
-            self._drains = ray_cluster.draining_nodes() if "ray" in self.job.elastic.notice_sources else {}
         fresh = self._reports.poll(0.05, self.clock)
         now = self.clock()
         self._find_losses(now)
@@ -121,12 +125,14 @@ class RayWorkforce:
         reports = {
             w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
         }
+        self._read_notices(now)
         self._run_errands(reports, now)
         new = {report.worker for report in fresh}
         reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
-            now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=self._read_notices(now), reports=reports,
-            losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(), stop_reason=self.stop_reason,
+            now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=dict(self._board.departures),
+            reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
+            stop_reason=self.stop_reason, risks=dict(self._board.risks),
         )  # fmt: skip
 
     def _pause(self) -> None:
@@ -145,7 +151,11 @@ class RayWorkforce:
         report: AgentReport | None = None if answer is None else answer.value
         if report is None:
             return seat.view
-        return replace(seat.view, endpoint=report.endpoint, data=self._data.states.get(seat.view.node.name))
+        facts, node = report.facts, seat.view.node
+        price = None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
+        kind = live_node_type(node.node_type, facts, seat.ray_node.labels, price)
+        data = self._data.states.get(node.name)
+        return replace(seat.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data)
 
     def _read_nodes(self, now: float) -> None:
         alive = {node.node_id: node for node in ray_cluster.living_nodes()}
@@ -158,23 +168,22 @@ class RayWorkforce:
     def _seat(self, node: RayNode, now: float) -> None:
         """Give a new node its name and its agent; a node whose facts are missing is refused once, with a warning."""
         try:
-            kind = ray_cluster.node_type_of(node, self.cluster)
+            kind = self._introductions.node_type(node, self.cluster)
         except ConfigError as error:
             self._refused.add(node.node_id)
             logger.warning("A node at %s is not used: %s", node.address, error)
             return
+        if kind is None:
+            return  # it is asked
         name = node.labels.get(ray_cluster.NAME_LABEL) or self._free_name(node.group)
         self._names[node.node_id] = name
         directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
         agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
-            name, node.address, self._token, self._memory(directory), self._disk(directory), self._metadata_poll(),
+            name, node.address, self._token, self._memory(directory), self._disk(directory), self.job.elastic.notice_sources,
             self.job, forwarded_environment(), self._record,
         )  # fmt: skip
         self._seats[name] = Seat(node, NodeView(Node(name, kind), now), agent, directory)
         self._agents.add(name, agent, now)
-
-    def _metadata_poll(self) -> float | None:
-        return self.job.elastic.metadata_poll_s if "aws" in self.job.elastic.notice_sources else None
 
     def _memory(self, directory: str) -> str:
         return f"{self.job.checkpoint.memory_directory}/{directory}"
@@ -197,7 +206,6 @@ class RayWorkforce:
                 del self._losses[worker]
             if worker in self._workers:
                 self._lose(worker, reason, now)
-        self.scripted_notices.pop(name, None)
 
     def _find_losses(self, now: float) -> None:
         for worker, answer in self._reports.answers.items():
@@ -246,32 +254,21 @@ class RayWorkforce:
             reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
         self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
 
-    def _read_notices(self, now: float) -> dict[str, Notice]:
-        """One notice a node, from all sources, for as long as the node is there."""
-        known = {name: notice for name, notice in self._notices.items() if name in self._seats}
-        for name, seat in self._seats.items():
-            notice = merged(known.get(name), self._heard(name, seat, now))
-            if notice is not None and notice != known.get(name):
-                known[name] = notice
-                if notice.source.startswith(METADATA):
-                    left = None if notice.deadline is None else notice.deadline - now
-                    ray_cluster.drain(seat.ray_node.node_id, "spot interruption notice", left)
-        self._notices = known
-        return dict(known)
+    def _read_notices(self, now: float) -> None:
+        """A node that leaves and that Ray does not drain yet is drained, so that the autoscaler replaces it."""
+        for notice in self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now):
+            seat = self._seats[notice.node]
+            if notice.node not in self.scripted.by_node and seat.ray_node.node_id not in self._drains.known:
+                left = None if notice.deadline is None else notice.deadline - now
+                ray_cluster.drain(seat.ray_node.node_id, notice.source, left)
 
-    def _heard(self, name: str, seat: Seat, now: float) -> list[Notice]:
-        """What each source says of a node now."""
-        heard = [self.scripted_notices[name]] if name in self.scripted_notices else []
+    def _watched(self, name: str, seat: Seat) -> WatchedNode:
         answer = self._agents.answers.get(name)
         report: AgentReport | None = None if answer is None else answer.value
-        if answer is not None and report is not None and report.notice is not None:
-            asked = now if answer.heard_at is None else answer.heard_at
-            deadline = None if report.notice_in_s is None else asked + report.notice_in_s
-            heard.append(Notice(name, f"{METADATA}: {report.notice}", now, deadline))
-        if seat.ray_node.node_id in self._drains:
-            left = self._drains[seat.ray_node.node_id]
-            heard.append(Notice(name, "Ray is draining it", now, None if left is None else self._nodes_read_at + left))
-        return heard
+        if answer is None or report is None or answer.heard_at is None:
+            return WatchedNode(name, seat.ray_node.node_id)
+        instance = None if report.facts is None else report.facts.instance_id
+        return WatchedNode(name, seat.ray_node.node_id, instance, report.signs, answer.heard_at)
 
     # inventories -----------------------------------------------------------------------------------------------------
 
@@ -284,8 +281,9 @@ class RayWorkforce:
         views = {name: self._view(seat) for name, seat in self._seats.items()}
         endpoints = {name: view.endpoint for name, view in views.items() if view.endpoint is not None}
         manifest = self.durable.state().manifest
+        board = self._board
         durable = None if manifest is None else (manifest.generation, manifest.step)
-        for name in self._errands.run(agents, endpoints, self._notices, reports, durable, now):
+        for name in self._errands.run(agents, endpoints, board.departures, reports, durable, now, board.risks):
             if name in self._seats:
                 ray.kill(self._seats[name].agent)
 
@@ -363,7 +361,7 @@ class RayWorkforce:
         if seat is None or seat.released:
             return
         seat.released = True
-        notice = self._notices.get(node)
+        notice = self._board.departures.get(node)
         self._errands.release(node, seat.agent, None if notice is None else notice.deadline, self.clock())
 
     def next_generation_store(self, generation: int) -> tuple[str, int]:
@@ -388,6 +386,8 @@ class RayWorkforce:
         for handle in [*self._workers.values(), *(seat.agent for seat in self._seats.values())]:
             ray.kill(handle)
         self._workers.clear()
+        self._board.close()
+        self._prices.close()
         self._rendezvous.close()
 
 

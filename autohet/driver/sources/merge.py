@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from autohet.driver.control.observation import Notice
+from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 
+logger = logging.getLogger("autohet")
 SAME_MOMENT_S = 2.0
 """Deadlines this close are the same: they are told in whole seconds and counted from the moment of an answer."""
 
@@ -27,3 +30,51 @@ def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
 
 def _deadline(notice: Notice) -> float:
     return math.inf if notice.deadline is None else notice.deadline
+
+
+@dataclass
+class Board:
+    """One departure and one risk a node, from all sources, for as long as the node is there. A risk stands while somebody says so, and
+    not beside a departure.
+    """
+
+    sources: Sequence[NoticeSource]
+    departures: dict[str, Notice] = field(default_factory=dict)
+    risks: dict[str, Notice] = field(default_factory=dict)
+    _broken: set[str] = field(default_factory=set)
+
+    def look(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        """One round; the departures that are new or changed."""
+        names = {node.name for node in nodes}
+        heard = [notice for source in self.sources for notice in self._ask(source, nodes, now) if notice.node in names]
+        before = {name: notice for name, notice in self.departures.items() if name in names}
+        self.departures = {
+            name: notice
+            for name in names
+            if (notice := merged(before.get(name), [n for n in heard if n.node == name and not n.risk])) is not None
+        }
+        self.risks = self._standing_risks([n for n in heard if n.risk])
+        return [notice for name, notice in sorted(self.departures.items()) if notice != before.get(name)]
+
+    def _standing_risks(self, heard: Sequence[Notice]) -> dict[str, Notice]:
+        found: dict[str, Notice] = {}
+        for notice in heard:
+            if notice.node not in self.departures and notice.node not in found:
+                known = self.risks.get(notice.node, notice)
+                found[notice.node] = replace(notice, seen_at=known.seen_at)
+        return found
+
+    def _ask(self, source: NoticeSource, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        """One source that is broken takes no other with it."""
+        try:
+            return source.notices(nodes, now)
+        except Exception as error:  # noqa: BLE001
+            what = f"{type(source).__name__} failed: {type(error).__name__}: {error}"
+            if what not in self._broken:
+                self._broken.add(what)
+                logger.warning("A source of notices, %s", what)
+            return []
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()

@@ -5,7 +5,7 @@ from typing import Literal
 
 from autohet.runtime.job.sections import require, require_at_least, require_positive
 
-NOTICE_SOURCES = ("ray", "aws", "script")
+NOTICE_SOURCES = ("ray", "aws", "gpu", "queue", "file", "script")
 SHORTEST_STEP_TIMEOUT_S = 60.0
 """A first step compiles, connects and touches memory: what a prediction of steady steps does not know."""
 STEP_TIMEOUT_RATIO = 10.0
@@ -100,9 +100,16 @@ class ElasticSection:
     max_failures_in_a_row: int = 5
     """Reconfigurations that may fail one after another, without a committed step between, before the run fails."""
     notice_sources: tuple[str, ...] = NOTICE_SOURCES
-    """ray: node draining; aws: EC2 instance metadata; script: the events below."""
-    metadata_poll_s: float = 5.0
-    """Between two looks at the instance metadata (aws)."""
+    """ray: node draining (KubeRay's SIGTERM too); aws: EC2 instance metadata; gpu: NVML; queue: `notice_queue`; file: `notice_file` or
+    `notice_command`; script: the events below."""
+    metadata_poll_s: float = 1.0
+    """Between two looks at the instance metadata, the GPUs' health, `notice_file` or `notice_command`."""
+    notice_queue: str | None = None
+    """URL of the SQS queue that `scripts/aws/prepare` makes; it is read by this job alone."""
+    notice_file: str | None = None
+    """A file of JSON lines on the driver's machine: {"node": "g5-0", "in_s": 90} (autohet/driver/sources/script_file.py)."""
+    notice_command: tuple[str, ...] = ()
+    """A command whose output is read as `notice_file` is."""
     request_nodes: dict[str, int] | None = None
     """Nodes to ask Ray's autoscaler for, by node type of the cluster file; null: what the best plan of the
     largest fleet uses, and `min_workers` at the least; {}: none."""

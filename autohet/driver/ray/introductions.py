@@ -1,0 +1,53 @@
+"""A new node's type: by its labels or the cluster file; of a type that is in neither, the node itself is asked."""
+
+from __future__ import annotations
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.cluster import RayNode
+from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
+from planner.cluster import Cluster, NodeType
+from planner.errors import ConfigError
+
+
+@ray.remote(num_cpus=0, max_retries=1)
+def ask_instance_type() -> str | None:
+    """What the metadata service of the machine that this runs on calls it; None off EC2."""
+    try:
+        return InstanceMetadata().instance_type()
+    except MetadataUnavailable:
+        return None
+
+
+class Introductions:
+    """Owned by the workforce and called from its thread; never waits for a node."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, ray.ObjectRef] = {}
+
+    def node_type(self, node: RayNode, cluster: Cluster | None) -> NodeType | None:
+        """None while the node has not answered.
+
+        Raises:
+            ConfigError: a fact is missing, and the node's instance type does not supply it.
+        """
+        try:
+            return ray_cluster.node_type_of(node, cluster)
+        except ConfigError:
+            if node.node_id not in self._asked:
+                affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+                self._asked[node.node_id] = ask_instance_type.options(scheduling_strategy=affinity).remote()
+            ready, _ = ray.wait([self._asked[node.node_id]], timeout=0)
+            if not ready:
+                return None
+            return ray_cluster.node_type_of(node, cluster, self._answer(self._asked.pop(node.node_id)))
+
+    def _answer(self, ref: ray.ObjectRef) -> str | None:
+        try:
+            found: str | None = ray.get(ref, timeout=5)
+        except RayError:
+            return None
+        return found

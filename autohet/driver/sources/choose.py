@@ -1,0 +1,24 @@
+"""The driver's sources of notices for one job."""
+
+from __future__ import annotations
+
+from autohet.driver.sources.protocol import NoticeSource
+from autohet.driver.sources.script_file import ScriptNotices
+from autohet.driver.sources.simple import AgentSigns, RayDrains, Scripted
+from autohet.driver.sources.sqs_queue import QueueNotices
+from autohet.runtime.job.elastic import ElasticSection
+
+
+def make_sources(
+    elastic: ElasticSection, drains: RayDrains, scripted: Scripted
+) -> list[NoticeSource]:
+    """Those that the job names; of what nodes see themselves, their agents watch only what it names."""
+    named = elastic.notice_sources
+    found: list[NoticeSource] = [AgentSigns(), scripted]
+    if "ray" in named:
+        found.append(drains)
+    if "queue" in named and elastic.notice_queue:
+        found.append(QueueNotices(elastic.notice_queue))
+    if "file" in named and (elastic.notice_file or elastic.notice_command):
+        found.append(ScriptNotices(elastic.notice_file, elastic.notice_command, elastic.metadata_poll_s))
+    return found

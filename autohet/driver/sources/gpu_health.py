@@ -1,0 +1,139 @@
+"""The health of a node's GPUs by NVML, through `pynvml` (nvidia-ml-py): Xid events, uncorrectable ECC errors, throttling, temperature.
+
+Sources: NVIDIA "Xid Errors" (which of them are the hardware's), "NVML API Reference" (event sets, clocks event reasons, thresholds).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from autohet.driver.sources.protocol import Sign
+
+SOURCE = "GPU health"
+XID_OF_HARDWARE = {
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    95: "uncontained memory error",
+    119: "GSP does not answer",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+}
+"""Those after which the device computes nothing or nonsense until it is reset; all others are errors of programs, or mended."""
+THROTTLED_S = 30.0
+"""Clocks that the hardware holds down for this long are no moment's heat."""
+MOST_EVENTS = 64  # of one look, so that a storm of events ends
+
+
+class GpuHealth:
+    """One node's GPUs. Called from one thread. `library`: the module `pynvml`, or what stands for it in a test.
+
+    Raises on construction whatever NVML raises where there is no driver: the watch asks again, more seldom.
+    """
+
+    def __init__(self, library: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._nvml, self._clock = library or _pynvml(), clock
+        self._nvml.nvmlInit()
+        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        self._events = self._event_set()
+        self._ecc = [self._ecc_errors(handle) for handle in self._handles]
+        self._failed: dict[str, None] = {}
+        self._held_since: dict[int, float] = {}
+
+    def look(self) -> list[Sign]:
+        """What is wrong now; what makes a device unfit stays said."""
+        self._take_events()
+        risks: list[str] = []
+        for index, handle in enumerate(self._handles):
+            try:
+                self._check_ecc(index, handle)
+                risks += self._strain(index, handle)
+            except self._nvml.NVMLError as error:
+                if error.value != self._nvml.NVML_ERROR_GPU_IS_LOST:
+                    raise
+                self._failed[f"GPU {index} is lost"] = None
+        failed = [Sign(SOURCE, text) for text in self._failed]
+        return failed + [Sign(SOURCE, text, risk=True) for text in risks]
+
+    def _event_set(self) -> Any:
+        """Registered for Xid events; None where no device has them."""
+        events, registered = self._nvml.nvmlEventSetCreate(), 0
+        for handle in self._handles:
+            with suppress(self._nvml.NVMLError):
+                self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+                registered += 1
+        return events if registered else None
+
+    def _take_events(self) -> None:
+        for _ in range(MOST_EVENTS if self._events is not None else 0):
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+            except self._nvml.NVMLError as error:
+                if error.value == self._nvml.NVML_ERROR_TIMEOUT:
+                    return
+                raise
+            xid = int(event.eventData)
+            if xid in XID_OF_HARDWARE:
+                self._failed[f"Xid {xid}, {XID_OF_HARDWARE[xid]}"] = None
+
+    def _ecc_errors(self, handle: Any) -> int:
+        return int(
+            self._read(
+                "nvmlDeviceGetTotalEccErrors",
+                handle,
+                self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                self._nvml.NVML_VOLATILE_ECC,
+            )
+            or 0
+        )
+
+    def _check_ecc(self, index: int, handle: Any) -> None:
+        """Errors since this process first looked: those before it are of an earlier program, or of a reset that mended them."""
+        new = self._ecc_errors(handle) - self._ecc[index]
+        if new > 0:
+            self._failed[f"GPU {index} has uncorrectable ECC errors"] = None
+
+    def _strain(self, index: int, handle: Any) -> list[str]:
+        nvml, found = self._nvml, []
+        reasons = self._read("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # a driver before 535
+            reasons = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        held = int(reasons) & (
+            nvml.nvmlClocksEventReasonHwThermalSlowdown | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+        )
+        if not held:
+            self._held_since.pop(index, None)
+        elif self._clock() - self._held_since.setdefault(index, self._clock()) >= THROTTLED_S:
+            why = "heat" if held & nvml.nvmlClocksEventReasonHwThermalSlowdown else "its power supply"
+            found.append(f"GPU {index} is throttled by {why}")
+        heat = self._read("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
+        limit = self._read("nvmlDeviceGetTemperatureThreshold", handle, nvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN)
+        if heat is not None and limit and heat >= limit - 1:
+            found.append(f"GPU {index} is about to shut down for heat")
+        return found
+
+    def _read(self, name: str, *arguments: Any) -> Any:
+        """What a device answers; None where it does not know the question (ECC on a consumer's card)."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except self._nvml.NVMLError as error:
+            if error.value == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                raise
+            return None
+
+    def close(self) -> None:
+        with suppress(self._nvml.NVMLError):
+            if self._events is not None:
+                self._nvml.nvmlEventSetFree(self._events)
+            self._nvml.nvmlShutdown()
+
+
+def _pynvml() -> Any:
+    import pynvml
+
+    return pynvml

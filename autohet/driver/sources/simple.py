@@ -1,0 +1,70 @@
+"""Sources that only have to be read: what agents have said, Ray's drains, the script of a rehearsal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from autohet.driver.control.observation import Notice
+from autohet.driver.sources.protocol import WatchedNode
+
+
+class AgentSigns:
+    """What the nodes' agents see: the instance metadata, the GPUs' health (`node_signs`)."""
+
+    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        return [
+            Notice(
+                node.name,
+                f"{sign.source}: {sign.text}",
+                now,
+                None if sign.in_s is None else node.heard_at + sign.in_s,
+                sign.risk,
+            )
+            for node in nodes
+            for sign in node.signs
+        ]
+
+    def close(self) -> None:
+        """Agents are ended by the workforce."""
+
+
+class RayDrains:
+    """Nodes that Ray drains: told so by the autoscaler, by `ray drain-node`, or by a node that had SIGTERM, as a pod of KubeRay gets when
+    it is to go (`ray start --block` drains its own node for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S).
+
+    read: Ray's node id -> seconds left (None: no deadline named), asked every `poll_s` at the most. `known`: the deadlines of the last
+    answer, by Ray's node id.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, float | None]], poll_s: float = 0.0) -> None:
+        self.known: dict[str, float | None] = {}
+        self._read, self._poll_s, self._read_at = read, poll_s, -math.inf
+
+    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        if now - self._read_at >= self._poll_s:
+            self.known = {node: None if left is None else now + left for node, left in self._read().items()}
+            self._read_at = now
+        return [
+            Notice(node.name, "Ray is draining it", now, self.known[node.ray_id])
+            for node in nodes
+            if node.ray_id in self.known
+        ]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Scripted:
+    """Notices that a rehearsal gives; whoever plays it writes `by_node`."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[str, Notice] = {}
+
+    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        names = {node.name for node in nodes}
+        self.by_node = {name: notice for name, notice in self.by_node.items() if name in names}
+        return list(self.by_node.values())
+
+    def close(self) -> None:
+        """Nothing was started."""

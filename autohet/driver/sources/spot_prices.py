@@ -1,0 +1,89 @@
+"""Prices of spot instances by EC2's `describe_spot_price_history`; where nobody answers, the catalogue's dated on-demand price stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from autohet.driver.sources.node_signs import InstanceFacts
+from autohet.driver.sources.watch import Watch
+from planner.cluster import NodeType
+
+POLL_S = 300.0
+PRICE_LABEL = "autohet.io/usd-per-hour"
+Prices = Mapping[tuple[str, str], float]
+"""Dollars an hour by instance type and zone."""
+
+
+def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """The newest price of each type and zone in the answer's pages; what cannot be read is left out."""
+    found: dict[tuple[str, str], tuple[datetime, float]] = {}
+    for page in pages:
+        for entry in page.get("SpotPriceHistory", ()):
+            try:
+                key = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))
+                moment, price = entry["Timestamp"], float(entry["SpotPrice"])
+                if price > 0 and (key not in found or found[key][0] < moment):
+                    found[key] = (moment, price)
+            except (KeyError, TypeError, ValueError):
+                continue
+    return {key: price for key, (_, price) in found.items()}
+
+
+class SpotPrices:
+    """Owns a thread from the first question on. A type that was never asked for is looked up from then on."""
+
+    def __init__(self, make_client: Callable[[str], Any] | None = None, poll_s: float = POLL_S) -> None:
+        self._make, self._poll_s = make_client or ec2_client, poll_s
+        self._wanted: set[str] = set()
+        self._region = ""
+        self._watch: Watch[Prices] | None = None
+
+    def usd_per_hour(self, instance_type: str, zone: str) -> float | None:
+        """The price that stands, or None while none is known. Never blocks."""
+        if instance_type not in self._wanted:
+            self._wanted, self._region = self._wanted | {instance_type}, self._region or region_of(zone)
+            if self._watch is None:
+                self._watch = Watch("EC2's spot price history", self._ask, self._poll_s)
+            else:
+                self._watch.ask_now()
+        return None if self._watch is None else (self._watch.answer or {}).get((instance_type, zone))
+
+    def _ask(self) -> Prices:
+        """The prices that stand now: with a start that is now, EC2 answers with those in effect."""
+        client = self._make(self._region)
+        pages = client.get_paginator("describe_spot_price_history").paginate(
+            InstanceTypes=sorted(self._wanted), ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(UTC)
+        )
+        return newest_prices(pages)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+
+def region_of(zone: str) -> str:
+    """us-east-1 of us-east-1a; us-west-2 of the local zone us-west-2-lax-1a."""
+    found = re.match(r"[a-z]+(-[a-z]+)+-\d+", zone)
+    return found.group(0) if found else ""
+
+
+def ec2_client(region: str) -> Any:
+    import boto3
+
+    return boto3.client("ec2", region_name=region or None)
+
+
+def live_node_type(
+    kind: NodeType, facts: InstanceFacts | None, labels: Mapping[str, str], usd_per_hour: float | None
+) -> NodeType:
+    """What is known of a node's type, with the zone and market that the node itself names; a spot node has the spot price unless a label
+    says what is paid."""
+    if facts is None:
+        return kind
+    spot = facts.market == "spot"
+    priced = spot and usd_per_hour is not None and PRICE_LABEL not in labels
+    return replace(kind, zone=facts.zone, spot=spot, usd_per_hour=usd_per_hour if priced else kind.usd_per_hour)

@@ -1,0 +1,59 @@
+"""A question that is asked over and over in a thread of its own, whether it is answered or not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger("autohet.sources")
+T = TypeVar("T")
+SELDOM = 6
+"""A question that has never been answered is asked this many times more seldom: off EC2 nobody will ever answer."""
+
+
+class Watch(Generic[T]):
+    """Owns its thread. `answer` is the newest one, None before the first. A question that fails is asked again, whatever it raised; the
+    same failure is logged once.
+    """
+
+    def __init__(self, name: str, ask: Callable[[], T], poll_s: float) -> None:
+        self.answer: T | None = None
+        self.trouble = ""
+        """Why the last question failed; empty where it did not."""
+        self._name, self._ask, self._poll_s = name, ask, poll_s
+        self._wake, self._asked, self._closed = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name=f"watch-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        pause, said = 0.0, ""
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            if self._closed:
+                return
+            try:
+                self.answer, self.trouble = self._ask(), ""
+                pause = self._poll_s
+            except Exception as error:  # noqa: BLE001  (the thread's edge: a watch that ends is worse than any answer)
+                self.trouble = f"{type(error).__name__}: {str(error)[:300]}"
+                if self.trouble != said:
+                    said = self.trouble
+                    logger.info("%s does not answer: %s", self._name, said)
+                pause = self._poll_s if self.answer is not None else self._poll_s * SELDOM
+            self._asked.set()
+
+    def wait_for_first(self, timeout_s: float) -> None:
+        """Until the first question is answered, or has failed, or the time is over."""
+        self._asked.wait(timeout_s)
+
+    def ask_now(self) -> None:
+        """Ask again without waiting for the next turn."""
+        self._wake.set()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join(timeout=timeout_s)

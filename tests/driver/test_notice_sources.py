@@ -1,0 +1,175 @@
+"""One conformance test for every source of notices: see `NoticeSource`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.sources.gpu_health import GpuHealth
+from autohet.driver.sources.script_file import ScriptNotices
+from autohet.driver.sources.sqs_queue import MOST_REMEMBERED, QueueNotices, parse_event
+from tests.harness.fake_nvml import FakeNvml, installed
+from tests.harness.notice_sources import MINE, SOURCES, Case, FakeQueue, ec2_event
+
+
+@pytest.fixture(params=sorted(SOURCES))
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
+    with SOURCES[request.param](tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def working(case: Case) -> Case:
+    case.works()
+    return case
+
+
+def test_a_source_whose_first_question_fails_asks_again(case: Case) -> None:
+    case.settle()
+    assert case.look() == (None, None)
+    case.works()
+    case.say(100)
+    case.wait(lambda departure, _: departure is not None)
+
+
+def test_a_notice_names_its_end_by_the_drivers_clock(working: Case) -> None:
+    working.say(100)
+    notice = working.wait(lambda departure, _: departure is not None)
+    assert notice is not None
+    if working.has_deadline:
+        assert notice.deadline is not None
+        assert 90 < notice.deadline - time.monotonic() <= 101
+    else:
+        assert notice.deadline is None
+    assert not notice.risk
+    assert notice.source
+
+
+def test_later_news_stands_in_the_place_of_earlier(working: Case) -> None:
+    if not working.has_deadline:
+        pytest.skip("names no deadline")
+    working.say(100)
+    first = working.wait(lambda departure, _: departure is not None)
+    assert first is not None
+    assert first.deadline is not None
+    earlier = first.deadline - 10
+    working.say(60)
+    if isinstance(
+        working.source, QueueNotices
+    ):  # its warnings are all two minutes ahead: one that is nearer is older news
+        working.settle()
+        assert working.look()[0] == first
+        return
+    second = working.wait(lambda departure, _: departure is not None and (departure.deadline or 1e9) < earlier)
+    assert second is not None
+    assert second.seen_at == first.seen_at
+
+
+def test_garbage_says_nothing_and_ends_nothing(working: Case) -> None:
+    if working.offend is None:
+        pytest.skip("takes no messages")
+    working.offend()
+    working.settle()
+    assert working.look() == (None, None)
+    working.say(100)
+    working.wait(lambda departure, _: departure is not None)
+
+
+def test_a_replay_changes_nothing(working: Case) -> None:
+    working.say(100)
+    first = working.wait(lambda departure, _: departure is not None)
+    if working.repeat is not None:
+        working.repeat()
+    working.settle()
+    assert working.look() == (first, None)
+
+
+def test_what_is_said_of_others_is_theirs(working: Case) -> None:
+    if working.of_others is None:
+        pytest.skip("speaks of its own node only")
+    working.of_others(50)
+    working.settle()
+    assert working.look() == (None, None)
+    working.say(100)
+    notice = working.wait(lambda departure, _: departure is not None)
+    assert notice is not None
+    assert notice.deadline is not None
+    assert notice.deadline - time.monotonic() > 90
+
+
+def test_a_hint_is_no_departure_until_one_comes(working: Case) -> None:
+    if working.hint is None:
+        pytest.skip("gives no hints")
+    working.hint()
+    working.wait(lambda departure, risk: departure is None and risk is not None and risk.risk)
+    working.say(100)
+    working.wait(lambda departure, risk: departure is not None and risk is None)
+
+
+def test_a_source_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    for make in SOURCES.values():
+        with make(tmp_path) as case:
+            case.works()
+    assert threading.active_count() <= before
+
+
+def test_a_flood_in_the_queue_is_forgotten_oldest_first() -> None:
+    fake = FakeQueue()
+    fake.works = True
+    warning = "EC2 Spot Instance Interruption Warning"
+    source = QueueNotices("url", lambda url: fake, 30.0)
+    try:
+        for index in range(MOST_REMEMBERED + 5):
+            source._remember(parse_event(ec2_event(warning, f"i-{index}", str(index)), 0.0, 0.0))
+        assert len(source._by_instance) == MOST_REMEMBERED
+        assert f"i-{MOST_REMEMBERED + 4}" in source._by_instance
+    finally:
+        source.close()
+
+
+def test_a_command_says_what_a_file_says(tmp_path: Path) -> None:
+    source = ScriptNotices(None, ["printf", '{"node": "n", "in_s": 50}\\n'], 0.05)
+    case = Case(source, say=lambda in_s: None, works=lambda: None)
+    try:
+        notice = case.wait(lambda departure, _: departure is not None)
+        case.settle()
+        assert case.look()[0] == notice, "`in_s` counts from when the line was first read"
+    finally:
+        source.close()
+
+
+def test_errors_of_before_condemn_no_card_and_new_ones_do() -> None:
+    fake = FakeNvml(2)
+    fake.ecc = [7, None]
+    with installed(fake):
+        health = GpuHealth()
+        assert health.look() == []
+        fake.ecc[0] = 8
+        assert [(sign.text, sign.risk) for sign in health.look()] == [("GPU 0 has uncorrectable ECC errors", False)]
+        fake.heat[1] = 92
+        assert [sign.text for sign in health.look() if sign.risk] == ["GPU 1 is about to shut down for heat"]
+        fake.lost.add(0)
+        assert "GPU 0 is lost" in [sign.text for sign in health.look()]
+        health.close()
+
+
+def test_a_queue_that_hears_of_a_node_before_its_agent_does() -> None:
+    """The event is taken from the queue when nobody knows yet whose it is."""
+    fake = FakeQueue()
+    fake.works = True
+    fake.waiting.append(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "early"))
+    source = QueueNotices("url", lambda url: fake, 0.02)
+    case = Case(source, say=lambda in_s: None, works=lambda: None)
+    try:
+        deadline = time.monotonic() + 20
+        while not fake.deleted:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        case.wait(lambda departure, _: departure is not None)
+    finally:
+        source.close()

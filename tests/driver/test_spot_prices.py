@@ -1,0 +1,103 @@
+"""Zone, type and price of a node, as EC2 says them: a recorded answer of `describe_spot_price_history`, since moto serves none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from autohet.driver.sources.node_signs import InstanceFacts
+from autohet.driver.sources.spot_prices import SpotPrices, live_node_type, newest_prices, region_of
+from planner.cluster import node_type_from_labels
+from tests.harness.local_fleet import until
+
+RECORDED = """{"SpotPriceHistory": [
+ {"AvailabilityZone": "us-east-1a", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "0.481200", "Timestamp": "2026-11-24T09:01:53+00:00"},
+ {"AvailabilityZone": "us-east-1a", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "0.530100", "Timestamp": "2026-11-24T05:01:20+00:00"},
+ {"AvailabilityZone": "us-east-1b", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "0.602000", "Timestamp": "2026-11-24T08:31:11+00:00"},
+ {"AvailabilityZone": "us-east-1b", "InstanceType": "g5.2xlarge", "ProductDescription": "Linux/UNIX", "SpotPrice": "free", "Timestamp": "2026-11-24T10:31:11+00:00"},
+ {"AvailabilityZone": "us-east-1b"}
+]}"""  # noqa: E501  (the shape of AWS's answer, as its API reference gives it)
+
+
+def recorded() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(RECORDED)
+    for entry in document["SpotPriceHistory"]:
+        if "Timestamp" in entry:
+            entry["Timestamp"] = datetime.fromisoformat(entry["Timestamp"])
+    return document
+
+
+class FakeEc2:
+    """Answers with the recorded pages, once it works."""
+
+    works = False
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def get_paginator(self, name: str) -> FakeEc2:
+        assert name == "describe_spot_price_history"
+        return self
+
+    def paginate(self, **arguments: Any) -> Iterator[dict[str, Any]]:
+        self.asked.append(arguments)
+        if not self.works:
+            raise PermissionError("UnauthorizedOperation")
+        yield recorded()
+        yield {"SpotPriceHistory": []}
+
+
+def test_the_newest_price_of_each_type_and_zone_counts() -> None:
+    assert newest_prices([recorded()]) == {("g5.2xlarge", "us-east-1a"): 0.4812, ("g5.2xlarge", "us-east-1b"): 0.602}
+
+
+def test_a_price_that_nobody_tells_is_none_and_asked_for_again() -> None:
+    fake = FakeEc2()
+    prices = SpotPrices(lambda region: fake, 0.02)
+    try:
+        assert prices.usd_per_hour("g5.2xlarge", "us-east-1a") is None
+        until(lambda: len(fake.asked) > 1, "a second question", 10)
+        fake.works = True
+        until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price", 10)
+        assert prices.usd_per_hour("p4d.24xlarge", "us-east-1a") is None
+        until(lambda: "p4d.24xlarge" in fake.asked[-1]["InstanceTypes"], "a question for the new type", 10)
+        assert fake.asked[-1]["ProductDescriptions"] == ["Linux/UNIX"]
+    finally:
+        prices.close()
+
+
+def test_a_new_type_is_asked_for_at_once() -> None:
+    """Not at the next turn, five minutes later."""
+    fake = FakeEc2()
+    fake.works = True
+    prices = SpotPrices(lambda region: fake)
+    try:
+        prices.usd_per_hour("g5.xlarge", "us-east-1a")
+        until(lambda: len(fake.asked) == 1, "the first question", 10)
+        prices.usd_per_hour("g5.2xlarge", "us-east-1a")
+        until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price", 10)
+    finally:
+        prices.close()
+
+
+@pytest.mark.parametrize(("zone", "region"), [("us-east-1a", "us-east-1"), ("us-west-2-lax-1a", "us-west-2"), ("", "")])
+def test_the_region_of_a_zone(zone: str, region: str) -> None:
+    assert region_of(zone) == region
+
+
+def test_what_the_node_says_counts_before_labels_and_catalogue() -> None:
+    labels = {"autohet.io/zone": "us-east-1f", "autohet.io/spot": "false"}
+    kind = node_type_from_labels("g5", labels, 1, "g5.2xlarge")
+    assert live_node_type(kind, None, labels, None) == kind
+    spot = InstanceFacts("i-1", "g5.2xlarge", "us-east-1a", "spot")
+    live = live_node_type(kind, spot, labels, 0.4812)
+    assert (live.zone, live.spot, live.usd_per_hour) == ("us-east-1a", True, 0.4812)
+    assert live_node_type(kind, spot, labels, None).usd_per_hour == kind.usd_per_hour
+    paid = {**labels, "autohet.io/usd-per-hour": "0.3"}
+    assert live_node_type(node_type_from_labels("g5", paid, 1, "g5.2xlarge"), spot, paid, 0.4812).usd_per_hour == 0.3
+    demand = InstanceFacts("i-1", "g5.2xlarge", "us-east-1a", "on-demand")
+    assert live_node_type(kind, demand, labels, 0.4812).usd_per_hour == kind.usd_per_hour

@@ -1,0 +1,261 @@
+"""Every source of notices behind one interface, for one conformance test: how to make it say something, and how to offend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from autohet.driver.control.observation import Notice
+from autohet.driver.sources import gpu_health
+from autohet.driver.sources.merge import Board
+from autohet.driver.sources.node_signs import NodeWatch
+from autohet.driver.sources.protocol import NoticeSource, WatchedNode
+from autohet.driver.sources.script_file import ScriptNotices
+from autohet.driver.sources.simple import AgentSigns, RayDrains, Scripted
+from autohet.driver.sources.sqs_queue import QueueNotices
+from tests.harness.fake_nvml import FakeNvml, installed
+from tests.harness.imds_server import ImdsServer
+
+MINE, OTHER = "i-0123456789abcdef0", "i-0aaaaaaaaaaaaaaaa"
+DEEP = "[" * 60_000
+
+
+@dataclass
+class Case:
+    """A source that a test drives. say: give the node notice, gone in so many seconds; hint: say that it is at risk; offend: garbage, in
+    each form that there is; repeat: the last message once more; of_others: the same about a machine that is not ours. None: it cannot.
+    works: switch the service on (it starts switched off)."""
+
+    source: NoticeSource
+    say: Callable[[float], None]
+    works: Callable[[], None]
+    hint: Callable[[], None] | None = None
+    offend: Callable[[], None] | None = None
+    repeat: Callable[[], None] | None = None
+    of_others: Callable[[float], None] | None = None
+    has_deadline: bool = True
+    signs: Callable[[], tuple[Any, ...]] = tuple
+    board: Board = field(init=False)
+    nodes: list[WatchedNode] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.board = Board([self.source])
+
+    def look(self) -> tuple[Notice | None, Notice | None]:
+        """The departure and the risk that stand of the one node."""
+        now = time.monotonic()
+        self.board.look(self.nodes or [WatchedNode("n", "ray-id", MINE, self.signs(), now)], now)
+        return self.board.departures.get("n"), self.board.risks.get("n")
+
+    def wait(self, done: Callable[[Notice | None, Notice | None], bool], timeout_s: float = 20.0) -> Notice | None:
+        """Look until it is done; the departure then."""
+        until = time.monotonic() + timeout_s
+        while not done(*self.look()):
+            assert time.monotonic() < until, f"{type(self.source).__name__} says {self.look()}"
+            time.sleep(0.01)
+        return self.board.departures.get("n")
+
+    def settle(self) -> None:
+        """Long enough for a source that is asked every 20 ms to have swallowed what it was given."""
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            self.look()
+            time.sleep(0.01)
+
+
+def iso(in_s: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=in_s)).isoformat().replace("+00:00", "Z")
+
+
+@contextmanager
+def metadata(tmp_path: Path) -> Iterator[Case]:
+    with ImdsServer() as server:
+        server.status_for_all = 500
+        os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = server.endpoint
+        watch = NodeWatch(["aws"], 0.02)
+        try:
+
+            def offend() -> None:
+                for nonsense in (DEEP, "[]", '{"time": "soon"}', '{"time": 1e400}', "\x00", '{"action": {}}'):
+                    for path in ("spot/instance-action", "events/recommendations/rebalance"):
+                        server.values[path] = nonsense
+                    time.sleep(0.06)
+                del server.values["events/recommendations/rebalance"]
+
+            yield Case(
+                AgentSigns(),
+                say=lambda in_s: server.interrupt(time.time() + in_s),
+                works=lambda: setattr(server, "status_for_all", None),
+                hint=lambda: server.recommend_rebalance(time.time()),
+                offend=offend,
+                signs=watch.signs,
+            )
+        finally:
+            watch.close()
+            del os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"]
+
+
+class FakeQueue:
+    """Implements the two calls of boto3's SQS client that are used; the real protocol is tested against moto (test_aws_scripts)."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.deleted = 0
+        self.works = False
+
+    def receive_message(self, **_: Any) -> dict[str, Any]:
+        if not self.works:
+            raise ConnectionError("no queue")
+        taken, self.waiting = self.waiting[:10], self.waiting[10:]
+        return {"Messages": [{"Body": body, "ReceiptHandle": "h"} for body in taken]}
+
+    def delete_message(self, **_: Any) -> None:
+        self.deleted += 1
+
+
+def ec2_event(kind: str, instance: str, event_id: str, age_s: float = 0.0, **detail: str) -> str:
+    return json.dumps({
+        "version": "0", "id": event_id, "detail-type": kind, "source": "aws.ec2", "time": iso(-age_s),
+        "detail": {"instance-id": instance, **detail},
+    })  # fmt: skip
+
+
+@contextmanager
+def queue(tmp_path: Path) -> Iterator[Case]:
+    """A warning of the queue is always two minutes ahead of the end: a nearer one was sent earlier."""
+    fake, sent = FakeQueue(), []
+
+    def send(in_s: float, instance: str) -> None:
+        warning = "EC2 Spot Instance Interruption Warning"
+        sent.append(ec2_event(warning, instance, f"id-{len(sent)}", 120 - in_s, **{"instance-action": "terminate"}))
+        fake.waiting.append(sent[-1])
+
+    def offend() -> None:
+        fake.waiting += [DEEP, "", "null", '{"detail": 1}', ec2_event("x", MINE, "odd"), sent[-1][:-3] if sent else "{"]
+        fake.waiting.append(json.dumps({"id": 1, "detail-type": "EC2 Spot Instance Interruption Warning", "source": "aws.ec2",
+                                        "time": "9" * 400, "detail": {"instance-id": MINE}}))  # fmt: skip
+        fake.waiting.append(
+            json.dumps({**json.loads(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "x")), "source": "evil"})
+        )
+        fake.waiting.append(ec2_event("EC2 Spot Instance Interruption Warning", MINE, "of last year", 3e7))
+
+    source = QueueNotices("https://sqs.us-east-1.amazonaws.com/1/q", lambda url: fake, 0.02)
+    try:
+        yield Case(
+            source,
+            say=lambda in_s: send(in_s, MINE),
+            works=lambda: setattr(fake, "works", True),
+            hint=lambda: fake.waiting.append(ec2_event("EC2 Instance Rebalance Recommendation", MINE, "risk")),
+            offend=offend,
+            repeat=lambda: fake.waiting.append(sent[-1]),
+            of_others=lambda in_s: send(in_s, OTHER),
+        )
+    finally:
+        source.close()
+
+
+@contextmanager
+def script_file(tmp_path: Path) -> Iterator[Case]:
+    path = tmp_path / "notices.jsonl"
+    lines: list[str] = []
+
+    def write(**document: Any) -> None:
+        lines.append(json.dumps(document))
+        with path.open("a") as file:
+            file.write(lines[-1] + "\n")
+
+    def offend() -> None:
+        with path.open("ab") as file:
+            file.write(b"\xff\xfe\n[]\nnull\n{}\n"
+                + DEEP.encode()
+                + b'\n{"node": 3}\n{"node": "n", "in_s": "soon"}\n{"node": "n", "in_s": 1e400}\n'
+            )
+
+    source = ScriptNotices(str(path), None, 0.02)
+    try:
+        yield Case(
+            source,
+            say=lambda in_s: write(node="n", in_s=in_s, nonce=len(lines)),
+            works=lambda: path.touch(),
+            hint=lambda: write(instance=MINE, risk=True),
+            offend=offend,
+            repeat=lambda: path.write_text(lines[-1] + "\n"),
+            of_others=lambda in_s: write(node="of another job", in_s=in_s),
+        )
+    finally:
+        source.close()
+
+
+@contextmanager
+def drains(tmp_path: Path) -> Iterator[Case]:
+    found: dict[str, float | None] = {}
+    works = []
+
+    def read() -> dict[str, float | None]:
+        if not works:
+            raise RuntimeError("the GCS does not answer")
+        return {node: None if at is None else at - time.monotonic() for node, at in found.items()}
+
+    yield Case(
+        RayDrains(read),
+        say=lambda in_s: found.update({"ray-id": time.monotonic() + in_s}),
+        works=lambda: works.append(True),
+        of_others=lambda in_s: found.update({"another id": time.monotonic() + in_s}),
+    )
+
+
+@contextmanager
+def gpus(tmp_path: Path) -> Iterator[Case]:
+    """SIMULATED: the real pynvml over a stand-in for the driver's library."""
+    fake = FakeNvml(2)
+    fake.status = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    throttled_s, gpu_health.THROTTLED_S = gpu_health.THROTTLED_S, 0.05
+    with installed(fake), ExitStack() as stack:
+        stack.callback(setattr, gpu_health, "THROTTLED_S", throttled_s)
+        watch = NodeWatch(["gpu"], 0.02)
+        stack.callback(watch.close)
+
+        def offend() -> None:
+            fake.events += [13, 31, 43, 45, 2**63]  # errors of programs
+            fake.ecc[0] = None
+
+        yield Case(
+            AgentSigns(),
+            say=lambda in_s: fake.events.append(79),
+            works=lambda: setattr(fake, "status", 0),
+            hint=lambda: fake.reasons.__setitem__(1, pynvml.nvmlClocksEventReasonHwThermalSlowdown),
+            offend=offend,
+            repeat=lambda: fake.events.append(79),
+            has_deadline=False,
+            signs=watch.signs,
+        )
+
+
+@contextmanager
+def scripted(tmp_path: Path) -> Iterator[Case]:
+    source = Scripted()
+
+    def give(in_s: float, node: str = "n") -> None:
+        now = time.monotonic()
+        source.by_node[node] = Notice(node, "scripted notice", now, now + in_s)
+
+    yield Case(source, say=give, works=lambda: None, of_others=lambda in_s: give(in_s, "another"))
+
+
+SOURCES = {
+    "metadata": metadata,
+    "queue": queue,
+    "file": script_file,
+    "drains": drains,
+    "gpus": gpus,
+    "scripted": scripted,
+}
