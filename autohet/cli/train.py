@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.supervise import supervised
 from autohet.runtime.job import Job
 
 
@@ -37,6 +38,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="URI",
         help="where checkpoints go (s3://bucket/prefix or a directory that every machine sees), before the job's checkpoint.storage",
     )
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N",
+        help="start a driver that is killed again, up to N times in a row (default: 0)",
+    )  # fmt: skip
     parser.add_argument("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
 
@@ -47,6 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         job = replace(job, checkpoint=replace(job.checkpoint, storage=arguments.storage))
     events = Path(arguments.events or f"runs/{job.name}/events.jsonl")
     configure_logging()
+    train = lambda: _train(job, arguments, events)  # noqa: E731
+    return supervised(arguments.restarts, train) if arguments.restarts else train()
+
+
+def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
     from autohet.driver.control.view import View
     from autohet.driver.run import train
 

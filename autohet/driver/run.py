@@ -34,6 +34,7 @@ from autohet.driver.control.background_search import AsidePlanning
 from autohet.driver.control.controller import Controller, drop_search
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
+from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Proposal, make_planning
@@ -322,8 +323,10 @@ def _train(
     copies.begin()
     try:
         with signals(run.workforce):
+            guard = Guard(run.controller, run.workforce, run.tick)
             while run.controller.ended is None:
-                show(run.controller, run.tick())
+                if (seen := guard.tick()) is not None:
+                    show(run.controller, seen)
         outcome = run.outcome()
     except KeyboardInterrupt:
         run.close(at_once=True)

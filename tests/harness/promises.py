@@ -159,7 +159,8 @@ class Promises:
             if event["kind"] == "death":
                 self._mourned |= {*event["nodes"], *event["workers"]}
         self._events = len(events)
-        assert seen.nodes.keys() <= self.arrived
+        introduced = {name for name, view in seen.nodes.items() if view.endpoint is not None}
+        assert introduced <= self.arrived, "who has said what it is, is told of"
         assert seen.notices.keys() & seen.nodes.keys() <= self.noticed
         self.arrived &= seen.nodes.keys()
         self.noticed &= seen.nodes.keys()

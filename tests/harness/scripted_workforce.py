@@ -20,6 +20,7 @@ class Process:
     order: Any = None
     ticks_to_build: int = 0
     stop: bool = False
+    saves: bool = False
 
 
 @dataclass
@@ -91,7 +92,8 @@ class ScriptedWorkforce:
         phase = Phase.FINISHED if done >= order.end_step else Phase.STOPPED if process.stop else Phase.TRAINING
         process.report = replace(report, step=done, phase=phase)
         record = StepRecord(report.step, 1.0 / done, 1.0, 64, TICK_S, order.generation, self.now)
-        receipts = ((order.generation, done, ("written",)),) if phase is Phase.FINISHED else ()
+        saved = phase is Phase.FINISHED or (phase is Phase.STOPPED and process.saves)
+        receipts = ((order.generation, done, ("written",)),) if saved else ()
         return replace(process.report, steps=(record,), receipts=receipts)
 
     def hire(self, workers: Any) -> None:
@@ -115,7 +117,7 @@ class ScriptedWorkforce:
 
     def request_stop(self, workers: Any, *, checkpoint: bool) -> None:
         for worker in workers:
-            self.processes[worker].stop = True
+            self.processes[worker].stop, self.processes[worker].saves = True, checkpoint
 
     def interrupt(self, workers: Any) -> None:
         for worker in workers:

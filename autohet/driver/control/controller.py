@@ -8,6 +8,7 @@ from dataclasses import replace
 from autohet.driver.control import policy
 from autohet.driver.control.change import Change
 from autohet.driver.control.observation import Observation
+from autohet.driver.control.outlook import gather_s
 from autohet.driver.control.rebuild import Rebuild
 from autohet.driver.control.states import (
     Building,
@@ -36,8 +37,9 @@ class Controller(Rebuild):
     def tick(self) -> Observation:
         """One round: look, decide, act. Returns what was seen, for whoever shows it."""
         seen = self.workforce.observe()
-        self._announce(seen)
         self.ledger.take(seen, self)
+        self._announce(seen)
+        self.outlook.look(seen)
         if self.ledger.records:
             self.orders.confirm()  # also where the first generation's readiness was never seen
         hire = policy.workers_to_hire(seen)
@@ -87,8 +89,8 @@ class Controller(Rebuild):
         if num_workers < self.job.elastic.min_workers:
             state.reason = policy.shortage(num_workers, self.job.elastic.min_workers, len(starting), len(preparing))
         self._announce_wait(state, seen, late=late, short=num_workers < self.job.elastic.min_workers)
-        if seen.now - state.since > self.job.elastic.wait_for_fleet_s:
-            reason = f"waited {self.job.elastic.wait_for_fleet_s:.0f} s: {state.reason}"
+        if seen.now - state.since > self.job.elastic.fleet_patience_s:
+            reason = f"waited {self.job.elastic.fleet_patience_s:.0f} s: {state.reason}"
             return self._save_at_rest(state, seen, reason) or self._fail(reason)
         return state
 
@@ -149,7 +151,7 @@ class Controller(Rebuild):
             seen,
             self.planned_nodes,
             state.declined,
-            self.job.elastic.arrivals_debounce_s,
+            gather_s(self.ledger.changes, self.job.elastic.arrivals_debounce_s),
             self.timeouts.worker_start_s,
         )
         if arrived:

@@ -11,6 +11,7 @@ from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation, Workforce
 from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.states import Building, Closing, Ended, State, Waiting
 from autohet.runtime.job import Job
@@ -34,6 +35,7 @@ class Desk:
         self.events = events
         self.timeouts = job.elastic.timeouts()
         self.ledger = Ledger(job, events)
+        self.outlook = Outlook()
         self.generation = 0
         self.members: tuple[str, ...] = ()
         self.planned_nodes: frozenset[str] = frozenset()
@@ -111,7 +113,19 @@ class Desk:
         return f"only {num_workers} workers are left; the job needs {least}" if num_workers < least else ""
 
     def _fleet(self, seen: Observation, usable: Collection[str]) -> Fleet:
+        """What the planner is asked about; it is told what to expect of these nodes, too."""
+        self.planning.expect(self._horizon_s(seen, usable), move_s(self.ledger.changes))
         return policy.fleet_of(seen, usable, self.generation + 1, self.slowdowns)
+
+    def _horizon_s(self, seen: Observation, usable: Collection[str]) -> float:
+        """Until the fleet changes again, or the job is done: as estimated, unless the job says it."""
+        if self.job.parallelism.horizon_s is not None:
+            return self.job.parallelism.horizon_s
+        horizon_s = self.outlook.horizon_s(seen, usable)
+        if self.job.training.steps is None or self.proposal is None:
+            return horizon_s
+        left_s = (self.job.training.steps - self.ledger.committed_steps) * self.proposal.predicted_step_s
+        return max(1.0, min(horizon_s, left_s))
 
     def _say(self, proposal: Proposal, reason: str) -> None:
         self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
@@ -199,6 +213,10 @@ class Desk:
     def _ended(self, reason: str, *, ok: bool) -> Ended:
         self.events.emit("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
         return Ended(ok, reason)
+
+    def give_up(self, reason: str) -> None:
+        """End the job from outside, whatever its state."""
+        self.state = self._fail(reason)
 
     def _fail(self, reason: str) -> Ended:
         self.events.emit("failed", self.generation, f"The job failed: {reason}", reason=reason)

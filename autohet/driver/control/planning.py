@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from autohet.driver.control.outlook import MOST_S, MOVE_PRIOR_S
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet
@@ -22,7 +23,6 @@ from planner.strategies import Answer, Request, plan_with
 
 REPLANNING_STRATEGY = "autohet"
 MOST_LISTED = 8  # pipelines, in a sentence
-MOVE_FIXED_S = 5.0  # to stop, rebuild groups and take the first step, beside the bytes moved: what reconfigurations took when measured
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,13 @@ class Question:
     plan: Plan
     request: Request
     horizon_s: float
+    move_s: float
     thorough: bool | None
 
 
 def replanned(asked: Question) -> ReplanDecision:
     """By the useful work until the fleet is expected to change again, the move's cost taken off."""
-    migration = MigrationCost(fixed_s=MOVE_FIXED_S)
+    migration = MigrationCost(fixed_s=asked.move_s)
     return replan(asked.plan, asked.request, horizon_s=asked.horizon_s, migration=migration, thorough=asked.thorough)
 
 
@@ -112,6 +113,12 @@ class Planning:
         self.inputs = inputs
         self.job = inputs.job
         self.clock = clock
+        self.horizon_s = inputs.job.parallelism.horizon_s or MOST_S
+        self.move_s = MOVE_PRIOR_S
+
+    def expect(self, horizon_s: float, move_s: float) -> None:
+        """What is to be counted on from now on: the time until the fleet changes again, and what a move costs beside its bytes."""
+        self.horizon_s, self.move_s = horizon_s, move_s
 
     def make_cost(self, fleet: Fleet) -> CostModel:
         """The cost model of a fleet, as this project's runtime does its steps; an emulated fleet has the emulated memory."""
@@ -161,7 +168,7 @@ class Planning:
 
     def question(self, current: Proposal, request: Request, thorough: bool | None) -> Question:
         """What `replanned` is asked, here or in another process."""
-        return Question(current.plan, request, self.job.parallelism.horizon_s, thorough)
+        return Question(current.plan, request, self.horizon_s, self.move_s, thorough)
 
     def concluded(self, decision: ReplanDecision, cost: CostModel) -> Proposal:
         """What follows from its answer for the fleet of this cost model."""

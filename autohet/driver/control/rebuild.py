@@ -88,6 +88,7 @@ class Rebuild(Desk):
             "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
             reason=state.change.reason, step=start_step, idle=list(proposal.idle), step_timeout_s=self.timeouts.step_s,
             usd_per_hour=proposal.cost.fleet.usd_per_hour(),
+            horizon_s=round(self.planning.horizon_s, 1), move_s=round(self.planning.move_s, 2),
             zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}),
         )  # fmt: skip
 

@@ -32,7 +32,7 @@ NOTHING_YET = DataState()
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What a node's agent knows: where it serves, what the instance is, what is said of its end, trouble with its disk, how its data stands."""
+    """What a node's agent knows: where it serves, what the instance is, what is said of its end, trouble with its disk, its data."""
 
     node: str
     endpoint: AgentEndpoint

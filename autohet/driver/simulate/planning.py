@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autohet.driver.control.planning import MOVE_FIXED_S, Planning, Proposal, Search
+from autohet.driver.control.planning import Planning, Proposal, Search
 from autohet.driver.simulate.costs import Costs
 from autohet.runtime.planning import PlanningInputs
 from planner.cluster import Fleet, Node, node_of
@@ -222,8 +222,8 @@ class RememberedPlanning(Planning):
         decision = replan(
             current,
             request,
-            horizon_s=self.job.parallelism.horizon_s,
-            migration=MigrationCost(fixed_s=MOVE_FIXED_S),
+            horizon_s=self.horizon_s,
+            migration=MigrationCost(fixed_s=self.move_s),
             thorough=thorough,
             known=[align(plan, request, held) for plan in known],
         )

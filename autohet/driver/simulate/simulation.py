@@ -10,6 +10,7 @@ from typing import Any
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.outlook import MOST_S
 from autohet.driver.simulate.baselines import Choose, Habits, RestartingTrainer, departures, paid_usd
 from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
@@ -182,7 +183,7 @@ class Simulation:
         scenario = self.scenario
         trace = scenario.trace if trace is None else trace
         mine = [event for event in trace if event.node_type in types]
-        habits = Habits(on_notice, every_steps, self.job.parallelism.horizon_s)
+        habits = Habits(on_notice, every_steps, self.job.parallelism.horizon_s or MOST_S)
         between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))
         trainer = RestartingTrainer(choose, habits, scenario.costs, scenario.kinds, between_s)
         trainer.run(mine, scenario.end_s)

@@ -80,6 +80,8 @@ class ElasticSection:
     step_timeout_s: float | None = None
     """A step that takes longer has a frozen worker in it; null: 10 times what the plan's step is predicted to take, 60 at the least. All
     other time-outs follow from this one, or from 60."""
+    patience: float = 1.0
+    """Multiplies every time limit of this section, given or derived: 3 on slow or crowded machines."""
     heartbeat_timeout_s: float | None = None
     """Silence after which a worker counts as dead; null: a sixth of `step_timeout_s`, or of 60. One whose process was stopped, or whose
     whole node says nothing, is known to be frozen before that (autohet/driver/README.md, "Silence")."""
@@ -125,6 +127,7 @@ class ElasticSection:
 
     def __post_init__(self) -> None:
         require_at_least("elastic.min_workers", self.min_workers, 1)
+        require_positive("elastic.patience", self.patience)
         require_at_least("elastic.max_failures_in_a_row", self.max_failures_in_a_row, 1)
         require_at_least("elastic.slow_steps", self.slow_steps, 1)
         require_positive("elastic.slow_forgiven_s", self.slow_forgiven_s)
@@ -152,18 +155,25 @@ class ElasticSection:
         """
         step = self.step_timeout_s or SHORTEST_STEP_TIMEOUT_S
         heartbeat = self.heartbeat_timeout_s or step / 6
+        more = self.patience
         return Timeouts(
-            step_s=self.step_timeout_s or max(step, STEP_TIMEOUT_RATIO * (predicted_step_s or 0.0)),
-            heartbeat_s=heartbeat,
-            suspicion_s=min(3.0, 0.3 * heartbeat),
-            node_silence_s=max(0.6 * heartbeat, min(heartbeat, 5.0)),
-            quiesce_s=self.quiesce_timeout_s or step / 2,
-            rendezvous_s=self.rendezvous_timeout_s or step,
-            transfer_s=self.transfer_timeout_s or 5 * step,
-            worker_start_s=self.worker_start_timeout_s or 3 * step,
-            checkpoint_s=self.checkpoint_timeout_s or 10 * step,
+            step_s=more * (self.step_timeout_s or max(step, STEP_TIMEOUT_RATIO * (predicted_step_s or 0.0))),
+            heartbeat_s=more * (heartbeat),
+            suspicion_s=more * (min(3.0, 0.3 * heartbeat)),
+            node_silence_s=more * (max(0.6 * heartbeat, min(heartbeat, 5.0))),
+            quiesce_s=more * (self.quiesce_timeout_s or step / 2),
+            rendezvous_s=more * (self.rendezvous_timeout_s or step),
+            transfer_s=more * (self.transfer_timeout_s or 5 * step),
+            worker_start_s=more * (self.worker_start_timeout_s or 3 * step),
+            checkpoint_s=more * (self.checkpoint_timeout_s or 10 * step),
         )
 
     @property
     def arrivals_debounce_s(self) -> float:
-        return (self.step_timeout_s or SHORTEST_STEP_TIMEOUT_S) / 30 if self.debounce_s is None else self.debounce_s
+        step = self.step_timeout_s or SHORTEST_STEP_TIMEOUT_S
+        return self.patience * (step / 30 if self.debounce_s is None else self.debounce_s)
+
+    @property
+    def fleet_patience_s(self) -> float:
+        """How long the fleet is waited for."""
+        return self.patience * self.wait_for_fleet_s

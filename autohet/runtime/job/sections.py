@@ -256,8 +256,9 @@ class ParallelismSection:
     """GPU memory that the plan leaves free on each GPU (context, library workspace, fragmentation); communicators are counted apart."""
     search_time_limit_s: float = 10.0
     """How long the search may take."""
-    horizon_s: float = 600.0
-    """Expected time until the fleet changes again: a move must earn its cost within it."""
+    horizon_s: float | None = None
+    """Time until the fleet changes again, within which a move must earn its cost; null: estimated, from how long nodes of each type have
+    lived in this run and a prior (autohet/driver/control/outlook.py)."""
     profile: str | None = None
     """Profile table; null: the bundled measurements."""
     links: str | None = None

@@ -1,0 +1,60 @@
+"""A driver that is killed is started again; one that ends by itself, or is asked to, is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+from autohet.driver.supervise import supervised
+
+def work():
+    with open(sys.argv[1], "a") as file:
+        file.write("started ")
+    number = len(open(sys.argv[1]).read().split())
+    {body}
+
+sys.exit(supervised(2, work))
+"""
+
+
+def supervise(tmp_path: Path, body: str, term: bool = False) -> tuple[int, int]:
+    """Exit code, and how often the work was started."""
+    path = tmp_path / "starts"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(body=body), str(path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        if term:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.terminate()
+        return process.wait(60), len(path.read_text().split())
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "starts"),
+    [
+        ("return 0", 0, 1),
+        ("return 1", 1, 1),
+        ("os.kill(os.getpid(), signal.SIGKILL) if number < 3 else None; return 0", 0, 3),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, 3),
+    ],
+)
+def test_what_a_signal_killed_is_started_again(tmp_path: Path, body: str, code: int, starts: int) -> None:
+    assert supervise(tmp_path, body) == (code, starts)
+
+
+def test_who_is_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
+    assert supervise(tmp_path, "print('ready', flush=True); time.sleep(60)", term=True) == (143, 1)
+
+
+def test_sigterm_reaches_the_driver_which_ends_in_order(tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True); time.sleep(60)"
+    assert supervise(tmp_path, body, term=True) == (7, 1)
