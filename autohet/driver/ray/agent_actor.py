@@ -4,7 +4,6 @@ holds to them, and watches for notices.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
