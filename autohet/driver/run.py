@@ -31,20 +31,22 @@ from autohet.driver.checks import (
 )
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.control.background_search import AsidePlanning
+from autohet.driver.control.buying import best_counts
 from autohet.driver.control.controller import Controller, drop_search
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Proposal, make_planning
+from autohet.driver.control.planning import make_planning
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.control.states import Training
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.scaling import check_wish, fleet_request
+from autohet.driver.ray.buyer import Buyer
+from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.report.write import leave_report
@@ -117,6 +119,7 @@ class JobRun:
         self.rehearsal = Rehearsal(
             job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
         )
+        self.buyer: Buyer | None = None
         self._published_at = -math.inf
         self._clock = clock
 
@@ -137,8 +140,17 @@ class JobRun:
             "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri
         )
 
+    def buy(self, request: FleetRequest | None) -> None:
+        """Keep what the autoscaler is asked for as the job wants it; a job that names its nodes has no other wishes."""
+        if request is not None and self.job.elastic.request_nodes is None:
+            planning, give_back = self.controller.planning, self.workforce.give_back
+            self.buyer = Buyer(self.job, planning, request, self.events, give_back)
+
     def tick(self) -> Observation:
         seen = self.controller.tick()
+        if self.buyer is not None:
+            training, generation = isinstance(self.controller.state, Training), self.controller.generation
+            self.buyer.look(seen, self.controller.members, training=training, generation=generation)
         self.rehearsal.play(
             self.controller.ledger.committed_steps,
             seen,
@@ -176,11 +188,11 @@ def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
 
 
 def check_inputs(
-    job: Job, cluster: Cluster | None, *, here: bool = True
-) -> tuple[CheckpointInfo | None, Proposal | None]:
+    job: Job, cluster: Cluster | None, *, here: bool = True, standing: Mapping[str, int] | None = None
+) -> tuple[CheckpointInfo | None, dict[str, int] | None]:
     """All that can be wrong with a job before a cluster is asked: model, storage, data (`here`: of nodes on this machine), and whether
-    the whole of `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from, and that plan; where the
-    checkpoint is of its last step, nothing more is asked.
+    the whole of `cluster`, where it is known, has a plan for it. Returns the checkpoint that the job goes on from, and the nodes of that
+    plan by type, `standing` nodes paid within the job's bound; where the checkpoint is of its last step, nothing more is asked.
 
     Raises:
         ConfigError: says what to mend.
@@ -194,7 +206,7 @@ def check_inputs(
     if cluster is not None:
         check_paces(job, cluster)
         check_min_workers(job, cluster)
-        return found, planning.propose(cluster.fleet(), None)
+        return found, best_counts(planning, cluster, standing or {})
     return found, None
 
 
@@ -270,7 +282,8 @@ def train(
         first = first_nodes(document) if document is not None and emulated else None
         check_script(job.elastic.script, cluster, first, job.training.steps or 0)
     check_shared_storage(job, document if address is None else None, set())
-    found, best = check_inputs(job, cluster, here=emulated)
+    standing = {} if cluster is None or emulated else standing_nodes(cluster, document or {})
+    found, best = check_inputs(job, cluster, here=emulated, standing=standing)
     if is_finished(found, job):
         return Outcome(True, *summary_of_finished(job, found, events_path))
     with ending_on_sigterm(), connection(job, document, address) as fleet:
@@ -280,7 +293,7 @@ def train(
         request = fleet_request(job, cluster, document or {}, address, best)
         request.ask()
         try:
-            return train_on(job, cluster, fleet, events_path, show, callbacks)
+            return train_on(job, cluster, fleet, events_path, show, callbacks, request)
         finally:
             request.withdraw()
 
@@ -292,8 +305,9 @@ def train_on(
     events_path: Path | None,
     show: Show,
     callbacks: Sequence[Callback] = (),
+    request: FleetRequest | None = None,
 ) -> Outcome:
-    """Run a job on the cluster that this process is connected to."""
+    """Run a job on the cluster that this process is connected to; `request`: what the autoscaler is asked for, kept as the job wants it."""
     directory = Path(".") if events_path is None else events_path.parent
     dispatch = EventDispatch([RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks])
     copies = RunCopies(job, events_path)
@@ -304,7 +318,7 @@ def train_on(
 
     events = EventLog(events_path, listener=tell)
     try:
-        return _train(job, cluster, fleet, events, show, copies)
+        return _train(job, cluster, fleet, events, show, copies, request)
     finally:
         events.close()
         dispatch.close()
@@ -313,10 +327,12 @@ def train_on(
 
 
 def _train(
-    job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show, copies: RunCopies
-) -> Outcome:
+    job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show, copies: RunCopies,
+    request: FleetRequest | None = None,
+) -> Outcome:  # fmt: skip
     try:
         run = JobRun(job, cluster, fleet, events, record=copies.record)
+        run.buy(request)
         run.start()
     except (StorageError, LeaseHeld) as error:
         raise ConfigError(str(error)) from error

@@ -4,6 +4,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
+from autohet.driver.control.buying import nodes_of
 from autohet.driver.control.planning import make_planning
 from autohet.driver.ray.scaling import (
     bundles_of,
@@ -42,7 +43,7 @@ def bought(job, aws):
     """Dollars an hour of what is asked for, and of what the best plan of the whole fleet uses; how many GPUs each has."""
     document, cluster = aws
     best = make_planning(job).propose(cluster.fleet(), None)
-    request = fleet_request(job, cluster, document, None, best)
+    request = fleet_request(job, cluster, document, None, nodes_of(best.plan, cluster.fleet()))
     used = {worker for pipeline in best.plan.pipelines for stage in pipeline.stages for worker in stage.workers}
     return request, sum(bundle["GPU"] for bundle in request.bundles), len(used)
 

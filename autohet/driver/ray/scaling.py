@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ import yaml
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from autohet.driver.control.planning import Proposal
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.runtime.job import Job
-from planner.cluster import Cluster, Fleet, cluster_from_document, node_of
+from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
-from planner.plan import Plan
 
 logger = logging.getLogger("autohet")
 LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")  # where `ray up` leaves its file on the head node
@@ -41,12 +38,6 @@ def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
         logger.warning("%s, from which this cluster was started, is not used: %s", path, error)
         return None
     return dict(document)
-
-
-def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
-    """Number of nodes by type that a plan of `fleet` uses."""
-    workers = [worker for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers]
-    return dict(Counter(kind for _, kind in {(node_of(w), fleet.node_of(w).node_type.name) for w in workers}))
 
 
 def with_min_workers(counts: Mapping[str, int], cluster: Cluster, min_workers: int) -> dict[str, int]:
@@ -117,20 +108,48 @@ def selectors_of(cluster: Cluster, document: Mapping[str, Any], counts: Mapping[
     return found if all(found) else []
 
 
+def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
+    """Nodes by type that stand whatever is asked for."""
+    types = document.get("available_node_types", {})
+    return {kind.name: types.get(kind.name, {}).get("min_workers", 0) for kind in cluster.node_types}
+
+
 class FleetRequest:
     """The standing request of one job; `withdraw` lets the autoscaler take idle nodes down after its own time-out.
 
-    A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite each other's.
+    A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite each other's. counts: nodes by type.
     """
 
-    def __init__(self, bundles: Sequence[Mapping[str, float]], selectors: Sequence[Mapping[str, str]] = ()) -> None:
-        self.bundles = [dict(bundle) for bundle in bundles]
-        self.selectors = [dict(selector) for selector in selectors]
+    def __init__(self, cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int], min_workers: int) -> None:
+        self.cluster, self.counts = cluster, dict(counts)
+        self._document, self._min_workers = document, min_workers
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        return bundles_of(self.cluster, self._document, self.counts)
+
+    @property
+    def selectors(self) -> list[dict[str, str]]:
+        return selectors_of(self.cluster, self._document, self.counts)
+
+    @property
+    def standing(self) -> dict[str, int]:
+        return standing_nodes(self.cluster, self._document)
+
+    def complete(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """What a plan uses, and what the job needs besides; those first that stand anyway."""
+        enough = with_min_workers(counts, self.cluster, self._min_workers)
+        return standing_first(enough, self.cluster, self._document)
 
     def ask(self) -> None:
-        if self.bundles:
-            logger.info("Asking Ray's autoscaler for %d nodes", len(self.bundles))
-            request_resources(bundles=self.bundles, bundle_label_selectors=self.selectors or None)
+        if bundles := self.bundles:
+            logger.info("Asking Ray's autoscaler for %d nodes", len(bundles))
+            request_resources(bundles=bundles, bundle_label_selectors=self.selectors or None)
+
+    def change(self, counts: Mapping[str, int]) -> None:
+        """Ask for these from now on."""
+        self.counts = dict(counts)
+        request_resources(bundles=self.bundles, bundle_label_selectors=self.selectors or None)
 
     def withdraw(self) -> None:
         try:
@@ -141,15 +160,14 @@ class FleetRequest:
 
 
 def fleet_request(
-    job: Job, cluster: Cluster | None, document: Mapping[str, Any], address: str | None, best: Proposal | None
+    job: Job, cluster: Cluster | None, document: Mapping[str, Any], address: str | None, best: Mapping[str, int] | None
 ) -> FleetRequest:
     """What to ask Ray's autoscaler for: the nodes that the job wishes, else those that the best plan of the largest fleet uses. Nothing of
     a fleet that is emulated here: its nodes are started at once.
     """
     if cluster is None or (is_emulated(document) and address is None):
-        return FleetRequest([])
-    wish = job.elastic.request_nodes
-    if wish is None and best is not None:
-        enough = with_min_workers(nodes_of(best.plan, cluster.fleet()), cluster, job.elastic.min_workers)
-        wish = standing_first(enough, cluster, document)
-    return FleetRequest(bundles_of(cluster, document, wish or {}), selectors_of(cluster, document, wish or {}))
+        return FleetRequest(Cluster("", ()), {}, {}, 0)
+    request = FleetRequest(cluster, document, job.elastic.request_nodes or {}, job.elastic.min_workers)
+    if job.elastic.request_nodes is None and best is not None:
+        request.counts = request.complete(best)
+    return request

@@ -364,6 +364,11 @@ class RayWorkforce:
         notice = self._board.departures.get(node)
         self._errands.release(node, seat.agent, None if notice is None else notice.deadline, self.clock())
 
+    def give_back(self, node: str) -> None:
+        """The node is not wanted any more: Ray drains it, which the controller sees as its notice."""
+        if node in self._seats:
+            ray_cluster.drain(self._seats[node].ray_node.node_id, "idle", None)
+
     def next_generation_store(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.address
 

@@ -115,6 +115,8 @@ class ElasticSection:
     request_nodes: dict[str, int] | None = None
     """Nodes to ask Ray's autoscaler for, by node type of the cluster file; null: what the best plan of the
     largest fleet uses, and `min_workers` at the least; {}: none."""
+    idle_release_s: float = 300.0
+    """A node that no plan has used for this time, while the job trained, is given back."""
     slow_ratio: float = 1.5
     """A worker whose compute takes this times what the plan says, beside its peers, `slow_steps` steps in a row (and for as long as
     arrivals settle), is planned on as the slow one that it is; 0: never."""
@@ -128,6 +130,7 @@ class ElasticSection:
     def __post_init__(self) -> None:
         require_at_least("elastic.min_workers", self.min_workers, 1)
         require_positive("elastic.patience", self.patience)
+        require_positive("elastic.idle_release_s", self.idle_release_s)
         require_at_least("elastic.max_failures_in_a_row", self.max_failures_in_a_row, 1)
         require_at_least("elastic.slow_steps", self.slow_steps, 1)
         require_positive("elastic.slow_forgiven_s", self.slow_forgiven_s)

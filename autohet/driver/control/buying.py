@@ -1,0 +1,144 @@
+"""What to ask the autoscaler for while a job runs (pure): another plan's nodes where one type is refused, a spare for a node at risk, less
+where nodes stand idle.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.planning import Planning
+from planner.cluster import Cluster, Fleet, node_of
+from planner.errors import ConfigError
+from planner.plan import Plan
+
+FAILURES = 3
+"""Launches of a type that fail, with none that succeeds between, before another type is asked for."""
+REFUSED_S = 600.0
+"""A type that was refused is asked for again after this time."""
+Counts = Mapping[str, int]
+
+
+def nodes_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
+    """Number of nodes by type that a plan of `fleet` uses."""
+    workers = [worker for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers]
+    return dict(Counter(kind for _, kind in {(node_of(w), fleet.node_of(w).node_type.name) for w in workers}))
+
+
+def usd_per_hour(counts: Counts, cluster: Cluster) -> float:
+    """Price of these nodes; a type without a price counts as free."""
+    return sum((kind.usd_per_hour or 0.0) * counts.get(kind.name, 0) for kind in cluster.node_types)
+
+
+def capped(cluster: Cluster, most: Counts) -> Cluster:
+    """The cluster with at most so many nodes of these types."""
+    kinds = [replace(k, max_nodes=min(k.max_nodes, most.get(k.name, k.max_nodes))) for k in cluster.node_types]
+    return replace(cluster, node_types=tuple(kind for kind in kinds if kind.max_nodes > 0))
+
+
+def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[str, int]:
+    """Nodes of the best plan of the largest fleet, where the price of all that would stand, used or not, is within the job's bound.
+
+    standing: nodes by type that are paid for whatever the plan is. Raises ConfigError where no plan exists.
+    """
+    bound = planning.job.parallelism.max_usd_per_hour
+    counts = _counts_within(planning, cluster, bound)
+    if bound is None:
+        return counts
+    idle = usd_per_hour({name: max(0, n - counts.get(name, 0)) for name, n in standing.items()}, cluster)
+    return counts if not idle else _counts_within(planning, cluster, max(bound - idle, 1e-9))
+
+
+def _counts_within(planning: Planning, cluster: Cluster, bound: float | None) -> dict[str, int]:
+    bounded = copy.copy(planning)
+    bounded.job = replace(planning.job, parallelism=replace(planning.job.parallelism, max_usd_per_hour=bound))
+    fleet = cluster.fleet()
+    return nodes_of(bounded.propose(fleet, None).plan, fleet)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which nodes to ask for from now on, and why; `counts` None: as before."""
+
+    counts: Mapping[str, int] | None
+    reason: str
+
+
+@dataclass
+class Refusals:
+    """Types that the cloud does not give now. Fed with how often launches have failed since the autoscaler began, by type, which it goes on
+    retrying for ever."""
+
+    _failed: dict[str, int] | None = None
+    _alive: dict[str, int] = field(default_factory=dict)
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def look(self, failed: Counts, alive: Counts, now: float) -> frozenset[str]:
+        """Types that are refused now. One that has come since counts anew."""
+        if self._failed is None:
+            self._failed = dict(failed)  # of before this job
+        for name, count in failed.items():
+            if alive.get(name, 0) > self._alive.get(name, 0):
+                self._failed[name] = count
+            if count - self._failed.setdefault(name, 0) >= FAILURES:
+                self._failed[name], self._until[name] = count, now + REFUSED_S
+        self._alive = dict(alive)
+        return frozenset(name for name, until in self._until.items() if now < until)
+
+
+@dataclass
+class Idle:
+    """Nodes that no plan has used for `patience_s` while the job trained."""
+
+    patience_s: float
+    _since: dict[str, float] = field(default_factory=dict)
+
+    def look(self, seen: Observation, used: Collection[str], *, training: bool) -> tuple[str, ...]:
+        idle = {n for n in seen.nodes if n not in used and n not in seen.notices} if training else set()
+        self._since = {name: self._since.get(name, seen.now) for name in idle}
+        return tuple(sorted(name for name, since in self._since.items() if seen.now - since >= self.patience_s))
+
+
+def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tuple[str, ...]:
+    """Of idle nodes those that may go: a type's `min_workers` stand whatever anybody wants."""
+    left = Counter(view.node.node_type.name for view in seen.nodes.values())
+    found = []
+    for name in sorted(idle):
+        kind = seen.nodes[name].node.node_type.name
+        if left[kind] > standing.get(kind, 0):
+            left[kind] -= 1
+            found.append(name)
+    return tuple(found)
+
+
+def with_spares(
+    counts: Counts, seen: Observation, used: Collection[str], cluster: Cluster, bound: float | None
+) -> dict[str, int]:
+    """One node more of the type of each node at risk that trains, so that its successor is there when it goes; where the file and the bound
+    on the fleet's price let it."""
+    found, price = dict(counts), usd_per_hour(counts, cluster)
+    kinds = {kind.name: kind for kind in cluster.node_types}
+    for name in sorted(seen.risks.keys() & set(used)):
+        kind = kinds.get(seen.nodes[name].node.node_type.name) if name in seen.nodes else None
+        more = math.inf if kind is None else price + (kind.usd_per_hour or 0.0)
+        if kind is not None and found.get(kind.name, 0) < kind.max_nodes and more <= (bound or math.inf):
+            found[kind.name], price = found.get(kind.name, 0) + 1, more
+    return found
+
+
+def fallback(
+    planning: Planning, cluster: Cluster, refused: Collection[str], alive: Counts, standing: Counts,
+    complete: Callable[[Counts], Counts],
+) -> Wanted:  # fmt: skip
+    """The best plan's nodes where refused types stay as many as there are."""
+    left = capped(cluster, {name: alive.get(name, 0) for name in refused})
+    try:
+        if not left.node_types:
+            return Wanted(None, "there is no other type")
+        return Wanted(complete(best_counts(planning, left, standing)), "")
+    except ConfigError as error:
+        return Wanted(None, f"the other types have no plan: {error}")

@@ -1,0 +1,58 @@
+"""What Ray's autoscaler (version 2) says of launches that failed: how many, by its state; why, only by its log on the head.
+
+It retries a type every 5 s for ever and drops the reason on its way (ray/autoscaler/v2/instance_manager/instance_manager.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
+
+TAIL_BYTES = 1 << 18
+MEANINGS = {
+    "InsufficientInstanceCapacity": "EC2 has no capacity",
+    "SpotMaxPriceTooLow": "the spot price is above the bid",
+    "MaxSpotInstanceCountExceeded": "the spot quota is used up",
+    "VcpuLimitExceeded": "the quota of vCPUs is used up",
+    "InstanceLimitExceeded": "the quota of instances is used up",
+    "UnauthorizedOperation": "the head's role does not allow it",
+    "InvalidAMIID.NotFound": "the image does not exist in this region",
+    "Unsupported": "the zone does not have the type",
+}
+_CODE = re.compile(r"An error occurred \(([A-Za-z.]+)\) when calling the \w+ operation(?: \([^)]*\))?: ([^\n\"']{0,200})")
+
+
+def failed_launches() -> dict[str, int]:
+    """Launches that failed so far, by node type."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    found: Counter[str] = Counter()
+    for launch in status.failed_launches:
+        found[launch.ray_node_type_name] += 1
+    return dict(found)
+
+
+def newest_cause(log: str) -> str:
+    """In one sentence why the last launch failed; empty where the log does not say."""
+    found = _CODE.findall(log)
+    if not found:
+        return ""
+    code, words = found[-1]
+    return f"{MEANINGS.get(code, 'EC2 refuses')} ({code}: {words.strip()})"
+
+
+def read_monitor_log() -> str:
+    """The end of the autoscaler's log; empty where this process is not on the head."""
+    node = ray._private.worker._global_node
+    path = None if node is None else Path(node.get_logs_dir_path()) / "monitor.log"
+    try:
+        if path is None:
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

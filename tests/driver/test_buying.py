@@ -1,0 +1,177 @@
+"""What is asked of the autoscaler while a job runs: another type where one is refused, a spare for a node at risk, no idle nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from autohet.driver.control.buying import FAILURES, REFUSED_S, Idle, Refusals, best_counts, releasable, usd_per_hour
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import NodeView, Notice, Observation
+from autohet.driver.control.planning import make_planning
+from autohet.driver.ray import scaling
+from autohet.driver.ray.buyer import LOOK_S, Buyer
+from autohet.driver.ray.launches import newest_cause
+from autohet.driver.ray.scaling import FleetRequest, fleet_request
+from planner.cluster import Cluster, Node, cluster_from_document
+from tests.driver.test_scaling import AWS, shortest_job
+
+REASON = (
+    "2026-11-24 10:00:03 INFO Failed to launch 1 nodes of type p4d: An error occurred (InsufficientInstanceCapacity) when calling the "
+    "RunInstances operation (reached max retries: 0): We currently do not have sufficient p4d.24xlarge capacity\n"
+)
+
+
+@pytest.fixture
+def aws() -> tuple[dict[str, Any], Cluster]:
+    with open(AWS) as file:
+        document = yaml.safe_load(file)
+    return document, cluster_from_document(document)
+
+
+def seen_of(cluster: Cluster, now: float, risks: tuple[str, ...] = (), **counts: int) -> Observation:
+    kinds = {kind.name: kind for kind in cluster.node_types}
+    names = {f"{kind}-{index}": kinds[kind] for kind, count in counts.items() for index in range(count)}
+    nodes = {name: NodeView(Node(name, kind), 0.0) for name, kind in names.items()}
+    return Observation(now, nodes, risks={name: Notice(name, "rebalance", now, risk=True) for name in risks})
+
+
+class World:
+    """A buyer, what it asked for, said and gave back, and a cloud that refuses."""
+
+    def __init__(self, aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
+        document, self.cluster = aws
+        self.asked: list[list[dict[str, float]]] = []
+        self.failed: dict[str, int] = {}
+        self.released: list[str] = []
+        monkeypatch.setattr(scaling, "request_resources", lambda bundles, **_: self.asked.append(bundles))
+        monkeypatch.setattr("autohet.driver.ray.buyer.run_in_background", self._at_once)
+        job = shortest_job(**sections)
+        planning = make_planning(job)
+        self.request: FleetRequest = fleet_request(
+            job, self.cluster, document, None, best_counts(planning, self.cluster, {})
+        )
+        self.events = EventLog(None)
+        self.buyer = Buyer(
+            job, planning, self.request, self.events, self.released.append, lambda: self.failed, lambda: REASON
+        )
+
+    def _at_once(self, work: Any, argument: Any) -> Any:
+        class Done:
+            ended = True
+
+            def __call__(self) -> Any:
+                return work(argument)
+
+        return Done()
+
+    def look(self, now: float, members: tuple[str, ...] = (), risks: tuple[str, ...] = (), **counts: int) -> None:
+        seen = seen_of(self.cluster, now, risks, **counts)
+        self.buyer.look(seen, members, training=bool(members), generation=1)
+
+    @property
+    def said(self) -> list[str]:
+        return [event["reason"] for event in self.events.records]
+
+
+def test_a_type_that_is_refused_gives_way_to_the_next_best_plan(
+    aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(aws, monkeypatch)
+    first = max(name for name, count in world.request.counts.items() if count and name != "g5-floor")
+    world.look(0.0)
+    world.failed = {first: FAILURES - 1}
+    world.look(5.0)
+    assert world.said == []
+    world.failed = {first: FAILURES}
+    world.look(10.0)
+    assert world.request.counts.get(first, 0) == 0
+    assert sum(world.request.counts.values()) >= 1
+    assert world.said[-1].startswith("Deciding to ask for ")
+    assert f"no {first} can be had: EC2 has no capacity (InsufficientInstanceCapacity" in world.said[-1]
+    world.look(10.0 + REFUSED_S)
+    assert world.request.counts[first] >= 1, "tried again"
+
+
+def test_nodes_that_no_plan_uses_are_given_back_and_not_replaced(
+    aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIMULATED: two g6e and the floor; one of them trains. Ten minutes later nothing idles that was bought."""
+    world = World(aws, monkeypatch)
+    world.request.counts = {"g6e": 2, "g5-floor": 1}
+    world.buyer._base = dict(world.request.counts)
+    members = tuple(f"g6e-0/{index}" for index in range(4))
+    idle_s = 0.0
+    for now in range(0, 3600, 5):
+        here = {"g6e": 1 if world.released else 2, "g5-floor": 1}
+        idle_s += 5.0 * (here["g6e"] - 1)
+        world.look(float(now), members, **here)
+    assert world.released == ["g6e-1"], "the floor stands whatever anybody wants"
+    assert world.request.counts["g6e"] == 1
+    assert idle_s <= 310
+    assert "Deciding to give g6e-1 back, since no plan has used it for 5 minutes" in world.said
+
+
+def test_a_spare_comes_for_a_node_at_risk_that_trains_within_the_bound(
+    aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(aws, monkeypatch)
+    world.request.counts = {"g6e": 1}
+    world.buyer._base = {"g6e": 1}
+    world.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1)
+    assert world.request.counts == {"g6e": 2}
+    world.look(LOOK_S, ("g6e-0/0",), (), g6e=1)
+    assert world.request.counts == {"g6e": 1}, "the risk is over"
+    world.look(2 * LOOK_S, (), ("g6e-0",), g6e=1)
+    assert world.request.counts == {"g6e": 1}, "what idles needs no spare"
+    bounded = World(aws, monkeypatch, parallelism={"max_usd_per_hour": 15.0})
+    bounded.request.counts = {"g6e": 1}
+    bounded.buyer._base = {"g6e": 1}
+    bounded.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1)
+    assert bounded.request.counts == {"g6e": 1}, "a second one would cost more than the job may"
+
+
+def test_failures_of_before_the_job_and_before_a_node_came_do_not_count() -> None:
+    refusals = Refusals()
+    assert refusals.look({"p4d": 40}, {}, 0.0) == frozenset()
+    assert refusals.look({"p4d": 40 + FAILURES - 1}, {}, 5.0) == frozenset()
+    assert refusals.look({"p4d": 40 + FAILURES}, {"p4d": 1}, 10.0) == frozenset(), "one has come"
+    assert refusals.look({"p4d": 40 + 2 * FAILURES}, {"p4d": 1}, 15.0) == {"p4d"}
+    assert refusals.look({"p4d": 40 + 2 * FAILURES}, {"p4d": 1}, 15.0 + REFUSED_S) == frozenset()
+
+
+def test_idle_counts_only_while_the_job_trains(aws: tuple[dict[str, Any], Cluster]) -> None:
+    _, cluster = aws
+    idle = Idle(100.0)
+    assert idle.look(seen_of(cluster, 0.0, g5=1), (), training=True) == ()
+    assert idle.look(seen_of(cluster, 99.0, g5=1), (), training=False) == ()
+    assert idle.look(seen_of(cluster, 150.0, g5=1), (), training=True) == ()
+    assert idle.look(seen_of(cluster, 250.0, g5=1), (), training=True) == ("g5-0",)
+    assert releasable(["g5-0"], seen_of(cluster, 0.0, g5=1), {"g5": 1}) == ()
+
+
+def test_the_bound_is_the_whole_fleets(aws: tuple[dict[str, Any], Cluster]) -> None:
+    """Nodes that stand anyway are paid from it, though the best plan uses others."""
+    _, cluster = aws
+    job = shortest_job(parallelism={"max_usd_per_hour": 12.0})
+    planning = make_planning(job)
+    alone = best_counts(planning, cluster, {})
+    assert usd_per_hour(alone, cluster) <= 12.0
+    standing = {"g5-floor": 1, "g6e": 0}
+    counts = best_counts(planning, cluster, standing)
+    together = {name: max(counts.get(name, 0), standing.get(name, 0)) for name in {*counts, *standing}}
+    assert usd_per_hour(together, cluster) <= 12.0
+
+
+def test_a_refusal_is_told_in_one_sentence() -> None:
+    assert newest_cause("nothing") == ""
+    assert newest_cause(REASON).startswith(
+        "EC2 has no capacity (InsufficientInstanceCapacity: We currently do not have"
+    )
+    other = "An error occurred (UnauthorizedOperation) when calling the RunInstances operation: You are not authorized"
+    assert (
+        newest_cause(REASON + other)
+        == "the head's role does not allow it (UnauthorizedOperation: You are not authorized)"
+    )
