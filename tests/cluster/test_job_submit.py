@@ -23,7 +23,7 @@ from tests.harness.local_fleet import (
 from tests.harness.misbehaving_proxy import MisbehavingProxy
 from tests.harness.s3_server import s3_server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 STEPS = 40
 
 
@@ -57,7 +57,9 @@ def test_submitted_stopped_and_submitted_again(tmp_path: Path) -> None:
             return client.submit_job(entrypoint=command, runtime_env={"env_vars": environment})
 
         first = submit(tmp_path / "first.jsonl")
-        until(lambda: len(losses_of(tmp_path / "first.jsonl")) >= 5, "five steps", 90)
+        going = lambda: len(losses_of(tmp_path / "first.jsonl")) >= 5  # noqa: E731
+        until(lambda: going() or client.get_job_status(first).is_terminal(), "five steps", 150)
+        assert going(), client.get_job_logs(first)
         assert main_json(["status", "--address", str(fleet._cluster.address)])["jobs"]["tiny"]["state"] == "training"
         slow.mode = "slow"  # Ray kills 3 s after its SIGTERM unless the job's environment says otherwise
         stopped_at = time.monotonic()
@@ -70,7 +72,7 @@ def test_submitted_stopped_and_submitted_again(tmp_path: Path) -> None:
         assert 5 <= len(done) < STEPS
         assert [event["step"] for event in events_of(tmp_path / "first.jsonl", "checkpoint")][-1] == len(done)
         second = submit(tmp_path / "second.jsonl")
-        until(lambda: client.get_job_status(second).is_terminal(), "the end", 90)
+        until(lambda: client.get_job_status(second).is_terminal(), "the end", 150)
         logs = client.get_job_logs(second)
         assert client.get_job_status(second) is JobStatus.SUCCEEDED, logs
     assert f"Going on from step {len(done)} of" in logs

@@ -33,7 +33,7 @@ from tests.harness.local_fleet import (
 )
 from tests.harness.notice_sources import Case
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def node_ids(name: str) -> dict[str, bool]:
@@ -107,7 +107,7 @@ def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
             lambda run, seen: not any((node_ids("drained") | node_ids("interrupted")).values()), lambda run, seen: None
         )
         events.when(trains_a_while(workers=1), stop)
-        outcome, log = run_job(job, fleet, tmp_path, events)
+        outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=240)
     assert outcome.reason == "stopped by the test"
     changes = outcome.summary["reconfigurations"]
     assert [(change["cause"], change["nodes"]) for change in changes] == [
