@@ -161,9 +161,9 @@ class ElasticSection:
         more = self.patience
         return Timeouts(
             step_s=more * (self.step_timeout_s or max(step, STEP_TIMEOUT_RATIO * (predicted_step_s or 0.0))),
-            heartbeat_s=more * (heartbeat),
-            suspicion_s=more * (min(3.0, 0.3 * heartbeat)),
-            node_silence_s=more * (max(0.6 * heartbeat, min(heartbeat, 5.0))),
+            heartbeat_s=more * heartbeat,
+            suspicion_s=more * min(3.0, 0.3 * heartbeat),
+            node_silence_s=more * max(0.6 * heartbeat, min(heartbeat, 5.0)),
             quiesce_s=more * (self.quiesce_timeout_s or step / 2),
             rendezvous_s=more * (self.rendezvous_timeout_s or step),
             transfer_s=more * (self.transfer_timeout_s or 5 * step),
