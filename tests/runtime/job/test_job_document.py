@@ -93,7 +93,7 @@ def test_round_trip_and_pickle() -> None:
         (minimal(parallelism={"min_pipelines": 0}), ["min_pipelines is 0", "at least 1"]),
         (minimal(parallelism={"max_pipelines": 2}), ["max_pipelines"]),
         (minimal(elastic={"step_timeout_s": 0}), ["elastic.step_timeout_s is 0", "more than 0"]),
-        (minimal(elastic={"notice_sources": ["gcp"]}), ["'gcp'", "ray, aws, script"]),
+        (minimal(elastic={"notice_sources": ["gcp"]}), ["'gcp'", "ray, aws, gpu, queue, file, script"]),
         (minimal(elastic={"script": [{"at_step": 1, "event": "arrival"}]}), ["arrival needs node_type"]),
         (minimal(elastic={"script": [{"at_step": 1, "event": "storm"}]}), ["notice, death, arrival, freeze"]),
         (minimal(emulation={}), ["exactly one of profile"]),
@@ -243,12 +243,13 @@ def test_every_elastic_option_is_acted_upon() -> None:
     """Time-outs by way of `Timeouts`, whose every field is read too."""
     names = {f.name for f in fields(ElasticSection)}
     given = {name for name in names if name.endswith("_timeout_s")}
-    assert [name for name in names - given if name != "debounce_s" and not readers(name)] == []
+    assert [name for name in names - given if name not in ("debounce_s", "wait_for_fleet_s") and not readers(name)] == []
     plain = ElasticSection(step_timeout_s=60)
     for name in given:
         assert replace(plain, **{name: 7.0}).timeouts() != plain.timeouts(), name
     assert replace(plain, debounce_s=7.0).arrivals_debounce_s == 7.0
     assert readers("arrivals_debounce_s")
+    assert readers("fleet_patience_s")
 
 
 def test_a_steps_time_out_follows_its_prediction_and_nothing_else_does() -> None:
