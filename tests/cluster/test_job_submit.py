@@ -54,7 +54,17 @@ def test_submitted_stopped_and_submitted_again(tmp_path: Path) -> None:
         def submit(events: Path) -> str:
             command = f"{Path(sys.executable).parent / 'autohet'} train --job {job_path} --events {events} --json"
             environment = {"RAY_JOB_STOP_WAIT_TIME_S": "100", "AWS_ENDPOINT_URL": slow.endpoint}
-            return client.submit_job(entrypoint=command, runtime_env={"env_vars": environment})
+            ids: list[str] = []
+
+            def accepted() -> bool:
+                try:
+                    ids.append(client.submit_job(entrypoint=command, runtime_env={"env_vars": environment}))
+                except RuntimeError as error:  # the dashboard is up before the agent that starts jobs
+                    assert "No available agent" in str(error)
+                return bool(ids)
+
+            until(accepted, "an agent that takes jobs", 60)
+            return ids[0]
 
         first = submit(tmp_path / "first.jsonl")
         going = lambda: len(losses_of(tmp_path / "first.jsonl")) >= 5  # noqa: E731
