@@ -142,7 +142,7 @@ class JobRun:
 
     def buy(self, request: FleetRequest | None) -> None:
         """Keep what the autoscaler is asked for as the job wants it; a job that names its nodes has no other wishes."""
-        if request is not None and self.job.elastic.request_nodes is None:
+        if request is not None and request.bundles and self.job.elastic.request_nodes is None:
             planning, give_back = self.controller.planning, self.workforce.give_back
             self.buyer = Buyer(self.job, planning, request, self.events, give_back)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,69 +18,42 @@ from tests.harness.local_fleet import (
     until,
     write_documents,
 )
-from tests.harness.misbehaving_proxy import MisbehavingProxy
-from tests.harness.s3_server import s3_server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
 STEPS = 40
-
-
-def events_of(events: Path, kind: str) -> list[dict]:
-    lines = events.read_text().splitlines() if events.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    return [event for event in found if event["kind"] == kind]
 
 
 def losses_of(events: Path) -> dict[int, float]:
     """Loss by step of the steps that an events file tells of."""
-    return {event["step"]: event["loss"] for event in events_of(events, "step")}
+    lines = events.read_text().splitlines() if events.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return {event["step"]: event["loss"] for event in found if event["kind"] == "step"}
 
 
 def test_submitted_stopped_and_submitted_again(tmp_path: Path) -> None:
     port = free_port()
     # Slow enough that the stop comes in the middle.
     sections = {"training": {"steps": STEPS}, "emulation": {"block_forward_s": 0.01}}
+    job_path, _ = write_documents(tmp_path, {}, **sections)
     head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    with (
-        s3_server() as server,
-        closing(MisbehavingProxy(server.endpoint)) as slow,
-        local_fleet(head, big=1, small=1) as fleet,
-    ):
-        job_path, _ = write_documents(tmp_path, {}, **sections, checkpoint={"storage": server.create_bucket("runs")})
+    with local_fleet(head, big=1, small=1) as fleet:
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
 
         def submit(events: Path) -> str:
             command = f"{Path(sys.executable).parent / 'autohet'} train --job {job_path} --events {events} --json"
-            environment = {"RAY_JOB_STOP_WAIT_TIME_S": "100", "AWS_ENDPOINT_URL": slow.endpoint}
-            ids: list[str] = []
-
-            def accepted() -> bool:
-                try:
-                    ids.append(client.submit_job(entrypoint=command, runtime_env={"env_vars": environment}))
-                except RuntimeError as error:  # the dashboard is up before the agent that starts jobs
-                    assert "No available agent" in str(error)
-                return bool(ids)
-
-            until(accepted, "an agent that takes jobs", 60)
-            return ids[0]
+            return client.submit_job(entrypoint=command)
 
         first = submit(tmp_path / "first.jsonl")
-        going = lambda: len(losses_of(tmp_path / "first.jsonl")) >= 5  # noqa: E731
-        until(lambda: going() or client.get_job_status(first).is_terminal(), "five steps", 150)
-        assert going(), client.get_job_logs(first)
+        until(lambda: len(losses_of(tmp_path / "first.jsonl")) >= 5, "five steps", 90)
         assert main_json(["status", "--address", str(fleet._cluster.address)])["jobs"]["tiny"]["state"] == "training"
-        slow.mode = "slow"  # Ray kills 3 s after its SIGTERM unless the job's environment says otherwise
-        stopped_at = time.monotonic()
         assert client.stop_job(first)
-        until(lambda: client.get_job_status(first).is_terminal(), "the stop", 100)
-        assert time.monotonic() - stopped_at > 3, "the checkpoint takes longer than Ray would wait"
-        slow.mode = "good"
+        until(lambda: client.get_job_status(first).is_terminal(), "the stop", 30)
         assert client.get_job_status(first) is JobStatus.STOPPED
         done = losses_of(tmp_path / "first.jsonl")
         assert 5 <= len(done) < STEPS
-        assert [event["step"] for event in events_of(tmp_path / "first.jsonl", "checkpoint")][-1] == len(done)
+        assert any(path.name == f"step-{len(done):08d}" for path in (tmp_path / "checkpoints").iterdir())
         second = submit(tmp_path / "second.jsonl")
-        until(lambda: client.get_job_status(second).is_terminal(), "the end", 150)
+        until(lambda: client.get_job_status(second).is_terminal(), "the end", 90)
         logs = client.get_job_logs(second)
         assert client.get_job_status(second) is JobStatus.SUCCEEDED, logs
     assert f"Going on from step {len(done)} of" in logs
