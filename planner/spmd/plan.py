@@ -6,7 +6,7 @@ found by alternation, and nothing is proved.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,9 +127,10 @@ def synthesize(
 
 
 def synthesized(
-    table: CostTable, segments: int, pinned: Mapping[str, int], ratios: Ratios | None = None, whole: bool = True
-) -> SpmdPlan:
-    """As `synthesize`, by this table."""
+    table: CostTable, segments: int, pinned: Mapping[str, int], ratios: Ratios | None = None, whole: bool = True,
+    is_late: Callable[[], bool] = lambda: False,
+) -> SpmdPlan:  # fmt: skip
+    """As `synthesize`, by this table. is_late: once it is true, the best that fits is taken."""
     cluster = table.cluster
     pairs = _Pairs(table, pinned, whole)
     if ratios is not None:
@@ -142,7 +143,7 @@ def synthesized(
     if ratios is None and pairs.best is not None:
         pairs.alternate(pairs.best[2].ratios, ())
     if pairs.has_refused:
-        _heed_memory(pairs, starts, ratios is None)
+        _heed_memory(pairs, starts, ratios is None, is_late)
     if pairs.best is None:
         raise InfeasibleError(_why(cluster, pairs))
     if ratios is None and whole and table.num_devices <= _MOST_MOVED:
@@ -153,7 +154,7 @@ def synthesized(
     return plan
 
 
-def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool) -> None:
+def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_late: Callable[[], bool]) -> None:
     """Searches with rising charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher one finds nothing better."""
     idle = 0
     for number, charge in enumerate(_charges(pairs, starts[-1])):
@@ -164,7 +165,7 @@ def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool) -> 
             else:
                 pairs.judge(pairs.search(start, charge), start)
         idle = idle + 1 if pairs.best is None and pairs.tightest[0] > 0.99 * nearest else 0
-        if (before is not None and pairs.best is before) or (idle >= 2 and number >= _TELLING_CHARGE):
+        if (pairs.best is not None and (pairs.best is before or is_late())) or (idle >= 2 and number >= _TELLING_CHARGE):
             return
 
 

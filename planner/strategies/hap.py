@@ -4,7 +4,7 @@ Zhang et al., "HAP: SPMD DNN training on heterogeneous GPU clusters with automat
 said in `planner/spmd/README.md`. No pipelines: every layer lies on every GPU of the plan, whole or in part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
@@ -27,10 +27,14 @@ def search_hap(request: Request) -> Answer:
     begin, evaluated = request.clock(), 0
     best: Answer | None = None
     rejected: list[Rejected] = []
+
+    def is_late() -> bool:
+        return request.clock() - begin > request.time_limit_s
+
     for workers in _subsets(request):
-        if best is not None and request.clock() - begin > request.time_limit_s:
+        if best is not None and is_late():
             break
-        for plan in _plans(request, workers, rejected):
+        for plan in _plans(request, workers, rejected, is_late):
             evaluated += 1
             prediction = request.cost.predict(plan)
             why = unacceptable(request, plan, prediction)
@@ -43,7 +47,7 @@ def search_hap(request: Request) -> Answer:
                 rejected.append(Rejected(_described(best.plan), "slower than the chosen plan"))
             best = Answer("hap", plan, prediction, SearchReport(0.0, 0, None, None))
     if best is None:
-        raise InfeasibleError(f"hap finds no program: {rejected[0].why if rejected else 'the fleet has no workers'}")
+        raise InfeasibleError(f"hap finds no program: {rejected[0].why if rejected else 'the fleet has no GPU'}")
     report = SearchReport(request.clock() - begin, evaluated, None, None)
     return Answer("hap", best.plan, best.prediction, report, tuple(rejected), _idle(request, best.plan))
 
@@ -63,7 +67,9 @@ def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
     yield from found
 
 
-def _plans(request: Request, workers: tuple[str, ...], rejected: list[Rejected]) -> Iterator[Plan]:
+def _plans(
+    request: Request, workers: tuple[str, ...], rejected: list[Rejected], is_late: Callable[[], bool]
+) -> Iterator[Plan]:
     batch = request.global_batch_sequences
     passes = [count for count in range(1, min(batch, MOST_PASSES) + 1) if batch % count == 0]
     if request.microbatch_sequences is not None:
@@ -76,14 +82,14 @@ def _plans(request: Request, workers: tuple[str, ...], rejected: list[Rejected])
             continue
         tried += 1
         try:
-            found = _synthesized(request, table, dict(decoder.split_dims))
+            found = _synthesized(request, table, dict(decoder.split_dims), is_late)
         except InfeasibleError as error:
             rejected.append(Rejected(f"one program on {len(workers)} GPUs, {count} microbatches", str(error)))
         else:
             yield _plan(request, workers, count, found)
             busy = tuple(worker for rank, worker in enumerate(workers) if not found.idle(rank))
             if len(busy) < len(workers):
-                yield from _plans(request, busy, rejected)
+                yield from _plans(request, busy, rejected, is_late)
             return
         if tried == TRIED_PASSES:
             return
@@ -95,17 +101,19 @@ def _least_bytes(table: CostTable) -> float:
     return kept + sum(node.num_bytes / node.item_bytes * table.state_bytes for node in table.graph.parameters)
 
 
-def _synthesized(request: Request, table: CostTable, pinned: dict[str, int]) -> SpmdPlan:
+def _synthesized(
+    request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]
+) -> SpmdPlan:
     """With one set of ratios, and where memory is short with two, so that state need not follow samples; where layers are wanted on several
     nodes, all state lies whole on each."""
     if request.min_node_disjoint_holders > 1:
         pinned = dict.fromkeys(pinned, WHOLE)
     found, refused = list[SpmdPlan](), None
     for segments in (1, 2):
-        if not all(plan.is_short for plan in found):
+        if found and (is_late() or not all(plan.is_short for plan in found)):
             break
         try:
-            found.append(synthesized(table, segments, pinned))
+            found.append(synthesized(table, segments, pinned, is_late=is_late))
         except InfeasibleError as error:
             refused = error
     if not found:

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).resolve().parents[2]
 SOME = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SMALL = {"autohet", "exhaustive"}
+PIPELINED = set(STRATEGIES) - {"hap"}
+"""hap wants a model whose graph is known: tests/planner/test_hap.py."""
 gpu_types = st.sampled_from(("A100", "A10G", "T4"))
 
 
@@ -77,7 +79,7 @@ def test_equal_gpus_get_a_symmetric_plan_or_a_better_one(gpu: str, nodes: int, g
         assert ours <= _seconds(grid, asked) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"exhaustive"}))
+@pytest.mark.parametrize("strategy", sorted(PIPELINED - {"exhaustive"}))
 @pytest.mark.parametrize(
     ("types", "batch", "layers"),
     [
@@ -103,7 +105,7 @@ def test_every_strategy_gives_the_same_plan_in_every_process() -> None:
     code = (
         "from tests.planner.cases import *; from planner.strategies import STRATEGIES, plan_with\n"
         "asked = request(fleet(('A100', 1, 2), ('A10G', 2, 1)), 7, model(4), max_microbatch_sequences=2)\n"
-        "for name in STRATEGIES: print(plan_with(name, asked).plan.to_json())"
+        "for name in sorted(set(STRATEGIES) - {'hap'}): print(plan_with(name, asked).plan.to_json())"
     )
     found = {
         subprocess.run(
@@ -113,7 +115,7 @@ def test_every_strategy_gives_the_same_plan_in_every_process() -> None:
         for seed in ("0", "1", "99")
     }  # fmt: skip
     assert len(found) == 1
-    assert len(found.pop().splitlines()) == len(STRATEGIES)
+    assert len(found.pop().splitlines()) == len(PIPELINED)
 
 
 def test_autohet_finds_the_same_plan_however_late_its_clock_says_it_is() -> None:
@@ -133,7 +135,7 @@ def test_a_search_with_a_time_limit_ends_at_it_with_what_it_has(strategy: str) -
     assert limited.prediction.fits
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"exhaustive"}))
+@pytest.mark.parametrize("strategy", sorted(PIPELINED - {"exhaustive"}))
 def test_what_does_not_fit_in_sum_names_what_is_lacking(strategy: str) -> None:
     asked = request(fleet(("A100", 2, 1), memory_gib={"A100": 3.0}), 4, model(6, width=2048, vocab=1000))
     with pytest.raises(InfeasibleError, match=r"\d GiB too little") as error:
@@ -143,14 +145,14 @@ def test_what_does_not_fit_in_sum_names_what_is_lacking(strategy: str) -> None:
     assert "GPU" in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"exhaustive", "varuna"}))
+@pytest.mark.parametrize("strategy", sorted(PIPELINED - {"exhaustive", "varuna"}))
 def test_a_degree_that_no_node_has_names_the_largest_node(strategy: str) -> None:
     asked = request(fleet(("A100", 2, 2)), 4, min_tp_degree=4)
     with pytest.raises(InfeasibleError, match=r"min_tp_degree is 4, but the largest node has 2 GPUs"):
         plan_with(strategy, asked)
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", sorted(PIPELINED))
 def test_an_empty_fleet_and_an_empty_batch_are_named(strategy: str) -> None:
     asked = request(fleet(("A100", 1, 1)), 4, model(4))
     with pytest.raises(InfeasibleError, match=r"no GPU|none of 0 plans"):
@@ -159,7 +161,7 @@ def test_an_empty_fleet_and_an_empty_batch_are_named(strategy: str) -> None:
         plan_with(strategy, dataclasses.replace(asked, global_batch_sequences=0))
 
 
-@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"exhaustive"}))
+@pytest.mark.parametrize("strategy", sorted(PIPELINED - {"exhaustive"}))
 def test_a_price_below_the_cheapest_node_is_named(strategy: str) -> None:
     asked = request(fleet(("A100", 2, 1)), 4, model(4, width=64, vocab=1000), max_usd_per_hour=0.5)
     with pytest.raises(InfeasibleError, match=r"0\.50 \$/h.*costs 1\.00 \$/h, 0\.50 more"):

@@ -91,13 +91,13 @@ def test_plans_that_one_node_would_hold_do_not_hide_those_of_two_holders() -> No
 
 def test_where_drafts_lack_memory_for_their_communicators_others_leave_room_for_these() -> None:
     """Tables assume as many communicators as most plans have; a deep pipeline's inner stages have one more."""
-    asked = request(fleet(("T4", 6, 1), memory_gib={"T4": 3.4}), 20, model(12, 1024, 8000))
+    asked = request(fleet(("T4", 6, 1), memory_gib={"T4": 3.44}), 20, model(12, 1024, 8000))
     counted = dataclasses.replace(asked.cost.parameters, communicator_bytes=0.5 * GIB, context_bytes=0.0)
     cost = CostModel(asked.fleet, asked.spec, profile(), sequence_length=128, precision="fp32", parameters=counted)
     assert plan_with("autohet", dataclasses.replace(asked, cost=cost)).prediction.fits
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"hap"}))  # which wants a model with a graph: test_hap
 def test_a_model_that_does_not_fit_names_the_limit_and_by_how_much(strategy: str) -> None:
     small = fleet(("A100", 1, 1), memory_gib={"A100": 2.0})
     with pytest.raises(InfeasibleError, match=r"GiB too little|fits memory"):

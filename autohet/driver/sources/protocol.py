@@ -37,7 +37,7 @@ class WatchedNode:
 class NoticeSource(Protocol):
     """Says which nodes have notice. Called by the driver's one thread, many times a second: what takes time has its own.
 
-    tests/driver/test_notice_sources.py holds for each: garbage and replays change nothing; what is said of others is not passed on; a
+    tests/driver/test_notice_source_conformance.py holds for each: garbage and replays change nothing; what is said of others is not passed on; a
     source whose first question fails asks again; later news stands in the place of earlier.
     """
 

@@ -177,7 +177,7 @@ def test_nodes_of_one_directory_share_the_work(
     assert len(set(found.values())) == 1
     num_parts = len(divide(list_sources(data)))
     assert min(by_host.values()) >= 3
-    assert sum(by_host.values()) <= num_parts + 4
+    assert sum(by_host.values()) <= 1.5 * num_parts  # each by itself: twice
     assert len(seen) <= len(TEXTS) * 1.2
 
 
