@@ -9,12 +9,10 @@ import pytest
 from tests.harness.host_memory import owned_memory
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Ray finds a cluster that runs on the machine: tests that start one go one after the other (`--dist loadgroup`)."""
-    for item in items:
-        if item.get_closest_marker("cluster") is not None:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+    if item.get_closest_marker("cluster") is not None:
+        item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,8 +37,8 @@ class WatchedNode:
 class NoticeSource(Protocol):
     """Says which nodes have notice. Called by the driver's one thread, many times a second: what takes time has its own.
 
-    tests/driver/test_notice_source_conformance.py holds for each: garbage and replays change nothing; what is said of others is not passed on; a
-    source whose first question fails asks again; later news stands in the place of earlier.
+    tests/driver/test_notice_source_conformance.py holds for each: garbage and replays change nothing; what is said of others is not
+    passed on; a source whose first question fails asks again; later news stands in the place of earlier.
     """
 
     def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
