@@ -9,12 +9,6 @@ import pytest
 from tests.harness.host_memory import owned_memory
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Ray finds a cluster that runs on the machine: tests that start one go one after the other (`--dist loadgroup`)."""
-    if item.get_closest_marker("cluster") is not None:
-        item.add_marker(pytest.mark.xdist_group("ray"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _no_host_memory_left() -> Iterator[None]:
     """A stopped run keeps its nodes' snapshots for the next one; a test's go with the session, killed or not."""

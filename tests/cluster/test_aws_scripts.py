@@ -73,7 +73,7 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
 def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
     """moto's instances do not run: a thread stops the one that the installation would shut down."""
     with s3_server() as server:
-        server.create_bucket("runs")
+        script("prepare", "--bucket", "runs", **server.environment)
         ec2 = boto3.client("ec2", endpoint_url=server.endpoint, region_name="us-east-1")
         ssm = boto3.client("ssm", endpoint_url=server.endpoint, region_name="us-east-1")
 

@@ -23,7 +23,7 @@ from tests.harness.local_fleet import (
     trains_at,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(330)]
 
 
 def test_a_death_in_a_program_takes_no_step_and_the_rest_goes_on_with_other_shares(tmp_path: Path) -> None:
