@@ -25,7 +25,7 @@ from recovery.errors import Cancelled
 from recovery.storage.errors import ObjectMissing, ObjectTruncated, StorageError, StorageTimeout
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
-from recovery.storage.s3_errors import S3_FAILURES, translate
+from recovery.storage.s3_errors import S3_FAILURES, release_frames, translate
 from recovery.storage.s3_transfer import DeadlinePassed, S3Transfer
 
 MAX_PARTS = 10_000
@@ -213,9 +213,10 @@ class S3Storage:
                 return call_until(self._cancelled, request, uri)
             except (*S3_FAILURES, ObjectTruncated) as error:
                 ours, again = translate(uri, error)
-                pause_s = backoff_s * random.uniform(0.5, 1.5)
-                if not again or attempt == self._options.attempts or time.monotonic() + pause_s > stop_at:
-                    raise ours from error
+                release_frames(error)
+            pause_s = backoff_s * random.uniform(0.5, 1.5)
+            if not again or attempt == self._options.attempts or time.monotonic() + pause_s > stop_at:
+                raise ours  # outside of `except`: boto3's error as its cause would hold connections where ours is kept
             pause(self._cancelled, pause_s, uri)
             backoff_s *= 2
         raise AssertionError("the last attempt returns or raises")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import traceback
 
 import botocore.exceptions as boto
 import urllib3.exceptions
@@ -52,6 +53,16 @@ def translate(uri: str, error: Exception) -> tuple[StorageError, bool]:
         return StorageError(uri, _one_line(error), "check the bucket's name and AWS_REGION"), False
     remedy = "check the network, the endpoint (AWS_ENDPOINT_URL) and the region"
     return StorageUnreachable(uri, f"no answer ({_one_line(error)})", remedy), True
+
+
+def release_frames(error: BaseException) -> None:
+    """Drop the local variables of the finished calls that `error` and its causes came through. urllib3 keeps its error in one of them,
+    a cycle that would hold a pool's connections open until the collector comes by.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, bool]:

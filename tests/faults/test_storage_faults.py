@@ -236,8 +236,9 @@ def test_another_fleet_that_reads_a_silent_storage_changes_once_more(
         for kind, number in (("death", generation), ("plan", generation + 1))
     )
     print(f"{again - death:.2f} s from the death to the next orders")
-    # Where nothing is answered at all, the driver asks for the newest checkpoint in vain, for as long as it would wait for agents.
-    assert again - death < (2.0 if mode == "half" else 2.0 + run.job.elastic.timeouts().quiesce_s)
+    # Far below a read's own deadline. Where nothing is answered at all, the driver asks for the newest checkpoint in vain, for as long
+    # as it would wait for agents.
+    assert again - death < (10.0 if mode == "half" else 10.0 + run.job.elastic.timeouts().quiesce_s)
     assert all(count == 1 for name, count in result.starts.items() if name != "worker-d/0"), result.starts
     check(scene, uri, before.events + result.events, result)
 

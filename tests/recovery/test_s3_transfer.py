@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from recovery.storage.errors import StoragePermissionDenied
+from recovery.storage.errors import StoragePermissionDenied, StorageUnreachable
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import StorageOptions
+from tests.harness.leaks import nothing_left
 
 DATA = bytes(range(256)) * 4096
 ONCE = StorageOptions(attempts=1, request_timeout_s=20, part_bytes=5 << 20)
@@ -23,8 +26,13 @@ class _Fickle(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     status = 206
+    keeps = False
+    """Whether it keeps its promise."""
 
     def do_GET(self) -> None:
+        if self.path.endswith("/away"):
+            self.close_connection = True
+            return
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         body = (
             DATA[first : last + 1]
@@ -35,7 +43,7 @@ class _Fickle(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-        self.close_connection = True
+        self.close_connection = not self.keeps
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
@@ -71,6 +79,19 @@ def test_an_error_is_what_boto3_makes_of_it(server: ThreadingHTTPServer, monkeyp
     with pytest.raises(StoragePermissionDenied, match="AccessDenied: no"):
         storage.get_into("object", 0, memoryview(bytearray(10)))
     storage.close()
+
+
+def test_an_error_that_is_kept_keeps_no_connection_open(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a log record keeps it. Requests before and after it, by boto3, have left a connection that waits for its next one."""
+    monkeypatch.setattr(_Fickle, "keeps", True)
+    with nothing_left(tmp_path), closing(open_storage("s3://bucket", ONCE)) as storage:
+        storage.get("object", 0, 10)
+        with pytest.raises(StorageUnreachable) as kept:
+            storage.get("away", 0, 10)
+        storage.get("object", 0, 10)
+    assert "no answer" in str(kept.value)
 
 
 def test_behind_a_proxy_boto3_speaks(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:

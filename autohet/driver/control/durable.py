@@ -87,7 +87,7 @@ class Durable:
         except Superseded as error:
             superseded = str(error)
         except (RecoveryError, OSError) as error:  # put with the next commit, or renewal of the lease
-            logger.warning("Generation %d is not in the journal yet: %s", entry.generation, str(error))
+            logger.warning("Generation %d is not in the journal yet: %s", entry.generation, error)
             unclaimed = entry.generation
         with self._lock:
             superseded = superseded or self._state.superseded
@@ -176,8 +176,7 @@ class Durable:
             with self._lock:
                 self._state = replace(self._state, superseded=str(error))
         except (RecoveryError, OSError) as error:
-            # Its text, since the error itself holds on to an open connection wherever the record is kept.
-            logger.warning("The checkpoint storage failed: %s", str(error))
+            logger.warning("The checkpoint storage failed: %s", error)
             with self._lock:
                 generation, step = attempt or (None, None)
                 self._state = replace(self._state, error=str(error), error_step=step, error_generation=generation)
