@@ -5,6 +5,7 @@ A family is data about the library's own modules (transformers); nothing of a mo
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import json
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.attention import IMPLEMENTATION
 from planner.errors import ConfigError
 
 EMBEDDING, HEAD = -1, -2
@@ -128,9 +130,12 @@ class Family:
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The library's model without storage, on the meta device."""
+    """The library's model without storage, on the meta device. It has a config of its own: the library writes into what it is given, and
+    models of one config may attend in different ways.
+    """
+    config = copy.deepcopy(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
 
 
 def _config_key(config: PreTrainedConfig) -> str:

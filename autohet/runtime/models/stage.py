@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.pytorch_utils import Conv1D
 
+from autohet.runtime.models.attention import MaskMaker, window_band
 from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_shape, local_units, skeleton
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
@@ -67,7 +67,7 @@ class StageModel(nn.Module):
             self.head = self._keep(
                 model.get_submodule(family.head), "head", family.token_embedding if tied else family.head
             )
-        self._fixed: tuple[Any, dict[str, Any]] = (None, {})
+        self._fixed: tuple[Any, dict[Any, Any]] = (None, {})
         self.rotary = _on_device(model.get_submodule(family.rotary), config, device) if family.rotary else None
         if tp is not None and tp.degree > 1:
             self._cut(tp)
@@ -146,7 +146,7 @@ class StageModel(nn.Module):
         hidden = self._embed(x) if self.is_first else x
         fixed = self._fixed_by_shape(hidden)
         for index, block in enumerate(self.blocks):
-            arguments: dict[str, Any] = {"attention_mask": fixed[self._mask_kind(index)]}
+            arguments: dict[str, Any] = {"attention_mask": fixed[self._window(index)]}
             if self.rotary is not None:
                 arguments["position_embeddings"] = fixed["rotary"]
             hidden = self._run(block, hidden, arguments)
@@ -169,32 +169,32 @@ class StageModel(nn.Module):
         out = run_block(block, hidden, arguments, self.recompute)
         return out[0] if isinstance(out, tuple) else out
 
-    def _mask_kind(self, index: int) -> str:
+    def _window(self, index: int) -> int | None:
+        """How many tokens one of block `index` sees, itself included; None: all before it."""
         kinds = getattr(self.config, "layer_types", None)
-        if kinds:
-            return kinds[self.first_layer + index]
-        return "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
+        slides = not kinds or kinds[self.first_layer + index] == "sliding_attention"
+        window = getattr(self.config, "sliding_window", None)
+        return int(window) if slides and window else None
 
-    def prepare(self, shape: tuple[int, int]) -> None:
+    def prepare(self, shape: tuple[int, int], mask: MaskMaker = window_band) -> None:
         """Make what depends on the shape of a microbatch alone, [b, S], before the first one comes."""
-        self._fixed_by_shape(torch.empty((*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype))
+        hidden = torch.empty((*shape, int(self.config.hidden_size)), device=self.device, dtype=self.dtype)
+        self._fixed_by_shape(hidden, mask)
 
-    def _fixed_by_shape(self, hidden: Tensor) -> dict[str, Any]:
-        """Masks by kind and rotary tables: functions of the shape alone, so made once, not for every microbatch.
-
-        A mask is the library's own, None where plain causal attention needs none. It is not told the positions:
-        they are always 0..S-1, and the library would look for packed sequences in them, which makes the host wait
-        for a GPU.
+    def _fixed_by_shape(self, hidden: Tensor, mask: MaskMaker = window_band) -> dict[Any, Any]:
+        """Masks by window and rotary tables: functions of the shape alone, so made once, not for every microbatch. No mask, where no
+        window is shorter than the sequences: attention is plainly causal then.
         """
         key = (hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         if self._fixed[0] != key:
-            made: dict[str, Any] = {}
-            for kind in {self._mask_kind(index) for index in range(self.num_layers)}:
-                make = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
-                made[kind] = make(config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+            length = hidden.shape[1]
+            made: dict[Any, Any] = {
+                window: mask(window, length, hidden.dtype, hidden.device)
+                for window in {self._window(index) for index in range(self.num_layers)}
+            }
             if self.rotary is not None:
                 made["rotary"] = self.rotary(
-                    hidden, position_ids=torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+                    hidden, position_ids=torch.arange(length, device=hidden.device).unsqueeze(0)
                 )
             self._fixed = (key, made)
         return self._fixed[1]

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.job import Job
 from autohet.runtime.models import FAMILIES, StageModel, build_stage, family_of, load_config
+from autohet.runtime.models.attention import whole_mask
 from autohet.runtime.spmd.capture import Captured, capture
 from planner.spmd.decoders import WHOLE, Decoder
 
@@ -42,7 +43,7 @@ def capture_language_model(config: PreTrainedConfig, batch: int, sequence_length
     family = family_of(config)
     stage = build_stage(config, 0, family.num_layers(config), None, torch.device("cpu"), dtype)
     stage.load_parameters({name: torch.empty(spec.shape) for name, spec in stage.specs.items()})  # never touched
-    stage.prepare((batch, sequence_length))
+    stage.prepare((batch, sequence_length), whole_mask)
     ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
     names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}
     return capture(_Loss(stage), (ids, ids.clone()), most_units=family.max_tp_degree(config), prefixes=names)

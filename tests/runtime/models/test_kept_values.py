@@ -13,18 +13,21 @@ from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
 from tests.harness.tiny_models import TINY, tiny_config
 
-FAMILIES = ["gpt2", "llama", "llama-grouped", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
 SEQUENCES, LENGTH = 2, 32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WITHOUT_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
 
-def without_window(name: str) -> dict[str, object]:
+def planned(name: str) -> dict[str, object]:
+    """The tiny config of a family, with a window shorter than the sequences only where its name says so."""
+    if name == "mistral, windowed":
+        return {**TINY["mistral"], "sliding_window": LENGTH // 4, "num_key_value_heads": 2}
     return {**TINY[name], **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]}}
 
 
 def stage(name: str, layers: int, precision: str, recompute: Recompute) -> StageModel:
-    config = tiny_config(name, **without_window(name))
+    config = tiny_config(name.split(",")[0], **planned(name))
     model = build_stage(config, 0, layers, None, torch.device("cpu"), DTYPES[precision], recompute)
     specs = family_of(config).parameter_specs(config)
     model.load_parameters({path: 0.02 * torch.randn(specs[path].shape) for path in model.local_parameters()})
@@ -47,7 +50,7 @@ def kept_bytes(model: StageModel) -> int:
 def test_a_block_keeps_what_the_planner_predicts(name: str, precision: str, recompute: Recompute) -> None:
     """By two stages of which one has a block more: the rest of what they keep is equal."""
     one, two = (kept_bytes(stage(name, layers, precision, recompute)) for layers in (1, 2))
-    spec = model_spec_from_config(name, without_window(name), precision=precision)
+    spec = model_spec_from_config(name, planned(name), precision=precision)
     parameters = framework_parameters(OURS, CostParameters())
     terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
     assert terms.activation_bytes[1] == pytest.approx(two - one, rel=0.02)

@@ -1,0 +1,116 @@
+"""Causal attention whose tokens see a window of the last `sliding_window` tokens, without a mask of the whole sequence.
+
+Queries go in chunks; each chunk meets only the keys that some of its queries see, under one band that all chunks, layers and microbatches
+share: [C, window + C] for chunks of C queries, instead of [S, S]. FLOPs and memory are linear in the sequence's length. The backward pass
+computes each chunk again, so that what is kept is query, key and value alone, and gradients of keys are added up in fp32.
+
+Registered with the library as an attention implementation, `IMPLEMENTATION`; wherever no band is given it is the library's `sdpa`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+IMPLEMENTATION = "chunked_window_sdpa"
+CHUNK_TOKENS = 1024
+"""Queries of a chunk, at most the window: of a window of 4,096 tokens a fourth more keys are met than are seen."""
+
+MaskMaker = Callable[[int | None, int, torch.dtype, torch.device], Tensor | None]
+
+
+def whole_mask(window: int | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """[S, S], for whoever needs attention to be one operator: a model's graph, not its training."""
+    if window is None or length <= window:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+
+
+def window_band(window: int | None, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What a chunk's scores get added, [C, window + C]: 0 where query i sees key j of the `window` before the chunk and the chunk itself
+    (i < j <= i + window), else -inf. None where the window holds every sequence of this length: plain causal attention.
+    """
+    if window is None or length <= window:
+        return None
+    chunk = min(CHUNK_TOKENS, window)
+    seen = torch.ones(chunk, window + chunk, dtype=torch.bool, device=device).triu_(1).tril_(window)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+
+
+@torch.compiler.disable
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns [b, S, heads, d]. `attention_mask`: a
+    band of `window_band` (which is never square), a `whole_mask`, or None.
+    """
+    if attention_mask is None or attention_mask.shape[0] == attention_mask.shape[1]:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **rest
+        )
+        return found
+    out: Tensor = _WindowAttention.apply(query, key, value, attention_mask, scaling)
+    return out, None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor, scale: float | None) -> Tensor:
+        ctx.save_for_backward(query, key, value, band)
+        ctx.scale = scale
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1])
+        for rows, keys, mask in _chunks(length, band):
+            found = _attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, scale)
+            out[:, rows] = found.transpose(1, 2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, band = ctx.saved_tensors
+        of_query = torch.empty_like(query)
+        of_key, of_value = (
+            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in (key, value)
+        )
+        for rows, keys, mask in _chunks(query.shape[2], band):
+            given = [t.detach().requires_grad_() for t in (query[:, :, rows], key[:, :, keys], value[:, :, keys])]
+            with torch.enable_grad():
+                found = _attend(given[0], given[1], given[2], mask, ctx.scale)
+            parts = torch.autograd.grad(found, given, gradients[0][:, rows].transpose(1, 2))
+            of_query[:, :, rows] = parts[0]
+            of_key[:, :, keys] += parts[1]
+            of_value[:, :, keys] += parts[2]
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
+
+
+def _chunks(length: int, band: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """(queries, keys, mask) of each chunk; the first is plainly causal. A chunk's keys begin `window` before it, or at the sequence's
+    begin: the mask is then the band's right part.
+    """
+    chunk, window = band.shape[0], band.shape[1] - band.shape[0]
+    for first in range(0, length, chunk):
+        end, begin = min(first + chunk, length), max(0, first - window)
+        left = begin - (first - window)
+        mask = None if first == 0 else band[: end - first, left : window + end - first]
+        yield slice(first, end), slice(begin, end), mask
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """[b, heads, queries, d]. Kernels that take a mask want as many key heads as query heads."""
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=mask is None and groups > 1
+    )
