@@ -4,14 +4,13 @@ together (all that a layer cuts alike, with the optimizer's two moments) is one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.layout import STATE_KINDS
+from autohet.runtime.layout import STATE_KINDS, unit_elements
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
 from autohet.runtime.models.family import ParameterSpec
 from planner.plan import Plan
@@ -68,14 +67,7 @@ def _key(spec: ParameterSpec) -> Hashable:
 
 def _bundle(specs: list[ParameterSpec]) -> _Bundle:
     like = specs[0]
-    sizes = [len(STATE_KINDS) * sum(_elements(spec, unit) for spec in specs) for unit in range(like.num_units)]
+    sizes = [len(STATE_KINDS) * sum(unit_elements(spec, unit) for spec in specs) for unit in range(like.num_units)]
     if like.split_dim is None:
         return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32"), like)
     return _Bundle(TensorSpec(like.name, (sum(sizes),), "float32", 0, (0, *accumulate(sizes))), like)
-
-
-def _elements(spec: ParameterSpec, unit: int) -> int:
-    if spec.split_dim is None:
-        return math.prod(spec.shape)
-    width = spec.cuts[unit + 1] - spec.cuts[unit]
-    return width * math.prod(spec.shape) // spec.shape[spec.split_dim]

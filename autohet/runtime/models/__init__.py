@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autohet.runtime.models import gpt2, llama, mistral, qwen2, qwen3
 from autohet.runtime.models.family import (
@@ -42,6 +43,7 @@ __all__ = [
     "load_config",
     "local_shape",
     "local_units",
+    "read_config",
     "stage_parameter_names",
     "unknown_keys",
 ]  # fmt: skip
@@ -74,10 +76,9 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or the checkpoint cannot be read.
     """
-    if source.config is not None:
-        config = _from_mapping(dict(source.config))
-    else:
-        config = _from_checkpoint(str(source.pretrained), source.revision)
+    if source.config is not None and source.config.get("model_type") not in FAMILIES:
+        raise _untrained(source.config.get("model_type"))
+    config = read_config(source.config if source.config is not None else str(source.pretrained), source.revision)
     _check_architecture(config)
     changed = family_of(config).check_dropout(config)
     if changed:
@@ -87,15 +88,37 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     return config
 
 
+def read_config(source: Mapping[str, Any] | str | Path, revision: str | None = None) -> PreTrainedConfig:
+    """A transformers config of any causal language model: from a mapping with `model_type`, a directory, or a hub id.
+
+    Raises:
+        ConfigError: the model type is unknown, a value is wrong, or there is no config at the place named.
+    """
+    if isinstance(source, Mapping):
+        return _from_mapping(dict(source))
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(source), revision=revision or "main")
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:  # a JSONDecodeError is a ValueError
+        where = "the directory" if Path(source).is_dir() else "the hub id or directory"
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model.pretrained: {where} '{source}' has no readable config: {why}") from None
+    return config
+
+
 def _from_mapping(mapping: dict[str, Any]) -> PreTrainedConfig:
     model_type = mapping.pop("model_type", None)
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "name one such as llama, qwen3, mistral, gpt2 or opt"
+        raise ConfigError(f"model.config: model_type '{model_type}' is unknown to transformers; {hint}")
     try:
         config = AutoConfig.for_model(model_type, **mapping)
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.config is no valid {model_type} config: {' '.join(str(error).split())}") from None
-    check_keys(config, mapping)
+    if model_type in FAMILIES:
+        check_keys(config, mapping)
+    elif unknown := unknown_keys(config, mapping):  # published files hold keys that only their own code reads
+        logger.warning("model.config: %s has no key %s; the default is used", model_type, ", ".join(unknown))
     return config
 
 
@@ -130,22 +153,16 @@ def _check_architecture(config: PreTrainedConfig) -> None:
         )
 
 
-def _from_checkpoint(path: str, revision: str | None) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError, StrictDataclassError) as error:
-        where = "the directory" if Path(path).is_dir() else "the hub id or directory"
-        raise ConfigError(
-            f"model.pretrained: {where} '{path}' has no readable config: {str(error).splitlines()[0]}"
-        ) from None
-
-
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a config; ConfigError lists the known ones."""
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise ConfigError(f"model_type '{config.model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}")
+        raise _untrained(config.model_type)
     return family
+
+
+def _untrained(model_type: object) -> ConfigError:
+    return ConfigError(f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}")
 
 
 def stage_parameter_names(config: PreTrainedConfig, first_layer: int, num_layers: int) -> list[str]:

@@ -6,19 +6,16 @@ Works for any decoder's causal-LM config: the blocks are the largest ModuleList 
 `get_output_embeddings` and whatever else lies outside the blocks (final norm, projections).
 """
 
-import difflib
-import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
+from autohet.runtime.models import read_config
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 
 _FUSED_PRECISIONS = ("bf16", "fp16")
-logger = logging.getLogger(__name__)
 
 
 def model_spec_from_config(
@@ -29,50 +26,9 @@ def model_spec_from_config(
 
     precision decides whether the attention's scores count as kept for backward: flash kernels are 16-bit only.
     """
-    loaded = _load_config(config, revision)
+    loaded = read_config(config, revision)
     module = _build_on_meta(loaded)
     return _spec(name, loaded, module, precision)
-
-
-def _load_config(config: Mapping[str, Any] | str | Path, revision: str | None) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    if isinstance(config, Mapping):
-        return _from_mapping(dict(config))
-    try:
-        return AutoConfig.from_pretrained(str(config), revision=revision or "main")
-    except (OSError, ValueError, KeyError, json.JSONDecodeError, StrictDataclassError) as error:
-        raise ConfigError(f"no transformers config at '{config}': {_first_line(error)}") from error
-
-
-def _from_mapping(fields: dict[str, Any]) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_type = fields.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
-        hint = f"did you mean {near[0]}?" if near else "name one such as llama, qwen3, mistral, gpt2 or opt"
-        raise ConfigError(f"model.config: model_type '{model_type}' is unknown to transformers; {hint}")
-    try:
-        loaded = AutoConfig.for_model(model_type, **fields)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise ConfigError(f"model.config is no valid {model_type} config: {' '.join(str(error).split())}") from error
-    _check_keys(loaded, fields)
-    return loaded
-
-
-def _check_keys(config: Any, fields: Mapping[str, Any]) -> None:
-    """transformers stores a misspelt key in silence and uses the default. What `train` would refuse is refused; of other
-    families, whose published files hold keys that only their own code reads, a warning names it."""
-    from autohet.runtime.models import FAMILIES, check_keys, unknown_keys
-
-    if config.model_type in FAMILIES:
-        check_keys(config, fields)
-    elif unknown := unknown_keys(config, fields):
-        logger.warning("model.config: %s has no key %s; the default is used", config.model_type, ", ".join(unknown))
 
 
 def _first_line(error: Exception) -> str:

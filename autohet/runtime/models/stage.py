@@ -124,17 +124,20 @@ class StageModel(nn.Module):
         slots = self._slots()
         missing = sorted(set(slots) - set(parameters))
         assert not missing, f"the stage of layers {self.first_layer}+{self.num_layers} was not given {missing[:3]}"
+        shapes = self.local_shapes()
         for name, places in slots.items():
-            self._check_shape(name, parameters[name])
+            given = tuple(parameters[name].shape)
+            assert given == shapes[name], f"{name}: this rank holds {shapes[name]}, not {given}"
             parameter = nn.Parameter(parameters[name].detach().to(device=self.device, dtype=self.dtype))
             for module, kind in places:
                 module._parameters[kind] = parameter
 
-    def _check_shape(self, name: str, given: Tensor) -> None:
-        spec = self.specs[name]
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of this rank's slices, by checkpoint name."""
         rank, degree = (0, 1) if self.tp is None else (self.tp.rank, self.tp.degree)
-        shape = local_shape(spec, local_units(spec, rank, degree))
-        assert tuple(given.shape) == shape, f"{name}: rank {rank} of {degree} holds {shape}, not {tuple(given.shape)}"
+        return {
+            name: local_shape(self.specs[name], local_units(self.specs[name], rank, degree)) for name in self._slots()
+        }
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""

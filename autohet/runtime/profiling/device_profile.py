@@ -21,8 +21,6 @@ from autohet.runtime.models import (
     TensorParallel,
     build_stage,
     family_of,
-    local_shape,
-    local_units,
 )
 from planner.catalogue import canonical_gpu_type
 from planner.profile import Measurement
@@ -104,7 +102,7 @@ def _stage(
         "head": (total, 0),
     }[layer]
     stage = build_stage(config, first, blocks, tp, device, COMPUTE_DTYPES[request.precision])
-    parameters = {name: torch.randn(shape) * 0.02 for name, shape in _local_shapes(stage, tp).items()}
+    parameters = {name: torch.randn(shape) * 0.02 for name, shape in stage.local_shapes().items()}
     stage.load_parameters(parameters)
     return stage, max(1, blocks)
 
@@ -119,12 +117,6 @@ def _deep_enough(config: Any) -> Any:
         deeper.layer_types = [*deeper.layer_types[:1]] * 3
     deeper.num_hidden_layers = 3
     return deeper
-
-
-def _local_shapes(stage: StageModel, tp: TensorParallel | None) -> dict[str, tuple[int, ...]]:
-    rank, degree = (0, 1) if tp is None else (tp.rank, tp.degree)
-    specs = {name: stage.specs[name] for name in stage.local_parameters()}
-    return {name: local_shape(spec, local_units(spec, rank, degree)) for name, spec in specs.items()}
 
 
 def _measure_size(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from autohet.runtime.job import Job
-from autohet.runtime.models import FAMILIES, StageModel, build_stage, family_of, load_config
+from autohet.runtime.models import COMPUTE_DTYPES, FAMILIES, StageModel, build_stage, family_of, load_config
 from autohet.runtime.models.attention import whole_mask
 from autohet.runtime.spmd.capture import Captured, capture
 from planner.spmd.decoders import WHOLE, Decoder
@@ -34,8 +34,10 @@ def decoder_from(job: Job, microbatch: int) -> Decoder | None:
     if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
         return None
     config, training = load_config(job.model), job.training
-    dtype = torch.float32 if training.precision == "fp32" else torch.bfloat16
-    return Decoder(capture_language_model(config, microbatch, training.sequence_length, dtype).graph, split_dims_of(config))
+    captured = capture_language_model(
+        config, microbatch, training.sequence_length, COMPUTE_DTYPES[training.precision]
+    )
+    return Decoder(captured.graph, split_dims_of(config))
 
 
 def capture_language_model(config: PreTrainedConfig, batch: int, sequence_length: int, dtype: torch.dtype) -> Captured:

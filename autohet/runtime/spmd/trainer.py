@@ -14,6 +14,7 @@ from autohet.runtime.batches import Batch
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import STATE_KINDS, state_name
+from autohet.runtime.models import COMPUTE_DTYPES
 from autohet.runtime.pacing import Pace
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
@@ -25,7 +26,6 @@ from planner.plan import Plan
 from planner.spmd.plan import PlacedProgram
 from recovery.peers.replication_rounds import PreservationStatus
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BUCKET_BYTES = 64 * 2**20
 """Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves."""
 
@@ -56,7 +56,7 @@ class SpmdTrainer(Trainer):
         if captured is None or placed is None:
             assert config is not None, "a job's plan needs its model"
             assert plan.spmd is not None, "the plan has no program"
-            size, dtype = self._pipeline.microbatch_sequences, DTYPES[training.precision]
+            size, dtype = self._pipeline.microbatch_sequences, COMPUTE_DTYPES[training.precision]
             captured = capture_language_model(config, size, training.sequence_length, dtype).on(device)
             placed = plan.spmd.placed(captured.graph)
         world = groups.group(plan.workers, "spmd")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autohet.runtime.models import StageModel, build_stage, family_of
+from autohet.runtime.models import COMPUTE_DTYPES, StageModel, build_stage, family_of
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
@@ -15,7 +15,6 @@ from tests.harness.tiny_models import TINY, tiny_config
 
 FAMILIES = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
 SEQUENCES, LENGTH = 2, 32
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WITHOUT_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
 
@@ -28,7 +27,7 @@ def planned(name: str) -> dict[str, object]:
 
 def stage(name: str, layers: int, precision: str, recompute: Recompute) -> StageModel:
     config = tiny_config(name.split(",")[0], **planned(name))
-    model = build_stage(config, 0, layers, None, torch.device("cpu"), DTYPES[precision], recompute)
+    model = build_stage(config, 0, layers, None, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute)
     specs = family_of(config).parameter_specs(config)
     model.load_parameters({path: 0.02 * torch.randn(specs[path].shape) for path in model.local_parameters()})
     return model
