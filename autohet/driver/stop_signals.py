@@ -7,8 +7,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from autohet.driver.ray.workforce import RayWorkforce
+if TYPE_CHECKING:
+    from autohet.driver.ray.workforce import RayWorkforce
 
 logger = logging.getLogger("autohet")
 

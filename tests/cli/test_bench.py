@@ -1,7 +1,12 @@
 """`autohet bench recovery`, small: real processes restore the right bytes from the right tiers; and the step benchmark."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +56,32 @@ def test_real_restores_are_right_and_read_s3_for_missing_shards_only(capsys):
     assert lost["s3_shards_are_the_missing"] is True
     assert lost["policies"]["local_first"]["bytes_by_tier"]["s3"] == lost["missing_bytes"] > lost["state_bytes"] // 4
     assert lost["policies"]["local_first"]["steps_lost"] == 4
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.skipif(why_no_namespaces() is not None, reason=f"{why_no_namespaces()}")
+def test_a_signal_leaves_no_namespace_and_no_shared_memory(number):
+    """Sent twice, to all of its processes, as a terminal does, while a policy of a scenario runs."""
+    options = ["--quick", "--no-simulation", "--state-mb", "3", "--scale", "1", "--scenarios", "a"]
+    command = [sys.executable, "-m", "autohet.cli.main", "bench", "recovery", *options]
+    before = _left_behind()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert any("scenario a, local_first" in line for line in process.stderr)
+        assert len(_left_behind() - before) == 6, "five namespaces, and what the S3 server serves"
+        for _ in range(2):
+            os.killpg(process.pid, number)
+        process.stderr.read()
+        assert process.wait(60) == 130
+    assert _left_behind() <= before
+
+
+def _left_behind():
+    return {
+        path.name for pattern in ("/run/netns/ah*", "/dev/shm/autohet-bench-*") for path in Path("/").glob(pattern[1:])
+    }
 
 
 @pytest.mark.multiprocess
@@ -171,7 +202,14 @@ def test_stock_pipelining_and_this_package_train_alike_on_an_equal_plan():
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 32,
     }  # fmt: skip
-    training = {"global_batch_sequences": 8, "sequence_length": 16, "steps": 10, "precision": "fp32", "device": "cpu", "clip_norm": 0.2}
+    training = {
+        "global_batch_sequences": 8,
+        "sequence_length": 16,
+        "steps": 10,
+        "precision": "fp32",
+        "device": "cpu",
+        "clip_norm": 0.2,
+    }
     document = pipelining_document(
         Job.from_document({"model": {"config": config}, "training": {**training, "learning_rate": 1e-2}}), 5
     )

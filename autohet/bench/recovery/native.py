@@ -16,8 +16,9 @@ from autohet.bench.recovery.bare import BareSender
 from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.storage import BUCKET, pointed_at
 from autohet.bench.recovery.surroundings import TIMEOUT_S, Task, Wiring
-from autohet.bench.recovery.workers import serve_agent
+from autohet.bench.recovery.workers import CLOSE, leave_interrupts_to_the_parent, serve_agent
 from autohet.driver.emulate.namespaces import NamespaceNetwork, enter_namespace, namespace_network
+from autohet.driver.stop_signals import undisturbed
 from recovery.transfer.links import Links
 
 STORAGE_NODE = "s3"
@@ -25,6 +26,7 @@ MEMORY_FILE_SYSTEM = "/dev/shm"
 
 
 def _serve_objects(connection: Any, namespace: str, host: str, directory: str) -> None:
+    leave_interrupts_to_the_parent()
     enter_namespace(namespace)
     server, sender = ObjectServer(directory, host), BareSender(MEMORY_FILE_SYSTEM, host)
     connection.send((server.endpoint, sender.port))
@@ -83,7 +85,7 @@ class NativeNetwork:
             yield Wiring(hosts, spaces, agents, self._bare_storage)
         finally:
             for _, _, agent in used:
-                agent.send("close")
+                agent.send(CLOSE)
                 self._answer(agent)
 
 
@@ -99,7 +101,8 @@ def _end(process: Any, connection: Any) -> None:
 @contextmanager
 def native_network(num_nodes: int, links: Links) -> Iterator[tuple[NativeNetwork, str]]:
     """The network, and the URI of the storage in it; the environment points S3 clients of this process and its children at it."""
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         parent = MEMORY_FILE_SYSTEM if os.path.isdir(MEMORY_FILE_SYSTEM) else None
         durable = stack.enter_context(tempfile.TemporaryDirectory(prefix="autohet-bench-s3-", dir=parent))
         Path(durable, "job").mkdir()
@@ -107,3 +110,6 @@ def native_network(num_nodes: int, links: Links) -> Iterator[tuple[NativeNetwork
         native = NativeNetwork(network, num_nodes, links, durable, stack)
         stack.enter_context(pointed_at(native.endpoint))
         yield native, f"s3://{BUCKET}/job"
+    finally:
+        with undisturbed():
+            stack.close()

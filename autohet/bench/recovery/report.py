@@ -65,10 +65,12 @@ class Options:
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 where a restore failed or its tensors were wrong."""
     from autohet.bench.recovery.display import draw, show
+    from autohet.driver.stop_signals import ending_on_sigterm
 
     check_output("--out", args.out)
     check_output("--picture", args.picture, (".png", ".svg", ".pdf"))
-    document = benchmark(_options(args))
+    with ending_on_sigterm():
+        document = benchmark(_options(args))
     if args.out:
         Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
     if args.picture:

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from recovery.transfer.restore import LiveState, restore
 
 MAX_NODES = 8
 BARE_DIRECTORY = "/dev/shm"
+CLOSE = "close"
+"""Tells an agent's process that a task is over; None, that all are."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,16 @@ def work(worker: str, task: Task, lanes: Lanes, meeting: tuple[str, int]) -> Res
         return _Work(worker, task, store, node, stack).run()
 
 
+def leave_interrupts_to_the_parent() -> None:
+    """Ctrl-C reaches all processes of a terminal; the parent then ends this one in its turn."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str | None) -> None:
     """A worker process: says when it is up, then does tasks. With a `storage` it first imports and opens all that a training
     worker does: part of what a restart costs.
     """
+    leave_interrupts_to_the_parent()
     if storage is not None:
         importlib.import_module("autohet.runtime.worker")
         open_storage(storage).close()
@@ -163,6 +172,7 @@ def _serve(connection: Any, free_at: Any, meeting: tuple[str, int], storage: str
 
 def serve_agent(connection: Any, namespace: str, host: str) -> None:
     """An agent process in its node's namespace: serves the directories that it is told, and says where, until it is told others."""
+    leave_interrupts_to_the_parent()
     enter_namespace(namespace)
     torch.set_num_threads(1)
     connection.send("up")
@@ -170,7 +180,8 @@ def serve_agent(connection: Any, namespace: str, host: str) -> None:
         memory, disk, node = order
         with closing(AgentStore(memory, disk, node)) as store, ShardServer(store, TOKEN, host=host) as server:
             connection.send((host, server.port, TOKEN))
-            connection.recv()
+            if connection.recv() is None:
+                return
             connection.send("closed")
 
 

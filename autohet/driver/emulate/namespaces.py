@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from autohet.driver.stop_signals import undisturbed
+
 CLONE_NEWNET = 0x40000000
 INTERFACE = "ahnode"
 """What a node calls its own interface."""
@@ -83,19 +85,22 @@ class NamespaceNetwork:
         subprocess.run([*inside, *arguments], check=True, timeout=10)
 
     def close(self) -> None:
+        """Also what was made only in part."""
         for node in self._numbers:
-            subprocess.run(["ip", "link", "del", self._port(node)], stderr=subprocess.DEVNULL)
-            _ip("netns", "del", self.namespace(node))
-        _ip("link", "del", self.tag)
+            _remove("link", "del", self._port(node))
+            _remove("netns", "del", self.namespace(node))
+        _remove("link", "del", self.tag)
 
 
 @contextmanager
 def namespace_network() -> Iterator[NamespaceNetwork]:
-    network = NamespaceNetwork()
+    with undisturbed():
+        network = NamespaceNetwork()
     try:
         yield network
     finally:
-        network.close()
+        with undisturbed():  # a second Ctrl-C would leave namespaces behind
+            network.close()
 
 
 def why_no_namespaces() -> str | None:
@@ -129,6 +134,10 @@ def served_in_namespace(tell: Callable[[Any], None], namespace: str, build: Call
     """`build(tell, *arguments)` by a process that has gone into the namespace; threads that it starts are there too."""
     enter_namespace(namespace)
     return build(tell, *arguments)
+
+
+def _remove(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], stderr=subprocess.DEVNULL, timeout=10)
 
 
 def _ip(*arguments: str) -> None:
