@@ -17,8 +17,8 @@ from planner.redundancy import layers_of
 from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
-from planner.search.improve import Improver, Judge, walker
-from planner.search.judge import costed, least_ahead, settled, unacceptable
+from planner.search.improve import Improver, Judge, tries_for, walker
+from planner.search.judge import costed, least_ahead, unacceptable
 from planner.search.memory import cost_like, search_with_memory
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
@@ -136,7 +136,7 @@ class _Judged:
     def score(self, plan: Plan) -> _Scored | None:
         request = self.request
         if plan != self.previous:
-            plan = settled(request.cost, plan)
+            plan = request.cost.working_ahead(plan)
         prediction = request.cost.predict(plan)
         if unacceptable(request, plan, prediction) is not None:
             return None
@@ -169,9 +169,9 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     tables = tables_of(request, sizes)
     moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
     repaired = [repair(previous, request, alive), recut(previous, request, alive, moves)]
-    out += [settled(request.cost, plan) for plan in repaired if plan is not None]
+    out += [request.cost.working_ahead(plan) for plan in repaired if plan is not None]
     cost = request.cost
-    judge = Judge(judged.seconds_a_batch, cost.pipelines_at_least_s, cost.working_ahead, cost.pipelines_s)
+    judge = Judge(judged.seconds_a_batch, cost.pipelines_at_least_s, cost.working_ahead)
     best = min(out, key=judged.seconds_a_batch, default=None)
     if best is None or (set(best.workers) == alive and best == previous):
         return out
@@ -180,7 +180,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
     def broken(plan: Plan) -> list[int]:
         return [i for i, pipeline in enumerate(plan.pipelines) if not touched.isdisjoint(pipeline.workers)]
 
-    tries = max(limits.FEWEST_REPAIRS, limits.REPAIRS_GPUS // len(alive))
+    tries = tries_for(len(alive)) // limits.WALKS
     return [*out, Improver(moves, judge).walk(best, tries, broken)]
 
 

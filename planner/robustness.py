@@ -57,8 +57,8 @@ class Robustness:
 
 
 def robustness(cost: CostModel, plan: Plan, candidates: Sequence[Plan], draws: int | None = None, seed: int = 0) -> Robustness:  # fmt: skip
-    """Of a plan beside others on the cost model's fleet; draws: as many as a second allows where None."""
-    number = draws or min(limits.MOST_DRAWS, max(limits.FEWEST_DRAWS, limits.DRAWS_GPUS // len(cost.fleet.workers)))
+    """Of a plan beside others on the cost model's fleet; draws: limits.DRAWS where None."""
+    number = draws or limits.DRAWS
     rng = random.Random(seed)
     steps, losses = list[float](), list[float]()
     for _ in range(number):

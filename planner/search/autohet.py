@@ -1,7 +1,7 @@
 """The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under the prediction."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.errors import InfeasibleError
@@ -9,7 +9,7 @@ from planner.plan import Plan
 from planner.search import limits
 from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import tables_of
-from planner.search.families import Drafter, Proposal
+from planner.search.families import Proposal, proposals_for
 from planner.search.improve import Improver, Judge, tries_for, walker
 from planner.search.judge import Costed, choose, idle_workers, plainest, rank, seconds_of, slower, why_infeasible
 from planner.search.moves import Moves
@@ -18,8 +18,24 @@ from planner.search.problem import Answer, Rejected, Request, SearchReport, chec
 from planner.search.tables import Tables
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What a search begins with: drafts on workers and plans known before, with their predictions, fastest first; and what was refused."""
+
+    request: Request
+    tables: Tables
+    ranked: list[Costed]
+    rejected: list[Rejected]
+    begin_s: float
+
+
 def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """The best plan of unequal pipelines. seeds: plans to compare with as well. InfeasibleError names the tightest limit."""
+    return improved(drafted(request, seeds))
+
+
+def drafted(request: Request, seeds: Iterable[Plan] = ()) -> Drafted:
+    """The first half of a search. InfeasibleError where no draft fits."""
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
@@ -27,19 +43,23 @@ def search_autohet(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     ranked, rejected = _ranked(request, tables, known)
     if not ranked:
         raise InfeasibleError(why_infeasible(request, tables, rejected))
+    return Drafted(request, tables, ranked, rejected, begin)
+
+
+def improved(found: Drafted) -> Answer:
+    """The second half: walks from the best drafts, the choice, the bound."""
+    request, tables, ranked = found.request, found.tables, found.ranked
     chosen, walked, why = _improved(request, tables, ranked)
     best, _ = choose(request, [chosen])
     assert best is not None, "it is no slower than what was chosen before"
     proof = prove(request, tables, best.step_time_s) if request.prove else NO_PROOF
-    tried = len(ranked) + len(rejected)
-    report = SearchReport(request.clock() - begin, tried, proof.lower_bound_s, proof.gap, proof.says)
+    tried = len(ranked) + len(found.rejected)
+    report = SearchReport(request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says)
     idle = idle_workers(request, tables, best.plan)
-    kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.KEPT])])
+    kept = dict.fromkeys([*walked, *(each.plan for each in ranked[: limits.FEW])])
     candidates = tuple(plan for plan in kept if plan != best.plan)
-    others = (*rejected, *slower(ranked[1:]))
-    return Answer(
-        "autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, choice=why
-    )
+    others = (*found.rejected, *slower(ranked[1:]))
+    return Answer("autohet", best.plan, best.prediction, report, others, idle, candidates=candidates, choice=why)
 
 
 def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[Costed], list[Rejected]]:
@@ -50,8 +70,8 @@ def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[C
         return ranked, rejected
     roomy = tables.with_less_memory(request.cost.parameters.communicator_bytes)
     deepest = min(request.deepest(tables.num_blocks), len(request.fleet.workers))
-    for share in limits.SHALLOWER:
-        found, refused = rank(request, _placed(replace(request, max_stages=max(1, int(share * deepest))), roomy))
+    for stages in range(deepest, deepest // 2, -max(1, deepest // limits.FEW)):
+        found, refused = rank(request, _placed(replace(request, max_stages=stages), roomy))
         ranked, rejected = [*ranked, *found], [*rejected, *refused]
         if found:
             break
@@ -61,12 +81,9 @@ def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[C
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
     """The drafts proposed, on the fleet's workers."""
-    deepest = request.deepest(tables.num_blocks)
-    batch = request.global_batch_sequences
-    drafter = Drafter(tables, batch, deepest, request, request.mixed_tp, request.mixed_microbatch)
-    for number, proposal in enumerate(drafter.proposals()):
-        parts = limits.PARTS if number < limits.PARTED or request.min_node_disjoint_holders > 1 else limits.PARTS[:1]
-        yield from placements(tables, proposal, request.spec.name, batch, request.sequence_length, parts)
+    parts = {1, request.min_node_disjoint_holders}
+    for proposal in proposals_for(request, tables):
+        yield from placements(tables, proposal, request.spec.name, request.global_batch_sequences, request.sequence_length, parts)
 
 
 def placements(
@@ -90,7 +107,7 @@ def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[P
             starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
     moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
     cost = request.cost
-    judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead, cost.pipelines_s)
+    judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)
     improver = Improver(moves, judge)
     best = improver.best_of(list(starts.values()), tries_for(len(request.fleet.workers)))
     met = {each.plan: each.step_time_s for each in ranked} | improver.timed

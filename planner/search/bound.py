@@ -113,18 +113,17 @@ class Bound:
             return 0.0
         most, idle = -np.inf, 0
         prices = self.centre = self._first_prices()
-        for number in range(limits.BOUND_ROUNDS):
+        for _ in range(limits.BOUND_ROUNDS):
             least = self._price(prices)
             idle += 1
             if least > most:
                 most, self.centre, idle = least, prices, 0
             self.best = max(self.best, most)
-            if self.best >= target or idle > limits.IDLE_ROUNDS:
+            if self.best >= target or idle > limits.REPEATS:
                 break
             self._halve(self._near())
             corner, hoped = self._best_prices()
-            hope = limits.HOPE if number > limits.IDLE_ROUNDS else limits.EARLY_HOPE
-            if hoped < most * (1 + limits.CLOSE) or hoped * hope < needed:
+            if hoped < most * (1 + limits.FINE) or hoped * limits.HOPE < needed:
                 break
             # part of the way from the best prices so far, less after each failure: corners of the cuts alone swing to and fro
             way = limits.OUTWARD ** (idle + 1)
@@ -133,7 +132,7 @@ class Bound:
 
     def _depths(self, most: int) -> list[tuple[int, int]]:
         """Least and most stages of the first intervals."""
-        ends = [0, *(depth for depth in limits.FIRST_DEPTHS if depth < most), most]
+        ends = [0, *(depth for depth in limits.BANDS if 4 < depth < most), most]
         return [(before + 1, end) for before, end in itertools.pairwise(ends)]
 
     def _speed(self) -> Floats:
@@ -172,9 +171,9 @@ class Bound:
         self.falls = [_falls(before, prices) for before in self.looks]
         self.fewest = [limits.OUTWARD * self._fewest(stages, prices) for stages in self.relaxed]
         least = self._look()
-        for _ in range(limits.HALVINGS):
+        for _ in range(limits.REPEATS):
             self.best = max(self.best, least)
-            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * limits.NEAR_LEAST])
+            halves = self._halve([i for i in self.intervals if self._seconds(i) < least * (1 + limits.FINE)])
             if not halves:
                 break
             self._look_at(halves)
@@ -186,8 +185,8 @@ class Bound:
         ours = list(map(self._seconds, self.intervals))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         least, done = np.inf, 0
-        while done < len(order) and ours[order[done]] < least * limits.NEAR_LEAST:
-            several = [self.intervals[i] for i in order[done : done + limits.TOGETHER] if ours[i] < least * limits.NEAR_LEAST]
+        while done < len(order) and ours[order[done]] < least * (1 + limits.FINE):
+            several = [self.intervals[i] for i in order[done : done + limits.TOGETHER] if ours[i] < least * (1 + limits.FINE)]
             done += len(several)
             least = min(least, self._look_at(several))
         return least
@@ -249,13 +248,13 @@ class Bound:
 
     def _cuts(self) -> tuple[Floats, Floats]:
         """Slopes and constants of the cuts that may limit the bound."""
-        near = [cut for (_, low, *_), each in self.cuts.items() if low < limits.BEYOND * self.best for cut in each]
+        near = [cut for (_, low, *_), each in self.cuts.items() if low < (1 + limits.WIDEST_GAP) * self.best for cut in each]
         cuts = near or [cut for each in self.cuts.values() for cut in each]
         return np.array([cut.slope for cut in cuts]), np.array([cut.constant for cut in cuts])
 
     def _spread(self, interval: Interval) -> tuple[float, float, float]:
         """What bottlenecks, depths and sync of an interval may make of the step time at most, as shares of it."""
-        stage = limits.DEEP * interval.high / self.best
+        stage = interval.high / self.best
         sync = min(1.0, interval.most * stage) * (interval.heavy - interval.light) / self.best
         return interval.high / interval.low - 1, (interval.most - interval.least) * stage, sync
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.search import limits
-from planner.search.side_by_side import SideBySide
+from planner.search.side_by_side import Sync
 from planner.search.tables import Floats, Ints, Tables
 
 
@@ -58,18 +58,19 @@ def families(tables: Tables, batch: int, deepest: int, mixed_tp: bool) -> Famili
 
 def _numbers(supply: list[int], node: int) -> list[int]:
     """Numbers of pipelines: all small ones, and beyond those that leave no GPU of a type over or fill nodes, if well apart."""
-    found = set(range(1, min(sum(supply), limits.EVERY_NUMBER) + 1))
+    apart = limits.EVERY_NUMBER
+    found = set(range(1, min(sum(supply), apart) + 1))
     for gpus in supply:
         last = 2.0 * gpus
-        for share in range(1, gpus // limits.EVERY_NUMBER + 1):
+        for share in range(1, gpus // apart + 1):
             number = gpus // share
-            if number * limits.NUMBERS_APART <= last or share & (share - 1) == 0:
+            if number * (1 + 1 / apart) <= last or share & (share - 1) == 0:
                 found |= {number, number - number % node}
                 last = number
     return sorted(found - {0})
 
 
-def roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: SideBySide | None) -> Floats:
+def roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: Sync) -> Floats:
     """(n,) a step if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least sync first;
     infinite where all stages hold too few blocks."""
     used, rows, counts = some.rows >= 0, some.rows, some.groups / some.number[:, None]
@@ -83,7 +84,7 @@ def roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: 
     one = np.where(used, block + toll, 0.0).max(axis=1)  # each stage holds a block
     low = np.maximum(1.0 / np.where(used, counts / block, 0.0).sum(axis=1), one)
     high = np.maximum(low * blocks + toll.max(axis=1), one)
-    for _ in range(limits.BISECTIONS):
+    while (high > (1 + limits.FINE) * low)[alive].any():
         middle = np.sqrt(low * high)
         good = (counts * _blocks(middle, toll, block, most)).sum(axis=1) >= blocks
         low, high = np.where(good, low, middle), np.where(good, middle, high)
@@ -93,7 +94,7 @@ def roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: 
     further = np.maximum(batch / some.number / size, 1.0) - 1
     share = np.where(used, tables.forward_share[rows], 1.0).min(axis=1)
     hidden = share * np.minimum((tables.begun_ahead - 1) * np.maximum(counts.sum(axis=1) - 1, 0.0) / 2, further)
-    after = 0.0 if sync is None else _least_sync(tables, some, np.maximum(1.0, counts), held, sync)
+    after = _least_sync(tables, some, np.maximum(1.0, counts), held, sync)
     return np.where(alive, fill + (further - hidden) * high + after, np.inf)
 
 
@@ -102,7 +103,7 @@ def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
     return np.minimum(np.floor(np.maximum(period[:, None] - toll, 0.0) / block + 1e-9), most)
 
 
-def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sync: SideBySide) -> Floats:
+def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sync: Sync) -> Floats:
     """(n,) sync after the pipelines if stages of so many blocks follow each other by what they hold."""
     num_bytes = held * _a_block(tables.sync_sums, some.rows)
     back_s = held * _a_block(tables.time_sums - tables.forward_sums, some.rows)

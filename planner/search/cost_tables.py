@@ -11,7 +11,7 @@ from planner.cost.model import CostModel, LayerCosts
 from planner.errors import InfeasibleError
 from planner.model_spec import ModelSpec
 from planner.search.problem import Request
-from planner.search.tables import Kind, Resource, Row, SyncShape, Tables
+from planner.search.tables import Kind, Resource, Row, Tables
 
 GIB = 2**30
 
@@ -34,12 +34,11 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
                 rows.append(_row(costs, index, size, tied, cost.tied_sync_bytes(kind.tp_degree)))
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
-    holders = request.min_node_disjoint_holders
     return Tables(
         resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
-        _sync(cost, resources), stage_overhead_s=2 * cost.stage_overhead_s,
+        stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows), least_boundary_s=_least_boundary(cost, resources, kinds, rows),
-        least_ring_s=_least_ring(cost, resources, holders > 1), least_nics_s=_least_nics(cost, resources, holders),
+        least_ring_s=_least_ring(cost, resources, request.min_node_disjoint_holders > 1),
     )  # fmt: skip
 
 
@@ -93,6 +92,7 @@ def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float)
         activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes,
         fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes, limit_bytes=costs.limit_bytes,
         tied_bytes=tied + float(further.min()), tied_sync_bytes=tied_sync,
+        update_s_a_byte=float(costs.update_s.sum() / max(costs.sync_bytes.sum(), 1.0)),
     )  # fmt: skip
 
 
@@ -210,58 +210,9 @@ def _held_once(spec: ModelSpec, degree: int) -> float:
     return min(layer.parameters / max(layer.parameters_per_worker(degree), 1.0) for layer in layers if layer.parameters)
 
 
-def _least_nics(cost: CostModel, resources: tuple[Resource, ...], holders: int) -> Callable[[float, int], float]:
-    """Each layer lies on so many nodes at least, or more where as many pipelines do not fit into these, and a ring through the
-    pipelines crosses the NIC of each once: the time in which all NICs, none with a layer twice, carry as much."""
-    widest = max(resource.node_type.num_gpus for resource in resources)
-
-    @cache
-    def rings(pipelines: int) -> list[tuple[Callable[[float], float], int]]:
-        nic_s = (partial(cost.links.ring_link_s, each.node_type, False, max(pipelines, 2)) for each in resources)
-        return [(seconds, len(each.node_names)) for seconds, each in zip(nic_s, resources, strict=True)]
-
-    def seconds(num_bytes: float, pipelines: int) -> float:
-        nodes = max(holders, -(-pipelines // widest))
-        if nodes < 2:
-            return 0.0
-        return _filled_s(sorted((ring(num_bytes), count) for ring, count in rings(pipelines)), nodes)
-
-    return seconds
-
-
-def _filled_s(rings: Sequence[tuple[float, int]], wanted: int) -> float:
-    """The least t with sum of count * min(1, t / seconds) = wanted, over (seconds, count) in rising order; all if that is too much."""
-    full, rate = 0, sum(count / seconds for seconds, count in rings)
-    for seconds, count in rings:
-        if full + seconds * rate >= wanted:
-            return (wanted - full) / rate
-        full, rate = full + count, rate - count / seconds
-    return rings[-1][0]
-
-
 def _least_update(cost: CostModel, kind: NodeType, degree: int) -> float:
     """Seconds of update a gradient byte, of the layer that has least of them."""
     layers = cost.layer_costs(kind, degree, 1)
     held = layers.sync_bytes > 0
     return float((layers.update_s[held] / layers.sync_bytes[held]).min()) if held.any() else 0.0
 
-
-def _sync(cost: CostModel, resources: tuple[Resource, ...]) -> Callable[[SyncShape], float]:
-    """Gradient sync and update of the fullest worker; see `SyncShape`."""
-    layers = cost.layer_costs(resources[0].node_type, 1, 1)
-    whole = float(layers.sync_bytes.sum()) - cost.tied_sync_bytes(1)
-    per_byte = [float(cost.layer_costs(r.node_type, 1, 1).update_s.sum()) / max(whole, 1.0) for r in resources]
-    overhead = cost.parameters.step_overhead_s
-
-    def seconds(shape: SyncShape) -> float:
-        used = [resources[r].node_type for r in shape.resources]
-        update = shape.worker_bytes * max(per_byte[r] for r in shape.resources)
-        if shape.pipelines < 2:
-            return update + overhead
-        gpus = np.ceil(whole / max(shape.worker_bytes, 1.0))
-        inside = len(used) == 1 and len(resources[shape.resources[0]].node_names) == 1
-        members = [("node" if inside else str(i), used[i % len(used)]) for i in range(max(shape.pipelines, len(used)))]
-        flows = {name: 1.0 if inside else float(min(gpus, kind.num_gpus)) for name, kind in members}
-        return cost.sync_s(members, shape.worker_bytes, flows=flows) + update + overhead
-
-    return seconds

@@ -18,15 +18,13 @@ from planner.search.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Cuts:
-    """One entry a pipeline. ends: (n, P) end layer of each stage; stage_s: (n, P) seconds a microbatch; bottleneck_s,
-    fill_s: (n,).
+    """One entry a pipeline. ends: (n, P) end layer of each stage; bottleneck_s, fill_s: (n,) seconds.
 
     fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has
     bottleneck inf.
     """
 
     ends: Ints
-    stage_s: Floats
     bottleneck_s: Floats
     fill_s: Floats
 
@@ -61,7 +59,7 @@ class Balancer:
         held &= memory_holds(self.tables, rows, np.maximum(sloped.ends, 0), num_stages, microbatches)
         if (left := np.flatnonzero(~held)).size:
             flat = self._cut(rows[left], num_stages[left], plain[left])
-            for name in ("ends", "stage_s", "bottleneck_s", "fill_s"):
+            for name in ("ends", "bottleneck_s", "fill_s"):
                 getattr(sloped, name)[left] = getattr(flat, name)
         return sloped
 
@@ -85,9 +83,6 @@ class Balancer:
         between = np.where(np.arange(1, rows.shape[1])[None, :] < num_stages[:, None], between, 0.0)
         out[:, :-1] += between / 2
         out[:, 1:] += between / 2
-        weights = np.array([self.tables.boundary_ends(p) for p in range(rows.shape[1] + 1)])
-        out[:, 0] *= weights[num_stages, 0]
-        out[np.arange(len(rows)), num_stages - 1] *= weights[num_stages, 1]
         return out
 
     def _crosses(self, rows: Ints) -> NDArray[np.bool_]:
@@ -102,19 +97,14 @@ class Balancer:
 
     def _search(self, rows: Ints, num_stages: Ints, own: Floats, scale: Floats) -> Ints:
         """Bisection of the bottleneck, or where pipelines are few its steps several at once: short arrays cost numpy as much as
-        shorter ones. It begins near equal shares of the work, where most end."""
+        shorter ones."""
         whole = self.tables.time_sums[:, -1]
         valid = rows >= 0
         low = 0.9 / np.where(valid, scale / whole[rows], 0.0).sum(axis=1)
         high = np.where(valid, whole[rows], 0.0).max(axis=1) + own.max(axis=1)
         best = self._greedy(rows, num_stages, high, own, scale)
         dead = best[:, 0] < 0
-        near = np.minimum(limits.NEAR_EVEN * low, high)
-        ends = self._greedy(rows, num_stages, near, own, scale)
-        good = ends[:, 0] >= 0
-        best[good] = ends[good]
-        low, high = np.where(good, low, near), np.where(good, near, high)
-        while len(left := np.flatnonzero(~dead & (high > low * limits.CUT_TOLERANCE))):
+        while len(left := np.flatnonzero(~dead & (high > low * (1 + limits.FINE)))):
             levels = max(1, int(np.log2(1 + limits.CUTS_AT_ONCE / len(left))))
             copies = np.repeat(left, 2**levels - 1)
             trials = low[left, None] * (high[left] / low[left])[:, None] ** (np.arange(2**levels + 1) / 2**levels)
@@ -167,7 +157,7 @@ class Balancer:
         busy = np.where(valid, work + own, 0.0)
         bottleneck = np.where(dead, np.inf, (busy / slopes).max(axis=1))
         fill = np.where(dead, np.inf, (work + np.where(valid, extra, 0.0)).sum(axis=1))
-        return Cuts(ends, busy, bottleneck, fill)
+        return Cuts(ends, bottleneck, fill)
 
 
 def padded(pipelines: Sequence[tuple[int, ...]], width: int) -> Ints:

@@ -9,7 +9,7 @@ types may also train beside each other, each with a depth and microbatches of it
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +17,9 @@ import numpy as np
 from planner.search import limits
 from planner.search.closed_form import Families, families, roughly_s
 from planner.search.cut import Balancer
-from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits
+from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits, steady_s
 from planner.search.problem import Request
-from planner.search.side_by_side import SideBySide, beside
+from planner.search.side_by_side import SideBySide, Sync
 from planner.search.tables import Floats, Tables
 
 
@@ -54,94 +54,74 @@ class _Cut:
         return [s for s, (_, n) in zip(self.shapes, self.arranged.pipelines, strict=True) for _ in range(n)]
 
 
+def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
+    """The best drafts of either placement for a request, fastest first."""
+    batch, deepest = request.global_batch_sequences, request.deepest(tables.num_blocks)
+    every, holders = families(tables, batch, deepest, request.mixed_tp), request.min_node_disjoint_holders
+    found = list[Proposal]()
+    for side_by_side in (True, False):
+        some = every.take(np.flatnonzero(every.number >= max(holders, 1 + side_by_side)))
+        sync = SideBySide(request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1))))
+        found += Drafter(
+            tables, some, batch, deepest, sync, side_by_side=side_by_side, mixed_sizes=request.mixed_microbatch,
+            keep=limits.DRAFTS * (4 if holders > 1 else 1),
+        ).proposals()  # fmt: skip
+    return sorted(found, key=lambda proposal: proposal.seconds)
+
+
 class Drafter:
-    """Proposes drafts over one set of tables. request: None where the tables are all that is known of links and sync."""
+    """Proposes drafts of one placement over one set of tables. sync: what follows the pipelines there. side_by_side: whether they lie so,
+    or each on nodes of its own; only then may unlike families train beside each other. keep: drafts at most."""
 
     def __init__(
-        self, tables: Tables, batch: int, deepest: int, request: Request | None, mixed_tp: bool = True, mixed_sizes: bool = True
+        self, tables: Tables, every: Families, batch: int, deepest: int, sync: Sync, *, side_by_side: bool = False,
+        mixed_sizes: bool = True, keep: int = limits.DRAFTS,
     ):  # fmt: skip
-        self.tables, self.batch, self.deepest, self.request = tables, batch, deepest, request
-        self.mixed_sizes = mixed_sizes
-        all_of, self.holders = (
-            families(tables, batch, deepest, mixed_tp),
-            request.min_node_disjoint_holders if request else 1,
-        )
-        self.families = all_of.take(np.flatnonzero(all_of.number >= self.holders))
-        self.groups = int(tables.groups_a_node.max())
-        self._timings: dict[int, Estimator] = {1: Estimator(tables)}
+        self.tables, self.batch, self.deepest, self.sync = tables, batch, deepest, sync
+        self.families, self.together, self.mixed_sizes, self.keep = every, side_by_side, mixed_sizes, keep
+        self.estimator = Estimator(tables)
         tables.fitting(deepest)  # once for all
 
     def proposals(self) -> list[Proposal]:
-        """The best of either placement, fastest first."""
-        found = [p for together in ((True, False) if self.request else (False,)) for p in self._proposals(together)]
-        return sorted(found, key=lambda proposal: proposal.seconds)
-
-    def _proposals(self, together: bool) -> list[Proposal]:
-        sync = None if self.request is None else SideBySide(self.request, self.tables, 1 if together else 10**6)
-        all_of, sides = self.families, np.ones(len(self.families.number), dtype=np.int64)
-        if together:
-            all_of = all_of.take(np.flatnonzero(all_of.number > 1))
-            sides = np.minimum(all_of.number, self.groups)
-        seconds = np.full(len(sides), np.inf)
-        for side in np.unique(sides).tolist():
-            mine = np.flatnonzero(sides == side)
-            seconds[mine] = roughly_s(self._timing(side).tables, self.batch, self.deepest, all_of.take(mine), sync)
+        """The best, fastest first."""
+        some = self.families
+        seconds = roughly_s(self.tables, self.batch, self.deepest, some, self.sync)
         order, found = np.argsort(seconds, kind="stable"), list[Proposal]()
-        for begin in range(0, limits.FAMILIES, limits.FAMILIES_TOGETHER):
+        for begin in range(0, len(order), limits.FAMILIES):
             best_s = min((proposal.seconds for proposal in found), default=np.inf)
-            first = order[begin : begin + limits.FAMILIES_TOGETHER]
+            first = order[begin : begin + limits.FAMILIES]
             first = first[np.isfinite(seconds[first]) & (seconds[first] <= best_s * limits.FAR_BEHIND)]
-            for side in np.unique(sides[first]).tolist():
-                some = all_of.take(first[sides[first] == side])
-                arranged = {f: list(self._arranged(some, f, together, self.batch)) for f in range(len(some.number))}
-                found += self._timed(arranged, self._timing(side), sync, together)
-        found += [] if together else self._proposed(self._divided(self._timing(1), sync), self._timing(1), sync, False)
-        best = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
-        return sorted(best.values(), key=lambda proposal: proposal.seconds)[
-            : limits.DRAFTS * (4 if self.holders > 1 else 1)
-        ]
+            if not first.size or begin >= limits.MOST_FAMILIES:
+                break
+            arranged = [list(self._arranged(some, f, self.batch)) for f in first.tolist()]
+            best = self._quickest(arranged)
+            changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.FEW]]
+            found += self._proposed([*best, *self._quickest(changed)])
+        found += [] if self.together else self._proposed(self._divided())
+        best_of = {p.draft: p for p in sorted(found, key=lambda proposal: -proposal.seconds)}
+        return sorted(best_of.values(), key=lambda proposal: proposal.seconds)[: self.keep]
 
-    def _timing(self, side: int) -> Estimator:
-        """What times pipelines of which so many share each node."""
-        if side not in self._timings:
-            assert self.request is not None
-            self._timings[side] = Estimator(beside(self.request, self.tables, side))
-        return self._timings[side]
-
-    def _timed(
-        self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None, together: bool
-    ) -> list[Proposal]:
-        """Of each family the best order by the steady state, the best of these also with other groups; then the estimated step."""
-        best = self._quickest(arranged, timing, sync)
-        held = {_likeness(timing.tables, each.arranged) for each in best}
-        lost = {_likeness(timing.tables, a): a for some in reversed(arranged.values()) for a in some[:1]}
-        tried = [each for key, each in reversed(lost.items()) if key not in held][: limits.REGROUPED]
-        for _ in range(limits.REGROUPINGS):
-            tried += [each.arranged for each in best[: limits.REGROUPED]]
-            better = self._quickest({i: list(self._regrouped(a)) for i, a in enumerate(tried)}, timing, sync)
-            best, tried = sorted([*best, *better], key=lambda cut: cut.seconds), []
-        return self._proposed(best, timing, sync, together)
-
-    def _proposed(self, best: list[_Cut], timing: Estimator, sync: SideBySide | None, together: bool) -> list[Proposal]:
-        found = (self._proposal(cut.each(), timing, sync, together) for cut in best[: 2 * limits.DRAFTS])
+    def _proposed(self, cuts: list[_Cut]) -> list[Proposal]:
+        first = sorted(cuts, key=lambda cut: cut.seconds)[: 2 * limits.DRAFTS]
+        found = (self._proposal(cut.each()) for cut in first)
         return [proposal for proposal in found if proposal is not None]
 
-    def _quickest(self, arranged: dict[int, list[_Arranged]], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
+    def _quickest(self, arranged: Sequence[Sequence[_Arranged]]) -> list[_Cut]:
         """The best of each list, fastest first: a closed form ranks those of a list, what is known of links and sync those ranked first."""
         best: dict[int, _Cut] = {}
-        every = [(key, each) for key, some in arranged.items() for each in some]
-        for ahead in (True, False) if timing.tables.begun_ahead > 1 and every else (False,) * bool(every):
-            cut_s, shapes_of = self._cut([each for _, each in every], timing.tables, ahead)
-            seen = dict.fromkeys(arranged, 0)
+        every = [(key, each) for key, some in enumerate(arranged) for each in some]
+        for ahead in (True, False) if self.tables.begun_ahead > 1 and every else (False,) * bool(every):
+            cut_s, shapes_of = self._cut([each for _, each in every], ahead)
+            seen = Counter[int]()
             for i in np.argsort(cut_s, kind="stable")[: np.isfinite(cut_s).sum()].tolist():
                 key, each = every[i]
                 seen[key] += 1
-                if seen[key] > limits.CUTS_TIMED:
+                if seen[key] > limits.FEW:
                     continue
-                shapes = shapes_of(i)
-                seconds = self._about_s(each, shapes, timing, sync)
+                shapes = tuple(shapes_of(i))
+                seconds = self._about_s(each, shapes)
                 if key not in best or seconds < best[key].seconds:
-                    best[key] = _Cut(seconds, each, tuple(shapes))
+                    best[key] = _Cut(seconds, each, shapes)
         return sorted(best.values(), key=lambda cut: cut.seconds)
 
     def _regrouped(self, arranged: _Arranged) -> Iterator[_Arranged]:
@@ -159,18 +139,17 @@ class Drafter:
                 if all(rows is not None and len(rows) <= self.deepest for rows, _ in changed):
                     yield replace(arranged, pipelines=tuple((rows, n) for rows, n in changed if rows is not None))
 
-    def _proposal(
-        self, shapes: list[Shape], timing: Estimator, sync: SideBySide | None, together: bool
-    ) -> Proposal | None:
+    def _proposal(self, shapes: list[Shape]) -> Proposal | None:
         shapes = self._with_odd_one(shapes)
-        draft = assign_microbatches(timing, shapes, self.batch) if shapes else None
-        if draft is None or not draft_fits(timing, draft):
+        draft = assign_microbatches(self.estimator, shapes, self.batch) if shapes else None
+        if draft is None or not draft_fits(self.estimator, draft):
             return None
-        if sync is None:
-            return Proposal(timing.draft_s(draft), draft, together)
-        seconds = max(timing.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
-        after = max(sync.after_one_s(timing, len(shapes), shape) for shape in set(shapes))
-        return Proposal(seconds + after, draft, together)
+        seconds = max(self.estimator.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
+        return Proposal(seconds + self._after_s(len(shapes), set(shapes)), draft, self.together)
+
+    def _after_s(self, number: int, shapes: Iterable[Shape]) -> float:
+        """The sync after so many pipelines."""
+        return max(self.sync.after_one_s(self.estimator, number, shape) for shape in shapes)
 
     def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
         """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it."""
@@ -184,15 +163,15 @@ class Drafter:
         rows = tuple(of_kind[tables.rows[row].kind, smaller[-1]] for row in shapes[-1].rows)
         return [*shapes[:-1], Shape(rows, shapes[-1].ends)]
 
-    def _arranged(self, some: Families, f: int, together: bool, sequences: float) -> Iterator[_Arranged]:
+    def _arranged(self, some: Families, f: int, sequences: float) -> Iterator[_Arranged]:
         """Node types one after the other, in several orders, and the first one's last stage at the end, where the head is."""
         used = np.flatnonzero(some.rows[f] >= 0).tolist()
         number, groups = int(some.number[f]), some.groups[f].tolist()
         speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
-        shares = Counter(_shares(number, {r: groups[r] for r in used}, {} if together else speeds))
+        shares = Counter(_shares(number, {r: groups[r] for r in used}, {} if self.together else speeds))
         if any(not 0 < sum(share) <= self.deepest for share in shares):
             return
-        for order in itertools.islice(itertools.permutations(range(len(used))), limits.TYPE_ORDERS):
+        for order in itertools.islice(itertools.permutations(range(len(used))), limits.FEW):
             rows = {
                 share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j])) for share in shares
             }
@@ -201,27 +180,27 @@ class Drafter:
                 turned = tuple(((*rows[share][1:], rows[share][0]), n) for share, n in shares.items())
                 yield _Arranged(number, turned, sequences)
 
-    def _divided(self, timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
+    def _divided(self) -> list[_Cut]:
         """Two or more families beside each other, each with node types, TP degrees and a microbatch size of its own."""
         tables, number_of = self.tables, len(self.tables.resources)
         speed = np.zeros(number_of)
         for row, whole_s in zip(tables.rows, tables.time_sums[:, -1], strict=True):
             kind = tables.kinds[row.kind]
             speed[kind.resource] = max(speed[kind.resource], kind.count * row.microbatch / whole_s)
-        arranged: dict[int, list[_Arranged]] = {}
+        arranged = list[list[_Arranged]]()
         for block in (b for n in range(1, number_of) for b in itertools.combinations(range(number_of), n)):
             exactly = (self.families.rows >= 0) == np.isin(np.arange(number_of), block)
             some = self.families.take(np.flatnonzero(exactly.all(axis=1)))
             sequences = self.batch * float(speed[list(block)].sum() / speed.sum())
-            seconds = roughly_s(tables, sequences, self.deepest, some, sync)
+            seconds = roughly_s(tables, sequences, self.deepest, some, self.sync)
             best: dict[int, int] = {}  # of as many pipelines, or up to twice as many
             for i in np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()].tolist():
                 best.setdefault(int(some.number[i]).bit_length(), i)
-            for i in list(best.values())[: limits.OF_EACH_BLOCK]:
-                arranged[len(arranged)] = list(self._arranged(some, i, False, sequences))
-        return self._combined(self._quickest(arranged, timing, sync), timing, sync)
+            for i in list(best.values())[: limits.FEW]:
+                arranged.append(list(self._arranged(some, i, sequences)))
+        return self._combined(self._quickest(arranged))
 
-    def _combined(self, cuts: list[_Cut], timing: Estimator, sync: SideBySide | None) -> list[_Cut]:
+    def _combined(self, cuts: list[_Cut]) -> list[_Cut]:
         """All of them that use different node types, two or more together, fastest first."""
         of_kind = [kind.resource for kind in self.tables.kinds]
         used = [{of_kind[self.tables.rows[row].kind] for shape in cut.shapes for row in shape.rows} for cut in cuts]
@@ -229,7 +208,7 @@ class Drafter:
 
         def extend(chosen: list[int], taken: set[int]) -> None:
             if len(chosen) > 1:
-                found.append(self._beside([cuts[i] for i in chosen], timing, sync))
+                found.append(self._beside([cuts[i] for i in chosen]))
             for i in range(chosen[-1] + 1 if chosen else 0, len(cuts)):
                 if not taken & used[i]:
                     extend([*chosen, i], taken | used[i])
@@ -237,32 +216,26 @@ class Drafter:
         extend([], set())
         return sorted(found, key=lambda cut: cut.seconds)
 
-    def _beside(self, cuts: list[_Cut], timing: Estimator, sync: SideBySide | None) -> _Cut:
+    def _beside(self, cuts: list[_Cut]) -> _Cut:
         """One of several, with the whole batch."""
         pipelines = tuple(pipeline for cut in cuts for pipeline in cut.arranged.pipelines)
         arranged = _Arranged(sum(n for _, n in pipelines), pipelines, self.batch)
         shapes = tuple(shape for cut in cuts for shape in cut.shapes)
-        return _Cut(self._about_s(arranged, shapes, timing, sync), arranged, shapes)
+        return _Cut(self._about_s(arranged, shapes), arranged, shapes)
 
-    def _about_s(
-        self, arranged: _Arranged, shapes: Sequence[Shape], timing: Estimator, sync: SideBySide | None
-    ) -> float:
+    def _about_s(self, arranged: _Arranged, shapes: Sequence[Shape]) -> float:
         """The steady state, and the sync after it."""
-        seconds = _steady_s(timing, shapes, [n for _, n in arranged.pipelines], arranged.sequences)
-        if sync is not None:
-            seconds += max(sync.after_one_s(timing, arranged.number, shape) for shape in shapes)
-        return seconds
+        numbers = [(shape, n) for shape, (_, n) in zip(shapes, arranged.pipelines, strict=True)]
+        return steady_s(self.estimator, numbers, arranged.sequences) + self._after_s(arranged.number, shapes)
 
-    def _cut(
-        self, arranged: list[_Arranged], tables: Tables, ahead: bool
-    ) -> tuple[Floats, Callable[[int], list[Shape]]]:
+    def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, Callable[[int], list[Shape]]]:
         """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite where one cannot hold the model; and what
         makes the shapes of one."""
         pipelines = [rows for each in arranged for rows, _ in each.pipelines]
         begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
         sequences = np.array([each.sequences / each.number for each in arranged for _ in each.pipelines])
-        microbatches = np.maximum(sequences / [tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
-        cuts = Balancer(tables, self.deepest).cut_each(pipelines, microbatches if ahead else None)
+        microbatches = np.maximum(sequences / [self.tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
+        cuts = Balancer(self.tables, self.deepest).cut_each(pipelines, microbatches if ahead else None)
 
         def shapes(i: int) -> list[Shape]:
             mine = range(begins[i], begins[i + 1])
@@ -271,12 +244,6 @@ class Drafter:
         seconds = cuts.fill_s + (microbatches - 1) * np.where(np.isfinite(cuts.bottleneck_s), cuts.bottleneck_s, 1e300)
         slowest = np.maximum.reduceat(np.where(np.isfinite(cuts.bottleneck_s), seconds, np.inf), begins[:-1])
         return slowest, shapes
-
-
-def _likeness(tables: Tables, arranged: _Arranged) -> tuple[object, ...]:
-    """Number of pipelines, microbatch size and node types in use."""
-    rows = [tables.rows[row] for row in arranged.pipelines[0][0]]
-    return arranged.number, rows[0].microbatch, frozenset(tables.kinds[row.kind].resource for row in rows)
 
 
 def _steps(most: int) -> list[int]:
@@ -317,11 +284,3 @@ def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> li
                 shares[i][j] += 1
                 heapq.heappush(slowest, (speed + speeds[r], i))
     return [tuple(share) for share in shares]
-
-
-def _steady_s(timing: Estimator, shapes: Sequence[Shape], numbers: list[int], batch: float) -> float:
-    """When all pipelines would end together in the steady state, microbatches not rounded."""
-    ways = [(n * timing.microbatch(shape), *timing.affine(shape)) for shape, n in zip(shapes, numbers, strict=True)]
-    return (batch + sum(size * (fill / step - 1) for size, fill, step in ways)) / sum(
-        size / step for size, _, step in ways
-    )

@@ -9,7 +9,7 @@ equal plan.
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.plan import Plan
 from planner.search import limits
@@ -21,12 +21,11 @@ Score = Callable[[Plan], float]
 @dataclass(frozen=True)
 class Judge:
     """What is to be least. score: seconds a step, or in proportion to them; infinite where a plan may not be chosen. at_least: a lower
-    bound of it that takes less time. prepared: the plan as it would be run. ends_s: when each of its pipelines ends; None: not known."""
+    bound of it that takes less time. prepared: the plan as it would be run."""
 
     score: Score
     at_least: Score = lambda plan: 0.0
     prepared: Callable[[Plan], Plan] = lambda plan: plan
-    ends_s: Callable[[Plan], Sequence[float]] | None = None
 
 
 class Improver:
@@ -35,12 +34,7 @@ class Improver:
     def __init__(self, moves: Moves, judge: Judge):
         self.moves, self.judge = moves, judge
         self.walked: list[Plan] = []  # what the first walks ended with
-        self._known: dict[Plan, tuple[Plan, float]] = {}
-
-    @property
-    def timed(self) -> dict[Plan, float]:
-        """Every plan that was judged, with its seconds."""
-        return dict(self._known.values())
+        self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Half the tries are walked from all starts, the others from the best that was met."""
@@ -54,33 +48,22 @@ class Improver:
         now = best = plan
         now_s = best_s = self.judge.score(plan)
         for number in range(tries):
-            heat = now_s * (limits.HOT * (1 - number / tries) ** 2 + limits.COLD)
+            most_s = now_s * (1 - limits.HOT * (1 - number / tries) ** 2 * math.log(1 - self.moves.rng.random()))
             drawn = self.moves.draw(now, None if broken is None else broken(now))
             if drawn is None:
                 continue
-            moved, moved_s = self._timed(self.judge.prepared(drawn), now_s + limits.HOPELESS * heat)
-            if moved_s <= now_s or self.moves.rng.random() < math.exp((now_s - moved_s) / heat):
+            moved = self.judge.prepared(drawn)
+            if (moved_s := self._score(moved, most_s)) <= most_s:
                 now, now_s = moved, moved_s
             if now_s < best_s * (1 - 1e-9):
                 best, best_s = now, now_s
-            elif now_s > best_s * limits.STRAYED:
-                now, now_s = best, best_s
         return best
 
-    def _timed(self, plan: Plan, most_s: float) -> tuple[Plan, float]:
-        """Where it matters with microbatches by what the placed pipelines take."""
-        known = self._known.get(plan)
-        if known is not None:
-            return known
-        found, judge = (plan, math.inf), self.judge
-        if judge.at_least(plan) <= most_s:
-            found = plan, judge.score(plan)
-            if judge.ends_s is not None and found[1] <= most_s * limits.STRAYED and len(plan.pipelines) > 1:
-                other = rebalanced(plan, judge.ends_s(plan))
-                if other != plan and (other_s := judge.score(other)) < found[1]:
-                    found = other, other_s
-        self._known[plan] = found
-        return found
+    def _score(self, plan: Plan, most_s: float) -> float:
+        """Infinite where a lower bound is above `most_s`."""
+        if plan not in self.timed:
+            self.timed[plan] = self.judge.score(plan) if self.judge.at_least(plan) <= most_s else math.inf
+        return self.timed[plan]
 
 
 def walker(seed: int = 0) -> random.Random:
@@ -91,25 +74,3 @@ def walker(seed: int = 0) -> random.Random:
 def tries_for(gpus: int) -> int:
     """Of a fleet of so many GPUs."""
     return min(limits.MOST_TRIES, max(limits.FEWEST_TRIES, limits.TRIES_GPUS // gpus))
-
-
-def rebalanced(plan: Plan, ends_s: Sequence[float]) -> Plan:
-    """Moves microbatches, one at a time, from the pipeline that ends last to the one that would end first, among pipelines of one
-    microbatch size. ends_s: when each pipeline of the plan ends as it is; one microbatch more is charged the mean of its slots,
-    (K + depth - 1) of which 1F1B takes."""
-    counts = [pipeline.num_microbatches for pipeline in plan.pipelines]
-    slots = [k + len(p.stages) - 1 for k, p in zip(counts, plan.pipelines, strict=True)]
-    each = [end / n for end, n in zip(ends_s, slots, strict=True)]
-    ends = list(ends_s)
-    for size in sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines}):
-        mine = [i for i, pipeline in enumerate(plan.pipelines) if pipeline.microbatch_sequences == size]
-        for _ in range(sum(counts[i] for i in mine)):
-            late = max(mine, key=lambda i: ends[i])
-            early = min(mine, key=lambda i: ends[i] + each[i])
-            if counts[late] == 1 or ends[early] + each[early] >= ends[late]:
-                break
-            for i, step in ((late, -1), (early, 1)):
-                counts[i] += step
-                ends[i] += step * each[i]
-    pipelines = tuple(replace(p, num_microbatches=k) for p, k in zip(plan.pipelines, counts, strict=True))
-    return replace(plan, pipelines=pipelines)

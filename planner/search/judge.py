@@ -32,14 +32,7 @@ def least_ahead(cost: CostModel, plan: Plan) -> Plan:
     """The plan with the fewest microbatches in flight with which it is as fast as with any number, or very nearly."""
     ways = cost.ways_ahead(plan)
     seconds = [cost.predict(way).step_time_s for way in ways]
-    return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * limits.AS_FAST)
-
-
-def settled(cost: CostModel, plan: Plan) -> Plan:
-    """The plan as it competes with others: as far ahead as memory allows, or where some pipeline has few microbatches for its stages as
-    far as is best."""
-    few = any(1 < len(p.stages) > p.num_microbatches / limits.FEW_MICROBATCHES for p in plan.pipelines)
-    return least_ahead(cost, plan) if few else cost.working_ahead(plan)
+    return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * (1 + limits.FINE))
 
 
 def costed(request: Request, plan: Plan) -> Costed:
@@ -56,7 +49,7 @@ def seconds_of(request: Request, plan: Plan) -> float:
 def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Rejected]]:
     """Those that may be chosen, fastest first, the first of equals first; and those that may not."""
     found, rejected = list[Costed](), list[Rejected]()
-    for plan in dict.fromkeys(settled(request.cost, each) for each in plans):
+    for plan in dict.fromkeys(map(request.cost.working_ahead, plans)):
         check_plan(plan, request.spec.num_layers)
         each = costed(request, plan)
         why = unacceptable(request, plan, each.prediction)

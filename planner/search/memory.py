@@ -1,22 +1,27 @@
 """Recomputation and sharded optimizer state as variables of the search.
 
-The whole search runs on tables of one assumption at a time: that nothing is done for memory, or as much as the job allows. Whatever it
-looks at is then given, stage by stage, the quickest choice with which it fits (`CostModel.working_ahead`) and is judged by the prediction
-as it would be run. Where a draft on tables without any limit of memory promises nothing, the first search is the only one.
+A search's tables have one assumption at a time: that nothing is done for memory, or as much as the job allows. Whatever it looks at is
+then given, stage by stage, the quickest choice with which it fits (`CostModel.working_ahead`) and is judged by the prediction as it would
+be run. Drafts of all assumptions are predicted, and the walks begin from the best of them. Where a draft on tables without any limit of
+memory promises nothing, only the first assumption is looked at.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from planner.cost.model import Assumed, CostModel
 from planner.errors import InfeasibleError
 from planner.plan import Plan, Stage
 from planner.search import limits
-from planner.search.autohet import search_autohet
+from planner.search.autohet import Drafted, drafted, improved, search_autohet
 from planner.search.bound import NO_PROOF, Proof, prove
 from planner.search.cost_tables import tables_of
-from planner.search.families import Drafter
+from planner.search.families import proposals_for
 from planner.search.problem import Answer, Rejected, Request, SearchReport
+
+_Found = TypeVar("_Found")
 
 
 def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
@@ -27,21 +32,23 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     begin, known = request.clock(), list(seeds)
     plain, *others = levels(request)
     needed = request.cost.choices.only_if_needed
-    first = _search(request, plain, known, prove=request.prove and needed)
+    first = _tried(lambda: search_autohet(_assuming(request, plain, prove=request.prove and needed), known))
     if isinstance(first, Answer) and needed:
         return first
     if isinstance(first, Answer) and not _promises(request, first.prediction.step_time_s):
         others = []
-    tried = [first, *(_search(request, each, known + _plan_of(first)) for each in others)]
+    seeds = [*known, first.plan] if isinstance(first, Answer) else known
+    drafts = [_tried(partial(drafted, _assuming(request, each), seeds)) for each in others]
+    possible = [each for each in drafts if isinstance(each, Drafted)]
+    quickest = min(possible, key=lambda each: each.ranked[0].step_time_s, default=None)
+    tried = [first, *(improved(each) if each is quickest else each for each in drafts)]
     best = _chosen(tried)
+    evaluated = sum(len(each.ranked) + len(each.rejected) for each in possible)
+    evaluated += first.search.plans_evaluated if isinstance(first, Answer) else 0
     plan = fewest_shared(request.cost, best.plan)
     prediction = request.cost.predict(plan)
     proof = _proof(request, prediction.step_time_s)
-    report = SearchReport(
-        request.clock() - begin,
-        sum(each.search.plans_evaluated for each in tried if isinstance(each, Answer)),
-        proof.lower_bound_s, proof.gap, proof.says,
-    )  # fmt: skip
+    report = SearchReport(request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says)
     rejected = tuple(_left(assumed, each, best) for assumed, each in zip([plain, *others], tried) if each is not best)
     return replace(best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected))
 
@@ -89,17 +96,15 @@ def _may_share(request: Request) -> bool:
     return request.cost.choices.shard_optimizer and request.min_node_disjoint_holders < 2
 
 
-def _search(
-    request: Request, assumed: Assumed, seeds: Iterable[Plan], *, prove: bool = False
-) -> Answer | InfeasibleError:
+def _assuming(request: Request, assumed: Assumed, *, prove: bool = False) -> Request:
+    return replace(request, cost=request.cost.assuming(assumed), prove=prove)
+
+
+def _tried(search: Callable[[], _Found]) -> _Found | InfeasibleError:
     try:
-        return search_autohet(replace(request, cost=request.cost.assuming(assumed), prove=prove), seeds)
+        return search()
     except InfeasibleError as error:
         return error
-
-
-def _plan_of(tried: Answer | InfeasibleError) -> list[Plan]:
-    return [tried.plan] if isinstance(tried, Answer) else []
 
 
 def _unlimited(request: Request) -> Request:
@@ -114,11 +119,7 @@ def _unlimited(request: Request) -> Request:
 def _promises(request: Request, step_s: float) -> bool:
     """Whether drafts whose stages do everything for memory and lose no time by it would be clearly faster."""
     free = _unlimited(request)
-    tables = tables_of(free)
-    drafter = Drafter(
-        tables, free.global_batch_sequences, free.deepest(tables.num_blocks), free, free.mixed_tp, free.mixed_microbatch
-    )
-    return min((each.seconds for each in drafter.proposals()), default=step_s) * limits.CLEARLY < step_s
+    return min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s) * limits.CLEARLY < step_s
 
 
 def _proof(request: Request, step_s: float) -> Proof:
@@ -126,7 +127,7 @@ def _proof(request: Request, step_s: float) -> Proof:
     return prove(free, tables_of(free), step_s) if request.prove else NO_PROOF
 
 
-def _chosen(tried: list[Answer | InfeasibleError]) -> Answer:
+def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:
     """The fastest; the first, which does nothing for memory, unless another is clearly faster."""
     found = [each for each in tried if isinstance(each, Answer)]
     if not found:
@@ -138,15 +139,15 @@ def _chosen(tried: list[Answer | InfeasibleError]) -> Answer:
     return best
 
 
-def _left(assumed: Assumed, tried: Answer | InfeasibleError, best: Answer) -> Rejected:
+def _left(assumed: Assumed, tried: Answer | Drafted | InfeasibleError, best: Answer) -> Rejected:
     """In words."""
     what = f"stages that recompute {' or '.join(assumed.choices or (assumed.recompute,))}"
     what += ", optimizer state shared out" if assumed.holders > 1 else ""
     if isinstance(tried, InfeasibleError):
         return Rejected(what, str(tried))
+    if isinstance(tried, Drafted):
+        return Rejected(what, f"{tried.ranked[0].step_time_s:.4g} s a step its best draft, slower than another that was improved")
     seconds = tried.prediction.step_time_s
     if seconds < best.prediction.step_time_s:
         return Rejected(what, f"{seconds:.4g} s a step, not clearly faster than a plan that does without")
     return Rejected(what, f"{seconds:.4g} s a step, slower than the chosen plan")
-
-

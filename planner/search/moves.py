@@ -13,7 +13,6 @@ import numpy as np
 
 from planner.cluster import Fleet, Node, NodeType, node_of
 from planner.plan import Pipeline, Plan, Stage
-from planner.search import limits
 from planner.search.cut import Balancer
 from planner.search.draft import Estimator, Shape, assign_microbatches
 from planner.search.judge import kind_of
@@ -36,33 +35,19 @@ class Moves:
         self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in self._types.items()))
         self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
         self._share = 0.0  # sequences of a pipeline, on average
-        self._ways: dict[Callable[[Pipelines, list[int]], Pipelines | None], float] = {
-            self._move_blocks: 0.35,
-            self._reorder: 0.12,
-            self._exchange: 0.15,
-            self._hand_over: 0.10,
-            self._split_or_merge: 0.14,
-            self._resize: 0.12,
-            self._join_or_leave: 0.12,
-            self._deal_anew: 0.04,
-        }
+        self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
+            self._move_blocks, self._reorder, self._exchange, self._hand_over, self._split_or_merge, self._resize,
+            self._join_or_leave, self._deal_anew,
+        )  # fmt: skip
 
     def draw(self, plan: Plan, broken: Collection[int] | None = None) -> Plan | None:
-        """A plan a move away, now and then two; None where what was drawn cannot be made. broken: pipelines with which a move begins
+        """A plan a move away; None where what was drawn cannot be made. broken: pipelines with which a move begins
         (None: any)."""
-        if self.rng.random() < limits.PASSED_ON:
-            return self._passed_on(plan)
         self._share = plan.global_batch_sequences / len(plan.pipelines)
-        made: Pipelines | None = list(plan.pipelines)
-        ways = self.rng.choices(
-            list(self._ways), list(self._ways.values()), k=1 + (self.rng.random() < limits.TWO_AT_ONCE)
-        )
-        for way in ways:
-            if not made:
-                return None
-            alike = self._alike(made, [i for i in (range(len(made)) if broken is None else broken) if i < len(made)])
-            made = way(made, alike if self.rng.random() < 0.5 else [self.rng.choice(alike)])
-        return self.shared(plan, made) if made else None
+        made = list(plan.pipelines)
+        alike = self._alike(made, range(len(made)) if broken is None else broken)
+        changed = self.rng.choice(self._ways)(made, alike if self.rng.random() < 0.5 else [self.rng.choice(alike)])
+        return self.shared(plan, changed) if changed else None
 
     def shared(self, plan: Plan, pipelines: Pipelines) -> Plan | None:
         """With microbatches so that the slowest pipeline ends earliest by the tables; None where sizes cannot meet the batch."""
@@ -109,7 +94,7 @@ class Moves:
         shape = self._cuts[key]
         return None if shape is None else Pipeline(stages_on(self.tables, shape, groups), 1, size)
 
-    def _alike(self, pipelines: Pipelines, among: Sequence[int]) -> list[int]:
+    def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
         """All pipelines among those with the cut and the node types of one drawn at random."""
         looks = {i: kind_of(self._fleet, pipelines[i]) for i in among or range(len(pipelines))}
         wanted = self.rng.choice(list(dict.fromkeys(looks.values())))
@@ -282,19 +267,6 @@ class Moves:
         many = len(some) if self.rng.random() < 0.7 else 1
         dealt = {i: groups[n::many] if n < many else [] for n, i in enumerate(some)}
         return self._regrouped(pipelines, dealt)
-
-    def _passed_on(self, plan: Plan) -> Plan | None:
-        """A microbatch goes to another pipeline of its size: what ends sooner is summed sooner, which tables do not know."""
-        pipelines = list(plan.pipelines)
-        if len(pipelines) == 1:
-            return None
-        giver, taker = self.rng.sample(range(len(pipelines)), 2)
-        one, other = pipelines[giver], pipelines[taker]
-        if one.num_microbatches == 1 or one.microbatch_sequences != other.microbatch_sequences:
-            return None
-        pipelines[giver] = replace(one, num_microbatches=one.num_microbatches - 1)
-        pipelines[taker] = replace(other, num_microbatches=other.num_microbatches + 1)
-        return replace(plan, pipelines=tuple(pipelines))
 
 
 def groups_of(pipeline: Pipeline) -> list[Group]:

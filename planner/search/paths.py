@@ -1,8 +1,8 @@
 """What the bound prices: stages with times that nothing can beat, and the cheapest paths through the model's blocks."""
 
 import bisect
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -34,7 +34,7 @@ class PricedStages:
         self.resource = np.array([kinds[row].resource for row in self.rows], dtype=np.int64)
         self.degree = np.array([kinds[row].tp_degree for row in self.rows], dtype=np.int64)
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
-        self.begun_ahead, self.bounded = tables.begun_ahead, tables.overlaps_warmup
+        self.begun_ahead = tables.begun_ahead
         start, size = np.arange(self.blocks)[:, None], np.arange(1, self.blocks + 1)[None, :]
         stop = np.minimum(start + size, self.blocks)
         first, last = np.where(start == 0, 0, start + 1), np.where(stop == self.blocks, self.blocks + 2, stop + 1)
@@ -61,8 +61,8 @@ class PricedStages:
         toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
         apart = tables.transfers == "none"
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
-            shortest = float(tables.time_sums[rows, -1].min(initial=np.inf)) / self.blocks
-            toll = np.minimum(toll, limits.LONGEST_TRANSFER * shortest)
+            longest = float(tables.time_sums[rows, -1].max(initial=0.0)) / self.blocks
+            toll = np.minimum(toll, longest)
         times, forwards = (
             sums[rows][:, last] - sums[rows][:, first] for sums in (tables.time_sums, tables.forward_sums)
         )
@@ -77,13 +77,13 @@ class PricedStages:
         fill[:, 0] += self.sync_s
         self.sync_s = np.maximum(self.sync_s, self.sync_range[0] / (1 - 1e-9))
         self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
-        self.forward = -_by_place(-forward if tables.overlaps_warmup else 0.0 * forward, possible, 0.0)
+        self.forward = -_by_place(-forward, possible, 0.0)
         self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
 
     def _time_sync(self, seconds: Floats, possible: NDArray[np.bool_], pipelines: int) -> None:
         """sync_s: (rows, blocks - 1) what follows the last backward of a first stage of so many `seconds`."""
-        self.sync_s = self._sync(pipelines) if self.tables.overlaps_warmup else np.zeros_like(seconds)
+        self.sync_s = self._sync(pipelines)
         order = np.argsort(seconds, axis=None)
         self.first_s = seconds.ravel()[order]
         self.most_sync_s = np.append(0.0, np.maximum.accumulate(self.sync_s.ravel()[order]))
@@ -154,7 +154,7 @@ class PricedStages:
         `Paths` allows, and the sync of the first.
         """
         after = np.full(len(high), max(fewest - 1, 1e-9))
-        for _ in range(limits.REPEATS if self.bounded else 0):
+        for _ in range(limits.REPEATS):
             hidden = np.minimum(1.0, self.begun_ahead * (most - 1) / after)
             longest, more = self.growth(high, after)
             with np.errstate(over="ignore"):
@@ -195,21 +195,10 @@ class Traced(NamedTuple):
     size: Ints
 
 
-class Zone(NamedTuple):
-    """From block `begin` on stages may start that are `allowed`, (rows, place, size); all where that is None."""
-
-    begin: int
-    allowed: NDArray[np.bool_] | None = None
-
-
-_ANYWHERE = (Zone(0),)
-
-
 class Paths:
     """Shortest paths from the last stage to the first, for all intervals at once.
 
     after: (intervals,) microbatches that each pipeline does at least after its first. depths, syncs: as in `PricedStages.cheapest`.
-    zones: which stages may start where, by growing blocks.
     """
 
     def __init__(
@@ -221,7 +210,6 @@ class Paths:
         after: Floats,
         depths: Ints,
         syncs: Floats,
-        zones: Sequence[Zone] = _ANYWHERE,
     ):
         self.relaxed, self.after, self.depths = stages, after, depths
         self.most, self.fewest = int(depths[:, 1].max()), int(max(float(after.min()), 0.0))
@@ -229,20 +217,15 @@ class Paths:
         shortest = stages.busy.min(axis=(0, 1)) * (1 - stages.share)
         self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
         self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
-        anywhere = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
+        self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
         light, heavy = syncs.T[:, :, None, None]
         others = (stages.sync_s[:, :wide] <= light) | (stages.sync_s[:, :wide] > heavy)
-        anywhere[:, :, 0][others] = self.most  # never
-        self.begins = np.array([zone.begin for zone in zones])
-        self.from_depth = [
-            anywhere if zone.allowed is None else np.where(zone.allowed[:, :, :wide], anywhere, np.int16(self.most))
-            for zone in zones
-        ]  # of each zone
+        self.from_depth[:, :, 0][others] = self.most  # never
         # [step, :, i]: least cost of the blocks from i on with so many stages
         self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
         # [step, :, size, i]: of what follows a stage from block i + 1 on
         self.beyond = sliding_window_view(self.afters[:, :, 2:], max(1, stages.blocks - 1), axis=2)
-        self.arcs: list[tuple[Floats, ...]] = []
+        self.arcs: list[Floats] = []
 
     def _limits(self, high: Floats) -> Floats:
         """(depths, intervals) seconds that a stage takes at most with so many stages after it."""
@@ -270,11 +253,11 @@ class Paths:
     def _band(self, depth: int) -> int:
         return bisect.bisect_right(limits.BANDS, min(depth, self.fewest)) - 1
 
-    def _least_arcs(self, from_depth: NDArray[np.int16]) -> Iterator[Floats]:
+    def _least_arcs(self) -> Iterator[Floats]:
         """(intervals, place, size) cost of the cheapest stage with no stage after it, of all places; then with one after it, two and so on,
         of the first and inner places. Within a band of memory more stages only become possible."""
-        yield self._least_arc(from_depth, 0, 3)
-        depth = from_depth[:, :, :2]
+        yield self._least_arc(0, 3)
+        depth = self.from_depth[:, :, :2]
         later = np.flatnonzero((depth > 1) & (depth < self.most))
         depth, value = depth.ravel()[later], self.value[:, :, :2].ravel()[later]
         order = np.argsort(depth, kind="stable")
@@ -283,58 +266,50 @@ class Paths:
         _, rows, _, wide = self.value.shape
         interval, stage = np.divmod(later, rows * 2 * wide)
         at = interval * 2 * wide + stage % (2 * wide)
-        arc = self._least_arc(from_depth, 1, 2)
+        arc = self._least_arc(1, 2)
         for step in range(1, self.most):
             if self._band(step) != self._band(step - 1):
-                arc = self._least_arc(from_depth, step, 2)
+                arc = self._least_arc(step, 2)
             else:
                 mine, arc = slice(begin[step], begin[step + 1]), arc.copy()
                 room = self._room(step)[:, :2].ravel()[stage[mine]]
                 np.minimum.at(arc.reshape(-1), at[mine][room], value[mine][room])
             yield arc
 
-    def _least_arc(self, from_depth: NDArray[np.int16], depth: int, places: int) -> Floats:
+    def _least_arc(self, depth: int, places: int) -> Floats:
         """As `_least_arcs`, with so many stages after it."""
-        possible = (from_depth[:, :, :places] <= depth) & self._room(depth)[:, :places]
+        possible = (self.from_depth[:, :, :places] <= depth) & self._room(depth)[:, :places]
         return np.asarray(np.where(possible, self.value[:, :, :places], np.inf).min(axis=1))
 
     def solve(self) -> Floats:
         """(intervals,) least cost."""
         m, n = len(self.after), self.relaxed.blocks
         best, self.depth = np.full(m, np.inf), np.zeros(m, dtype=np.int64)
-        for step, arcs in enumerate(zip(*map(self._least_arcs, self.from_depth), strict=True)):
+        for step, arc in enumerate(self._least_arcs()):
             after = self.afters[step + 1]
-            self.arcs.append(arcs)
-            first = self._further(step, arcs, after, n - step) if step else self._last(arcs, after)
+            self.arcs.append(arc)
+            first = self._further(step, arc, after, n - step) if step else self._last(arc, after)
             better = (first < best) & (self.depths[:, 0] <= step + 1) & (step + 1 <= self.depths[:, 1])
             best, self.depth = np.where(better, first, best), np.where(better, step, self.depth)
             if ((after[:, 1:n].min(axis=1, initial=np.inf) >= best) | (self.depths[:, 1] <= step + 1)).all():
                 break
         return best
 
-    def _last(self, arcs: Sequence[Floats], after: Floats) -> Floats:
+    def _last(self, arc: Floats, after: Floats) -> Floats:
         """One stage with all blocks, or into `after` those from each block on."""
         n = self.relaxed.blocks
-        for arc, begin, end in self._zones(arcs, max(0, n - self.wide), n):
-            after[:, begin:end] = arc[:, 2, n - end : n - begin][:, ::-1]
+        begin = max(0, n - self.wide)
+        after[:, begin:n] = arc[:, 2, : n - begin][:, ::-1]
         whole = after[:, 0].copy()
         after[:, 0] = np.inf
         return whole
 
-    def _further(self, step: int, arcs: Sequence[Floats], after: Floats, top: int) -> Floats:
+    def _further(self, step: int, arc: Floats, after: Floats, top: int) -> Floats:
         """One stage more from the first block on, or into `after` from each other. top: later blocks leave too few for the stages after."""
-        for arc, begin, end in self._zones(arcs, 1, top):
+        if top > 1:
             wide = int(np.flatnonzero(np.isfinite(arc[:, 1]).any(axis=0)).max(initial=0)) + 1
-            beyond = self.beyond[step, :, :wide, begin - 1 : end - 1]
-            np.add(beyond, arc[:, 1, :wide, None]).min(axis=1, out=after[:, begin:end])
-        return np.asarray((arcs[0][:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
-
-    def _zones(self, arcs: Sequence[Floats], begin: int, end: int) -> Iterator[tuple[Floats, int, int]]:
-        """The blocks from `begin` to `end` of each zone, with its arcs."""
-        ends = np.append(self.begins[1:], end)
-        for arc, first, last in zip(arcs, np.maximum(self.begins, begin), np.minimum(ends, end), strict=True):
-            if first < last:
-                yield arc, int(first), int(last)
+            np.add(self.beyond[step, :, :wide, : top - 1], arc[:, 1, :wide, None]).min(axis=1, out=after[:, 1:top])
+        return np.asarray((arc[:, 0] + self.afters[step, :, 1 : self.wide + 1]).min(axis=1))
 
     def stages(self) -> Iterator[Traced]:
         """The stages of the paths found, first stages first."""
@@ -343,14 +318,13 @@ class Paths:
         for step in range(int(self.depth.max()), -1, -1):
             at = which[self.depth >= step]
             begin = block[at]
-            zone = np.searchsorted(self.begins, begin, side="right") - 1
             if step:
                 place = np.where(begin == 0, 0, 1)
                 beyond = self.afters[step][at[:, None], begin[:, None] + 1 + np.arange(self.wide)]
-                size = (_of_zones(self.arcs[step], zone, (at, place)) + beyond).argmin(axis=1)
+                size = (self.arcs[step][at, place] + beyond).argmin(axis=1)
             else:
                 place, size = np.full(len(at), 2), np.minimum(n - begin, self.wide) - 1
-            possible = _of_zones(self.from_depth, zone, (at, slice(None), place, size)) <= step
+            possible = self.from_depth[at, :, place, size] <= step
             possible &= self._room(step)[:, place, size].T
             row = np.where(possible, self.value[at, :, place, size], np.inf).argmin(axis=1)
             yield Traced(at, row, place, size)
@@ -365,9 +339,3 @@ class Paths:
             fill[at] += stages.fill[row, place, size]
         return gpus, fill
 
-
-def _of_zones(arrays: Sequence[NDArray[Any]], zone: Ints, index: tuple[Ints | slice, ...]) -> NDArray[Any]:
-    """Of each entry what the array of its zone holds there."""
-    if len(arrays) == 1:
-        return np.asarray(arrays[0][index])
-    return np.asarray(np.stack([array[index] for array in arrays])[zone, np.arange(len(zone))])

@@ -50,9 +50,8 @@ def place(tables: Tables, draft: Draft, model: str, batch: int, sequence_length:
     degrees = [[_degree(tables, row) for row in shape.rows] for shape in shapes]
     first = sorted(range(len(shapes)), key=lambda i: (-max(degrees[i]), -sum(degrees[i]), i))
     in_order = [(i, s) for i in first for s in range(len(degrees[i]))]
-    largest = [(i, s) for i in first for s in sorted(range(len(degrees[i])), key=lambda s: (-degrees[i][s], s))]
     of_all = sorted(in_order, key=lambda at: (-degrees[at[0]][at[1]], *at))
-    placed = _filled(tables, shapes, in_order) or _filled(tables, shapes, largest) or _filled(tables, shapes, of_all)
+    placed = _filled(tables, shapes, in_order) or _filled(tables, shapes, of_all)
     return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
 
 

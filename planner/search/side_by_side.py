@@ -1,7 +1,8 @@
-"""What it costs that equal pipelines lie side by side on their nodes: transfers leave a node together, gradients are summed inside it."""
+"""Gradient sync of equal pipelines that lie side by side on their nodes, where gradients are summed inside a node, or each on its own."""
 
 import itertools
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -12,27 +13,18 @@ from planner.search.problem import Request
 from planner.search.tables import Floats, Ints, Tables
 
 
-def beside(request: Request, tables: Tables, number: int) -> Tables:
-    """With so many pipelines side by side on each node: what leaves or reaches one does for all of them at once."""
-    kinds = [tables.kinds[row.kind] for row in tables.rows]
-    nodes = [tables.resources[kind.resource].node_type for kind in kinds]
+class Sync(Protocol):
+    """Seconds of what follows the pipelines of a draft: gradient sync and update."""
 
-    def crossing(one: int, other: int) -> float:
-        return hop(one, other) + hop(other, one)
+    def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
+        """Of so many pipelines of one shape."""
 
-    def hop(sender: int, receiver: int) -> float:
-        leaving, arriving = (float(min(number, int(tables.groups_a_node[row]))) for row in (sender, receiver))
-        size, degree = tables.rows[sender].microbatch, kinds[receiver].tp_degree
-        return request.cost.boundary_s(
-            nodes[sender], nodes[receiver], size, tp_degree=degree, leaving=leaving, arriving=arriving
-        )
-
-    def seconds(one: int, other: int) -> float:
-        gpus = number * (kinds[one].tp_degree + kinds[other].tp_degree)
-        same = kinds[one].resource == kinds[other].resource and gpus <= nodes[one].num_gpus
-        return float(tables.boundaries[one, other]) if same else crossing(one, other)
-
-    return tables.linked(seconds, lambda row: crossing(row, row), number)
+    def after_kinds_s(
+        self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats
+    ) -> Floats:
+        """(n,) of so many pipelines, each of so many equal stages of each of some rows one after the other, (n, P), -1 for none.
+        held_bytes: gradients of a worker of each. early_s: how long before the end the first of them has done its last backward; back_s: a
+        stage's backward."""
 
 
 class SideBySide:
@@ -45,30 +37,12 @@ class SideBySide:
         # (rows,) the first row of the same kind: a ring does not depend on the microbatch
         _, first, kind = np.unique([row.kind for row in tables.rows], return_index=True, return_inverse=True)
         self._like: list[int] = first[kind].tolist()
-        update = [tables.update_s(np.array([0.0, 1e9]), (tables.kinds[row.kind].resource,)) for row in tables.rows]
-        self._update = [float(more - none) / 1e9 for none, more in update]
-
-    def side(self, number: Ints) -> Ints:
-        """How many of so many pipelines lie side by side."""
-        return np.asarray(-(-number // self._parts))
-
-    def after_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats) -> Floats:
-        """(n,) how long after the pipelines' end the last gradients are summed, and the updates done. rows, held_bytes, early_s: (n, P)
-        of each stage its table row or -1, its worker's gradient bytes and how long before the end it has done its last backward."""
-        latency, byte_s, stages = self._rates_of(number, rows)
-        summed, late, like = byte_s * held_bytes, np.zeros(len(rows)), self._alike(rows)
-        same, carried = np.ones(rows.shape, dtype=bool), latency
-        for further in range(min(int(stages.max(initial=0.0)), rows.shape[1])):
-            stop = rows.shape[1] - further
-            same = same[:, :stop] & (stages[:, :stop] > further) & (like[:, :stop] == like[:, further:])
-            carried = carried[:, :stop] + summed[:, further:]
-            late = np.maximum(late, np.where(same, carried - early_s[:, further:], 0.0).max(axis=1, initial=0.0))
-        return np.asarray(late + self._updated_s(rows, held_bytes))
+        self._update = [row.update_s_a_byte for row in tables.rows]
 
     def after_kinds_s(
         self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats
     ) -> Floats:
-        """As `after_s`, where each entry stands for so many equal stages, one after the other: early_s of the first, back_s a stage."""
+        """How long after the pipelines' end the last gradients are summed, and the updates done."""
         latency, byte_s, stages = self._rates_of(number, rows)
         summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)
         carried = latency + summed + further * np.maximum(summed - back_s, 0.0)
@@ -92,7 +66,7 @@ class SideBySide:
         return np.asarray(each.max(axis=1, initial=0.0))
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
-        """As `after_s`, of so many pipelines of one shape."""
+        """As `after_kinds_s`, of so many pipelines of one shape."""
         summed, before = list[float](), [0.0, *itertools.accumulate(timing.stages(shape)[1])]
         latest = updated = 0.0
         kinds = [self._like[row] for row in shape.rows]

@@ -50,7 +50,7 @@ class Row:
     state_bytes: what a layer holds all step long (parameters, gradients, optimizer). activation_bytes: what one microbatch in flight
     keeps. fixed_bytes: what every stage holds whatever its layers (buffers, workspace). limit_bytes: what a GPU has. sync_bytes:
     gradient bytes a worker sends for the layer. tied_bytes, tied_sync_bytes: what a stage that holds embedding and head saves of
-    state and peaks, and of gradients.
+    state and peaks, and of gradients. update_s_a_byte: seconds of the optimizer's update a gradient byte.
     """
 
     kind: int
@@ -64,21 +64,7 @@ class Row:
     limit_bytes: float
     tied_bytes: float = 0.0
     tied_sync_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SyncShape:
-    """What the gradient sync of a plan depends on.
-
-    worker_bytes: gradient bytes of the fullest worker. stage_bytes: of the fullest stage, all its workers together. least_tp: smallest
-    TP degree in the plan. pipelines: number of holders of each layer. resources: node types in use.
-    """
-
-    worker_bytes: float
-    stage_bytes: float
-    least_tp: int
-    pipelines: int
-    resources: tuple[int, ...]
+    update_s_a_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,15 +72,11 @@ class Tables:
     """All that a search needs of a request.
 
     boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and gradient
-    together; `transfers` says whom they occupy. sync_s estimates what follows the pipelines (gradient sync, optimizer) from
-    `SyncShape`; it must not fall when a field grows. overlaps_warmup: whether a pipeline is timed as the 1F1B simulation does,
-    where later stages hide part of the warm-up, or as (K - 1) bottleneck + fill. boundary_ends(stages): weight of the boundary's
-    half that the first and the last stage bear. crossing_s(row): a boundary between two groups of one row on two nodes; None where
-    boundary_s says it all. least_boundary_s: as boundary_s, wherever the two lie. side_by_side: pipelines whose same stages share nodes.
+    together; `transfers` says whom they occupy. crossing_s(row): a boundary between two groups of one row on two nodes; None where
+    boundary_s says it all. least_boundary_s: as boundary_s, wherever the two lie.
 
     least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a
     worker of a group of that degree, with so many gradient bytes, where at least so many pipelines share the model.
-    least_nics_s(bytes, pipelines): at least what some node's NIC needs then for so many gradient bytes, of all tensor-parallel slices.
     """
 
     resources: tuple[Resource, ...]
@@ -102,14 +84,9 @@ class Tables:
     rows: tuple[Row, ...]
     boundary_s: Callable[[int, int], float]
     transfers: Transfers
-    sync_s: Callable[["SyncShape"], float]
-    overlaps_warmup: bool = True
     stage_overhead_s: float = 0.0
-    boundary_ends: Callable[[int], tuple[float, float]] = lambda stages: (1.0, 1.0)
     crossing_s: Callable[[int], float] | None = None
     least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
-    least_nics_s: Callable[[float, int], float] = lambda num_bytes, pipelines: 0.0
-    side_by_side: int = 1
     least_boundary_s: Callable[[int, int], float] | None = None
 
     @cached_property
@@ -202,7 +179,7 @@ class Tables:
     def groups_a_node(self) -> Ints:
         """(rows,) tensor-parallel groups of one pipeline that one node holds."""
         kinds = [self.kinds[row.kind] for row in self.rows]
-        gpus = [self.resources[kind.resource].node_type.num_gpus // self.side_by_side for kind in kinds]
+        gpus = [self.resources[kind.resource].node_type.num_gpus for kind in kinds]
         return np.array([max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)])
 
     @cached_property
@@ -210,11 +187,6 @@ class Tables:
         """The row of a node type, TP degree and microbatch size."""
         kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
         return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows)}
-
-    def update_s(self, num_bytes: Floats, resources: tuple[int, ...]) -> Floats:
-        """What follows pipelines that sum nothing: the updates of workers with so many gradient bytes, and what every step has."""
-        once, twice = (self.sync_s(SyncShape(size, size, 1, 1, resources)) for size in (1e9, 2e9))
-        return np.asarray(2 * once - twice + (twice - once) / 1e9 * num_bytes)
 
     def fitting(self, max_in_flight: int) -> Ints:
         """`last_layer_that_fits`, computed once for each number."""
@@ -225,14 +197,6 @@ class Tables:
     @cached_property
     def _fitting(self) -> dict[int, Ints]:
         return {}
-
-    def linked(
-        self, boundary_s: Callable[[int, int], float], crossing_s: Callable[[int], float], side_by_side: int
-    ) -> "Tables":
-        """The same with other boundaries; what fits is known already."""
-        other = replace(self, boundary_s=boundary_s, crossing_s=crossing_s, side_by_side=side_by_side)
-        other._fitting.update(self._fitting)
-        return other
 
     def with_less_memory(self, num_bytes: float) -> "Tables":
         """The same where each worker has so many bytes less."""

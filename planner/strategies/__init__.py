@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.errors import ConfigError, InfeasibleError
+from planner.search import limits
 from planner.search.judge import describe
 from planner.search.memory import search_with_memory
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
@@ -24,9 +25,6 @@ STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "exhaustive": search_exhaustive,
 }
 
-WORTH_A_PROGRAM = 1.02
-"""How much faster than pipelines a program must be predicted: its cost model is the coarser one."""
-
 __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport", "plan_with"]
 
 
@@ -43,15 +41,15 @@ def plan_with(strategy: str, request: Request) -> Answer:
 
 
 def _or_program(answer: Answer, request: Request) -> Answer:
-    """The fastest SPMD program instead, where it is by WORTH_A_PROGRAM faster than the best pipelines; either says so of the other."""
+    """The fastest SPMD program instead, where it is by limits.CLEARLY faster than the best pipelines; either says so of the other."""
     pipelines_s = answer.prediction.step_time_s
     try:
         other = search_objective(search_hap, request)
     except InfeasibleError as error:
         return replace(answer, rejected=(*answer.rejected, Rejected("one SPMD program", str(error))))
     program_s = other.prediction.step_time_s
-    if program_s > pipelines_s / WORTH_A_PROGRAM:
-        why = f"{program_s:.4g} s a step, not {WORTH_A_PROGRAM - 1:.0%} faster than pipelines with {pipelines_s:.4g} s"
+    if program_s > pipelines_s / limits.CLEARLY:
+        why = f"{program_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than pipelines with {pipelines_s:.4g} s"
         return replace(answer, rejected=(*answer.rejected, Rejected("one SPMD program on uneven shares", why)))
     why = f"{pipelines_s:.4g} s a step, the program on uneven shares takes {program_s:.4g} s"
     rejected = (Rejected(f"the best pipelines: {describe(answer.plan)}", why), *other.rejected)

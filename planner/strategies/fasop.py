@@ -6,23 +6,21 @@ clusters", CLUSTER'24, under our cost model. Kept: cyclic node orders, uniform T
 the slowest to the fastest stage with one transfer counted between stages, both halves of an encoder-decoder balanced apart
 for every split of the stages, a stage as slow as its slowest GPU, price limits. Not kept: moves that ignore memory, layer
 costs of the wrong half, hard-coded microbatch factors, equal node sizes, grids that must divide GPUs and batch (where none
-does). Added: the best cuts are simulated, on up to 32 GPUs single blocks are moved under the full prediction.
+does). Added: the best cuts are predicted.
 """
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.cluster import Fleet, Node, NodeType
-from planner.plan import Pipeline, Plan
 from planner.search import limits
 from planner.search.cost_tables import tables_of
-from planner.search.draft import Estimator, Shape, fits
-from planner.search.judge import Costed, answer_of, choose
+from planner.search.draft import Estimator
+from planner.search.judge import answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import Group, Groups, Shortlist, Staged, Stager
+from planner.strategies.staged import Group, Groups, Shortlist, Staged, Stager, ends_of
 from planner.strategies.symmetric import equal_split
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
@@ -34,21 +32,15 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist = Shortlist(request, stager, estimator, limits.FASOP_SLACK)
+    stager = Stager(tables, request.fleet)
+    shortlist = Shortlist(request, stager, Estimator(tables))
     tried = 0
     for whole in (True, False):
         for nodes in node_orders(request.fleet, most_orders) if shortlist.is_empty else ():
-            tried += _try_order(request, tables, stager, estimator, shortlist, nodes, whole)
+            tried += _try_order(request, tables, stager, shortlist, nodes, whole)
             if request.clock() - begin > request.time_limit_s:
                 break
-    few = len(request.fleet.workers) <= limits.POLISHED_GPUS
-    plans = shortlist.plans(2 * limits.CANDIDATES if few else limits.CANDIDATES)
-    found = answer_of("fasop", request, tables, plans, begin, tried)
-    if not few:
-        return found
-    best = polish(request, Costed(found.plan, found.prediction))
-    return dataclasses.replace(found, plan=best.plan, prediction=best.prediction)
+    return answer_of("fasop", request, tables, shortlist.plans(), begin, tried)
 
 
 def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, ...]]:
@@ -64,13 +56,7 @@ def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, .
 
 
 def _try_order(
-    request: Request,
-    tables: Tables,
-    stager: Stager,
-    estimator: Estimator,
-    shortlist: Shortlist,
-    nodes: tuple[Node, ...],
-    whole: bool,
+    request: Request, tables: Tables, stager: Stager, shortlist: Shortlist, nodes: tuple[Node, ...], whole: bool
 ) -> int:
     """All grids on one order of the nodes; returns their number. `whole`: only grids that use every GPU."""
     sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
@@ -84,9 +70,7 @@ def _try_order(
                 continue
             seconds = transfers.seconds(staged, microbatch)
             for ends in cuts(sums, stager.slowest(staged), seconds, kinds_change(sums[0])):
-                shapes = {Shape(rows, ends) for rows in zip(*staged.rows, strict=True)}
-                if all(fits(estimator, shape, request.global_batch_sequences) for shape in shapes):
-                    shortlist.add(staged, ends, microbatch)
+                shortlist.add(staged, ends, microbatch)
     return tried
 
 
@@ -191,12 +175,6 @@ def min_max(
     return best
 
 
-def ends_of(split: tuple[int, ...]) -> tuple[int, ...]:
-    """Layer ends of a split of the blocks: the embedding before the first, the head after the last."""
-    ends = [end + 1 for end in itertools.accumulate(split)]
-    return (*ends[:-1], ends[-1] + 1)
-
-
 def _stage_seconds(
     sums: Sequence[Sequence[float]], rows: Sequence[int], split: Sequence[int], tolls: Sequence[float]
 ) -> list[float]:
@@ -206,33 +184,6 @@ def _stage_seconds(
         out.append(sums[row][end] - sums[row][at] + tolls[stage])
         at = end
     return out
-
-
-def polish(request: Request, best: Costed) -> Costed:
-    """Single blocks moved between neighbouring stages of all pipelines alike while the full prediction falls."""
-    for _ in range(limits.POLISH_ROUNDS):
-        moved, _ = choose(request, [best.plan, *_block_moves(best.plan)])
-        if moved is None or moved.prediction.step_time_s >= best.prediction.step_time_s * (1 - 1e-9):
-            break
-        best = moved
-    return best
-
-
-def _block_moves(plan: Plan) -> Iterator[Plan]:
-    for boundary in range(len(plan.pipelines[0].stages) - 1):
-        for step in (-1, 1):
-            pipelines = tuple(_moved(pipeline, boundary, step) for pipeline in plan.pipelines)
-            if all(stage.num_layers >= 1 for pipeline in pipelines for stage in pipeline.stages):
-                yield dataclasses.replace(plan, pipelines=pipelines)
-
-
-def _moved(pipeline: Pipeline, boundary: int, step: int) -> Pipeline:
-    left, right = pipeline.stages[boundary : boundary + 2]
-    left = dataclasses.replace(left, num_layers=left.num_layers + step)
-    right = dataclasses.replace(right, first_layer=right.first_layer + step, num_layers=right.num_layers - step)
-    return dataclasses.replace(
-        pipeline, stages=(*pipeline.stages[:boundary], left, right, *pipeline.stages[boundary + 2 :])
-    )
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
+from planner.search import limits
 from planner.search.judge import unacceptable
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport, check_request
 from planner.spmd.costs import CostTable
@@ -15,10 +16,6 @@ from planner.spmd.decoders import WHOLE
 from planner.spmd.document import StageProgram
 from planner.spmd.fleet import decoder_of, table_of
 from planner.spmd.plan import SpmdPlan, synthesized
-
-MOST_PASSES = 256
-TRIED_PASSES = 3
-"""Numbers of microbatches that are tried from the least that may fit memory, each twice the one before."""
 
 
 def search_hap(request: Request) -> Answer:
@@ -71,7 +68,7 @@ def _plans(
     request: Request, workers: tuple[str, ...], rejected: list[Rejected], is_late: Callable[[], bool]
 ) -> Iterator[Plan]:
     batch = request.global_batch_sequences
-    passes = [count for count in range(1, min(batch, MOST_PASSES) + 1) if batch % count == 0]
+    passes = [count for count in range(1, min(batch, limits.MOST_PASSES) + 1) if batch % count == 0]
     if request.microbatch_sequences is not None:
         passes = [batch // request.microbatch_sequences] if batch % request.microbatch_sequences == 0 else []
     tried = 0
@@ -91,7 +88,7 @@ def _plans(
             if len(busy) < len(workers):
                 yield from _plans(request, busy, rejected, is_late)
             return
-        if tried == TRIED_PASSES:
+        if tried == limits.TRIED_PASSES:
             return
 
 

@@ -12,14 +12,12 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from planner.search import limits
 from planner.search.cost_tables import tables_of
 from planner.search.draft import Estimator
 from planner.search.judge import answer_of
 from planner.search.problem import Answer, Request, check_request
-from planner.search.tables import Floats, Tables
+from planner.search.tables import Tables
 from planner.strategies.staged import Groups, Shortlist, Staged, Stager
 
 
@@ -28,8 +26,8 @@ def search_metis(request: Request) -> Answer:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    stager, estimator = Stager(tables, request.fleet), Estimator(tables)
-    shortlist = Shortlist(request, stager, estimator, limits.METIS_SLACK)
+    stager = Stager(tables, request.fleet)
+    shortlist = Shortlist(request, stager, Estimator(tables))
     tried = 0
     used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
     while used > 0 and not laid_out:
@@ -42,7 +40,7 @@ def search_metis(request: Request) -> Answer:
                     break
             laid_out |= arranger.laid_out
         used -= 1
-    return answer_of("metis", request, tables, shortlist.plans(limits.CANDIDATES), begin, tried)
+    return answer_of("metis", request, tables, shortlist.plans(), begin, tried)
 
 
 def gpu_orders(tables: Tables) -> Iterator[list[str]]:
@@ -109,8 +107,6 @@ class Arranger:
         self._shortlist, self._groups = shortlist, Groups(stager, gpus)
         self._microbatches = [b for b in sorted({row.microbatch for row in self._tables.rows}) if self._batch % b == 0]
         self._seconds: list[list[float]] = self._tables.time_sums.tolist()
-        self._state = [_running(row.state_bytes) for row in self._tables.rows]
-        self._kept = [_running(row.activation_bytes) for row in self._tables.rows]
         self.laid_out = False
 
     def try_sizes(self, sizes: tuple[int, ...]) -> None:
@@ -157,18 +153,9 @@ class Arranger:
         return None
 
     def _fullness(self, rows: Sequence[int], start: int, end: int, in_flight: int) -> float:
-        """Bytes over limit of the fullest replica, as `Tables.memory_bytes` counts them."""
-        fullest = 0.0
-        for row in set(rows):
-            state, kept, facts = self._state[row], self._kept[row], self._tables.rows[row]
-            need = state[end] - state[start] + in_flight * (kept[end] - kept[start]) + facts.fixed_bytes
-            whole = start == 0 and end == self._tables.num_layers
-            fullest = max(fullest, (need - (facts.tied_bytes if whole else 0.0)) / facts.limit_bytes)
-        return fullest
-
-
-def _running(values: Floats) -> list[float]:
-    return [0.0, *np.cumsum(values).tolist()]
+        """Bytes over limit of the fullest replica."""
+        tables = self._tables
+        return max(tables.memory_bytes(row, start, end, in_flight) / tables.rows[row].limit_bytes for row in set(rows))
 
 
 def split_by_capacity(sums: Sequence[float], capacity: Sequence[float]) -> tuple[int, ...]:

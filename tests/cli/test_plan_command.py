@@ -183,7 +183,7 @@ def test_a_plan_says_how_robust_it_is_and_with_explain_why_it_is_so(case, capsys
     assert _run(case, "--explain", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     told, explained = document["robustness"], document["explanation"]
-    assert told["draws"] == 20
+    assert told["draws"] == 6
     assert told["step_time_s"]["least"] < document["predicted"]["step_time_s"] < told["step_time_s"]["worst"]
     assert f"({told['draws']} draws, seed 0)" in told["sentence"]
     used = {worker.split("-")[0] for p in document["plan"]["pipelines"] for s in p["stages"] for worker in s["workers"]}
@@ -192,7 +192,7 @@ def test_a_plan_says_how_robust_it_is_and_with_explain_why_it_is_so(case, capsys
     assert len(explained["sentences"]) == len(used) + 2
     assert _run(case) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "20 draws, seed 0" in text
+    assert "6 draws, seed 0" in text
     assert "One more" not in text
 
 

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from planner.search.draft import Shape, well_formed
+from planner.search.draft import Shape
 from planner.search.tables import Ints, Tables
 
 
@@ -22,6 +22,4 @@ def arrangements(tables: Tables, rows: list[int], gpus: Ints) -> Iterator[tuple[
 def every_shape(tables: Tables, rows: list[int], gpus: Ints) -> Iterator[Shape]:
     for arranged in arrangements(tables, rows, gpus):
         for cuts in itertools.combinations(range(2, tables.num_blocks + 1), len(arranged) - 1):
-            shape = Shape(arranged, (*cuts, tables.num_layers))
-            if well_formed(shape):
-                yield shape
+            yield Shape(arranged, (*cuts, tables.num_layers))

@@ -7,7 +7,7 @@ from planner.cluster import node_of
 from planner.plan import check_plan
 from planner.search.autohet import placements
 from planner.search.cost_tables import tables_of
-from planner.search.families import Drafter, _shares
+from planner.search.families import _shares, proposals_for
 from planner.search.improve import Improver, Judge, walker
 from planner.search.moves import Moves
 from tests.planner.cases import fleet, model, request
@@ -22,7 +22,7 @@ fleets = st.lists(
 def _start(types, batch):
     asked = request(fleet(*types), batch, model(6))
     tables = tables_of(asked)
-    proposals = Drafter(tables, batch, 6, asked).proposals()
+    proposals = proposals_for(asked, tables)
     plans = (plan for each in proposals for plan in placements(tables, each, asked.spec.name, batch, 128, (1,)))
     return asked, tables, next(plans)
 
@@ -48,7 +48,7 @@ def test_a_walk_ends_no_worse_than_it_began_and_the_same_each_time() -> None:
 
     def walked() -> tuple[float, str]:
         cost = asked.cost
-        judge = Judge(lambda p: cost.predict(p).step_time_s, cost.pipelines_at_least_s, ends_s=cost.pipelines_s)
+        judge = Judge(lambda p: cost.predict(p).step_time_s, cost.pipelines_at_least_s)
         found = Improver(Moves(tables, 6, walker()), judge).best_of([plan], 200)
         return cost.predict(found).step_time_s, found.to_json()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from autohet.bench.planner.accuracy import measurements_folder
 from autohet.bench.planner.fleets import fleet_rows
-from autohet.bench.planner.sailor import MODELS, SAILOR, SEQUENCE_LENGTH, load_judge, sailor_tables, verdict
+from autohet.bench.planner.sailor import MODELS, SAILOR, SEQUENCE_LENGTH, SailorSync, load_judge, sailor_tables, verdict
 from autohet.bench.planner.synthetic import GPT_26, LLAMA_70B, cpu_seconds, fleet_of, model_spec, request_of, tied
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
@@ -28,6 +28,7 @@ from planner.replan import replan
 from planner.search import limits
 from planner.search.autohet import placements
 from planner.search.bound import lower_bound_s
+from planner.search.closed_form import families
 from planner.search.cost_tables import tables_of
 from planner.search.families import Drafter
 from planner.search.improve import Improver, Judge, tries_for, walker
@@ -107,7 +108,8 @@ def _under_sailors_formulas(module: Any, judge: Any, tables: Tables, model: str,
         found = verdict(module, judge, plan.to_document())
         return float(found["step_time_s"]) if found["fits"] else math.inf
 
-    proposals = Drafter(tables, batch, _SAILOR_STAGES, None).proposals()
+    every = families(tables, batch, _SAILOR_STAGES, mixed_tp=True)
+    proposals = Drafter(tables, every, batch, _SAILOR_STAGES, SailorSync(judge, tables)).proposals()
     plans = [plan for each in proposals for plan in placements(tables, each, model, batch, SEQUENCE_LENGTH, (1,))]
     starts = sorted(plans, key=seconds)[: limits.WALKS]
     tries = tries_for(sum(resource.num_gpus for resource in tables.resources))

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Plans of a former planner beside today's on the same random fleets: results/planner_before.json, with the commit and the machine.
+
+    planner_before.py FLEETS     folders of FLEETS with cluster.yaml, job.yaml and before.plan.json (AUTOHET_MEASUREMENTS's data/fleets)
+
+Today's memory model charges more than the one under which the former plans were chosen, so that many of them fit no more. Two comparisons
+are fair, and both sides are costed by today's model in either:
+
+* `lifted`: on each fleet every GPU's limit is raised, for both, to what the former plan's fullest worker needs, and today's planner
+  searches under that limit;
+* `repaired`: limits as they are; each stage of the former plan that does not fit recomputes or shares out optimizer state, as little as
+  makes it fit, as any plan of today's planner may. Fleets where that does not help are left out, and counted.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from provenance import provenance
+
+from autohet.runtime.job import Job
+from autohet.runtime.planning import planning_inputs
+from planner.cluster import cluster_from_yaml
+from planner.cost.model import Assumed, CostModel
+from planner.cost.parameters import OURS, framework_parameters
+from planner.errors import InfeasibleError
+from planner.plan import Plan
+from planner.strategies import Request, plan_with
+
+RESULTS = Path(__file__).parent / "results" / "planner_before.json"
+BANDS = (16, 64, 256, 1024)
+
+
+def request_of(folder: Path, lifted: float = 1.0) -> Request:
+    """The fleet's planning problem, with so many times the usable memory of each GPU."""
+    job = Job.from_yaml(folder / "job.yaml")
+    inputs = planning_inputs(job)
+    parameters = framework_parameters(OURS, inputs.parameters)
+    parameters = replace(parameters, memory_margin=1 - (1 - parameters.memory_margin) * lifted)
+    fleet = inputs.fleet(cluster_from_yaml(folder / "cluster.yaml").fleet())
+    cost = inputs.cost_model(fleet, parameters=parameters)
+    batch, length = job.training.global_batch_sequences, job.training.sequence_length
+    return Request(fleet, inputs.spec, cost, batch, length, clock=time.process_time, prove=False)
+
+
+def repaired(cost: CostModel, plan: Plan) -> Plan:
+    """With what its stages need to do for memory."""
+    ways = cost.choices.recompute
+    assumed = Assumed(ways[-1], max(1, len(plan.pipelines)), choices=ways)
+    return cost.assuming(assumed).working_ahead(plan)
+
+
+def seconds(request: Request) -> float | None:
+    try:
+        return plan_with("autohet", request).prediction.step_time_s
+    except InfeasibleError:
+        return None
+
+
+def row(folder: Path) -> dict[str, Any]:
+    request = request_of(folder)
+    plan = Plan.from_json((folder / "before.plan.json").read_text())
+    before = request.cost.predict(plan)
+    needed = max(1.0, before.tightest_worker[1] * (1 + 1e-9))
+    mended = request.cost.predict(repaired(request.cost, plan))
+    begin, now = time.process_time(), seconds(request)
+    spent = time.process_time() - begin
+    lifted = now if needed == 1.0 else seconds(request_of(folder, needed))
+    return {
+        "fleet": folder.name, "gpus": len(request.fleet.workers), "search_cpu_s": round(spent, 2), "before_needs": round(needed, 4),
+        "new_s": now, "before_s": before.step_time_s, "lifted_new_s": lifted,
+        "repaired_before_s": mended.step_time_s if mended.fits else None,
+    }  # fmt: skip
+
+
+def bands(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Ratios new / before by size, geometric means."""
+    for least, most in zip((0, *BANDS), BANDS):
+        mine = [each for each in rows if least < each["gpus"] <= most]
+        as_is = [r["new_s"] / r["before_s"] for r in mine if r["before_needs"] == 1.0 and r["new_s"]]
+        lifted = [r["lifted_new_s"] / r["before_s"] for r in mine if r["lifted_new_s"]]
+        repaired_ = [r["new_s"] / r["repaired_before_s"] for r in mine if r["repaired_before_s"] and r["new_s"]]
+        named = {"fits as it is": as_is, "lifted": lifted, "repaired": repaired_}
+        yield {"gpus": f"{least + 1} to {most}", "fleets": len(mine), "search_cpu_s": median(r["search_cpu_s"] for r in mine)} | {
+            name: {"fleets": len(found), "mean": math.exp(fmean(map(math.log, found))), "p95": _p95(found), "worst": max(found)}
+            for name, found in named.items()
+            if found
+        }
+
+
+def _p95(ratios: list[float]) -> float:
+    return sorted(ratios)[math.ceil(0.95 * len(ratios)) - 1]
+
+
+def main() -> None:
+    found = (plan.parent for plan in Path(sys.argv[1]).glob("*/before.plan.json"))
+    folders = sorted(found, key=lambda folder: int(folder.name))
+    rows = []
+    for folder in folders:
+        rows.append(row(folder))
+        print(rows[-1], flush=True)
+    document = {**provenance(), "bands": list(bands(rows)), "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    for each in document["bands"]:
+        print(each)
+
+
+if __name__ == "__main__":
+    main()
