@@ -30,7 +30,7 @@ from tests.harness.local_fleet import (
     trains_at,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(240)]
 TOLERANCE = 1e-3
 
 

@@ -28,7 +28,7 @@ from tests.harness.local_fleet import (
     trains_a_while,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(240)]
 
 Condition = Callable[[JobRun, Observation], bool]
 
@@ -130,6 +130,7 @@ def test_a_node_that_holds_copies_leaves_and_then_the_only_holder_is_killed(
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
 
 
+@pytest.mark.slow
 def test_host_memory_stays_bounded_over_many_changes(fleet: EmulatedFleet, tmp_path: Path) -> None:
     """Workers die and come back, again and again: what they leave behind goes."""
     adjust(fleet, big=1, small=2)

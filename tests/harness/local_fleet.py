@@ -169,7 +169,7 @@ def cluster_of(fleet: EmulatedFleet) -> Cluster:
 
 
 def run_job(
-    job: Job, fleet: EmulatedFleet, directory: Path, interfere: Interference | None = None, timeout_s: float = 100
+    job: Job, fleet: EmulatedFleet, directory: Path, interfere: Interference | None = None, timeout_s: float = 160
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Run a job to its end on a fleet; returns the outcome and the events."""
     fleet.directories = lambda name: node_directories(job, name)

@@ -15,10 +15,16 @@ KINDS = {"load", "compute", "factored", "vocabulary_loss", "empty"} | {
 }
 
 
+CASES = [
+    pytest.param(name, count, size, marks=[] if (name, size) in (("experts", 3), ("llama", 4)) else pytest.mark.slow)
+    for name, count in [("mlp", 60), ("experts", 50), ("vit", 25), ("llama", 8), ("gpt2", 7)]
+    for size in (3, 4)
+]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize(("name", "count"), [("mlp", 60), ("experts", 50), ("vit", 25), ("llama", 8), ("gpt2", 7)])
+@pytest.mark.parametrize(("name", "count", "size"), CASES)
 def test_random_programs_give_the_loss_and_gradients_of_one_device(name: str, count: int, size: int) -> None:
     by_rank = run_distributed(run_random_programs, size, [(name, range(1000 * size, 1000 * size + count))], timeout_s=390)
     assert [len(found) for found in by_rank] == [count] * size
