@@ -23,8 +23,8 @@ def step(time, number, loss, generation=1):
     return {"time": time, "generation": generation, "kind": "step", "step": number, **facts}
 
 
-def arrival(time, node, gpu_type, usd=2.0):
-    facts = {"node": node, "node_type": "t", "gpu_type": gpu_type, "num_gpus": 4, "usd_per_hour": usd}
+def arrival(time, node, gpu_type, usd=2.0, zone=""):
+    facts = {"node": node, "node_type": "t", "gpu_type": gpu_type, "num_gpus": 4, "usd_per_hour": usd, "zone": zone}
     return {"time": time, "generation": 0, "kind": "arrival", **facts}
 
 
@@ -55,16 +55,29 @@ def test_a_step_that_was_taken_back_counts_once():
 
 
 def test_the_fleet_and_its_price_over_time():
-    gpus, dollars = fleet_over_time(run_events(), 100.0)
-    assert gpus["A100"][-1] == (5.0, 4.0)
-    assert gpus["T4"] == [(0.0, 0.0), (0.0, 0.0), (0.0, 4.0), (5.0, 0.0)]
-    assert [usd for _, usd in dollars] == [0.0, 2.0, 4.0, 2.0]
+    fleet = fleet_over_time(run_events(), 100.0)
+    assert fleet.gpus_by_type["A100"][-1] == (5.0, 4.0)
+    assert fleet.gpus_by_type["T4"] == [(0.0, 0.0), (0.0, 0.0), (0.0, 4.0), (5.0, 0.0)]
+    assert fleet.gpus_by_zone == {}
+    assert [usd for _, usd in fleet.usd_per_hour] == [0.0, 2.0, 4.0, 2.0]
+
+
+def test_the_fleet_by_zone_where_nodes_name_theirs():
+    events = run_events()
+    events[1:3] = [arrival(100.0, "a", "A100", zone="us-east-1a"), arrival(100.0, "b", "T4", zone="us-east-1b")]
+    by_zone = fleet_over_time([*events, arrival(110.0, "c", "T4")], 100.0).gpus_by_zone
+    ends = {zone: points[-1][1] for zone, points in by_zone.items()}
+    assert ends == {"us-east-1a": 4.0, "us-east-1b": 0.0, "unknown": 4.0}
+    page = report_page(events, "zones")
+    assert "<h2>GPUs alive, by zone</h2>" in page
+    assert ">us-east-1b</text>" in page
+    assert "<h2>GPUs alive, by zone</h2>" not in report_page(run_events(), "no zones")
 
 
 def test_a_node_with_a_notice_is_gone_when_its_deadline_has_passed():
     notice = {"time": 101.0, "generation": 1, "kind": "notice", "node": "a", "source": "aws", "deadline_s": 2.0}
-    gpus, _ = fleet_over_time([arrival(100.0, "a", "T4"), notice, step(102.0, 0, 1.0), step(104.0, 1, 1.0)], 100.0)
-    assert gpus["T4"][-1] == (4.0, 0.0)
+    fleet = fleet_over_time([arrival(100.0, "a", "T4"), notice, step(102.0, 0, 1.0), step(104.0, 1, 1.0)], 100.0)
+    assert fleet.gpus_by_type["T4"][-1] == (4.0, 0.0)
 
 
 def test_the_page_stands_alone_and_what_users_wrote_is_escaped():
@@ -125,7 +138,7 @@ def test_axes_have_round_numbers_and_room_above_the_curve(low, high, first, seco
 def test_charts_over_time_have_one_axis():
     drawn = chart({"GPUs": [(5.0, 1.0), (9.0, 2.0)]}, [(50.0, "death")], until=100.0)
     assert ">death</text>" in drawn  # which lies beyond the curve
-    assert ">100</text>" in drawn
+    assert ">100 s</text>" in drawn
 
 
 def test_the_timeline_has_steps_changes_by_part_and_restores_by_worker():

@@ -30,9 +30,13 @@ class LivingNodes:
         return changed
 
     def gpus_by_type(self) -> Counter[str]:
+        return self.gpus_by("gpu_type")
+
+    def gpus_by(self, fact: str) -> Counter[str]:
+        """GPUs by a fact of the nodes' arrivals: `gpu_type`, or `zone`, which is "" where a node does not know it."""
         found: Counter[str] = Counter()
         for event in self._arrivals.values():
-            found[event["gpu_type"]] += int(event["num_gpus"])
+            found[event.get(fact) or ""] += int(event["num_gpus"])
         return found
 
     @property

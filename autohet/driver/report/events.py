@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,32 @@ def kept_steps(events: Sequence[Event]) -> list[Event]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def fleet_over_time(events: Sequence[Event], begin: float) -> tuple[dict[str, Points], Points]:
-    """(GPU type -> (seconds, GPUs alive), (seconds, dollars an hour of nodes whose price is known)), by arrivals, deaths and releases."""
+@dataclass(frozen=True)
+class FleetOverTime:
+    """Points are (seconds, value), a step at each change of who lives: by arrivals, deaths, and deadlines of notices that have passed."""
+
+    gpus_by_type: dict[str, Points]
+    gpus_by_zone: dict[str, Points]
+    """Empty where no node names its zone."""
+    usd_per_hour: Points
+    """Of nodes whose price is known, each at the price it had when it came."""
+
+
+def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:
+    """What lived when; `begin` is second 0."""
     living = LivingNodes()
-    gpus: dict[str, Points] = {event["gpu_type"]: [(0.0, 0.0)] for event in of_kind(events, "arrival")}
+    arrivals = of_kind(events, "arrival")
+    by_fact: dict[str, dict[str, Points]] = {
+        fact: {event.get(fact) or "": [(0.0, 0.0)] for event in arrivals} for fact in ("gpu_type", "zone")
+    }
     dollars: Points = [(0.0, 0.0)]
     for event in events:
         if living.take(event):
-            at, by_type = event["time"] - begin, living.gpus_by_type()
-            for gpu_type, points in gpus.items():
-                points.append((at, float(by_type[gpu_type])))
+            at = event["time"] - begin
+            for fact, curves in by_fact.items():
+                now = living.gpus_by(fact)
+                for name, points in curves.items():
+                    points.append((at, float(now[name])))
             dollars.append((at, living.usd_per_hour))
-    return gpus, dollars
+    zones = by_fact["zone"] if by_fact["zone"].keys() - {""} else {}
+    return FleetOverTime(by_fact["gpu_type"], {name or "unknown": points for name, points in zones.items()}, dollars)

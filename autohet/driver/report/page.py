@@ -28,7 +28,8 @@ def report_page(events: Sequence[Event], title: str) -> str:
     """The page of a run's events; losses by step, all else by seconds since the first event."""
     begin = events[0]["time"]
     steps, changes = kept_steps(events), of_kind(events, "reconfigure")
-    gpus, dollars = fleet_over_time(events, begin)
+    fleet = fleet_over_time(events, begin)
+    dollars = fleet.usd_per_hour
     end = events[-1]["time"] - begin
     marks = [(event["time"] - begin, str(event["cause"])) for event in changes]
     losses = {"loss": [(float(step["step"]), float(step["loss"])) for step in steps if step["loss"] is not None]}
@@ -39,7 +40,8 @@ def report_page(events: Sequence[Event], title: str) -> str:
             f"<h1>{escape(title)}</h1>", _outcome(events), _facts(events, steps, changes, end),
             _section("Loss by step", chart(losses, x_unit="step")),
             _section("Tokens a second", chart({"tokens/s": throughput(steps, begin)}, marks, until=end, from_zero=True)),
-            _section("GPUs alive, by type", chart(_held(gpus, end), marks, until=end, from_zero=True, stepped=True)),
+            _section("GPUs alive, by type", chart(_held(fleet.gpus_by_type, end), marks, until=end, from_zero=True, stepped=True)),
+            _section("GPUs alive, by zone", chart(_held(fleet.gpus_by_zone, end), marks, until=end, from_zero=True, stepped=True)),
             _section("Price of the living nodes, USD an hour", chart(prices, marks, until=end, from_zero=True, stepped=True)),
             _section("Changes", _changes(changes, begin)), _section("Decisions", _decisions(events, begin)), "</html>",
         )
@@ -184,7 +186,10 @@ def _axis(place: Place, columns: Sequence[float], rows: Sequence[float], x_unit:
         parts.append(f"<text x={LEFT - 6} y={y + 4:.1f} text-anchor=end>{_number(value)}</text>")
     for value in columns:
         x, _ = place(value, rows[0])
-        parts.append(f"<text x={x:.1f} y={HEIGHT - 8} text-anchor=middle>{_number(value)}</text>")
+        if x < WIDTH - 60:
+            parts.append(f"<text x={x:.1f} y={HEIGHT - 8} text-anchor=middle>{_number(value)}</text>")
+        else:  # there stands the unit
+            x_unit = f"{_number(value)} {x_unit}"
     parts.append(f"<text x={WIDTH - 12} y={HEIGHT - 8} text-anchor=end>{escape(x_unit)}</text>")
     return "".join(parts)
 
