@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autohet.driver.supervise import supervised
+from autohet.driver.submission import is_submitted, warn_of_short_stop
+from autohet.driver.supervise import RESTARTS, supervised
 from autohet.runtime.job import Job
 
 
@@ -39,8 +40,8 @@ def add_parser(subparsers: Any) -> None:
         help="where checkpoints go (s3://bucket/prefix or a directory that every machine sees), before the job's checkpoint.storage",
     )
     parser.add_argument(
-        "--restarts", type=int, default=0, metavar="N",
-        help="start a driver that is killed again, up to N times in a row (default: 0)",
+        "--restarts", type=int, metavar="N",
+        help=f"start a driver that is killed again, up to N times in a row (default: {RESTARTS} in a job of `ray job submit`, else 0)",
     )  # fmt: skip
     parser.add_argument("--events", metavar="FILE", help="where events go (default: runs/<job>/events.jsonl)")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
@@ -52,8 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
         job = replace(job, checkpoint=replace(job.checkpoint, storage=arguments.storage))
     events = Path(arguments.events or f"runs/{job.name}/events.jsonl")
     configure_logging()
+    if is_submitted():
+        warn_of_short_stop()
+    default = RESTARTS if is_submitted() else 0
+    restarts = default if arguments.restarts is None else arguments.restarts
     train = lambda: _train(job, arguments, events)  # noqa: E731
-    return supervised(arguments.restarts, train) if arguments.restarts else train()
+    return supervised(restarts, train) if restarts else train()
 
 
 def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:

@@ -17,12 +17,15 @@ logger = logging.getLogger("autohet")
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training there is nothing to commit."""
+    """The first SIGTERM unwinds as Ctrl-C does, so that what was started is ended: before training there is nothing to commit. More of
+    them (`ray job stop` tells every process of a job, and a supervising parent passes its own on) do not break the unwinding off.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_signal(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, on_signal)

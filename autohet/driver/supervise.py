@@ -19,6 +19,8 @@ from typing import NoReturn
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
+RESTARTS = 3
+"""How often in a row by default: what kills a driver that often is not chance, nor memory that ran short for a moment."""
 WELL_S = 600.0
 """A driver that has lived for this long has not died of what killed the one before."""
 
@@ -72,7 +74,8 @@ def _follow(child: int, asked: list[int]) -> int:
 
     def on_term(number: int, _: object) -> None:
         asked.append(number)
-        os.kill(child, number)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
 
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, on_term),

@@ -1,11 +1,10 @@
-"""A driver that is killed while its nodes live, on real Ray: it is started again, and goes on from their host memory."""
+"""A submitted job's driver that is killed while its nodes live: it is started again, and goes on from their host memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,16 @@ from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+from ray.job_submission import JobStatus, JobSubmissionClient
 
-from tests.harness.local_fleet import largest_relative_difference, make_job, node_type, until, write_documents
+from tests.harness.local_fleet import (
+    free_port,
+    largest_relative_difference,
+    make_job,
+    node_type,
+    until,
+    write_documents,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 STEPS = 60
@@ -35,9 +42,10 @@ def add_node(cluster: Cluster) -> None:
 
 
 @contextmanager
-def nodes_without_names(count: int) -> Iterator[Cluster]:
+def nodes_without_names(count: int, dashboard_port: int) -> Iterator[Cluster]:
     """Ray nodes as an autoscaler starts them: with facts for the planner, and no name of their own."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard_port}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **dashboard})
     try:
         for _ in range(count):
             add_node(cluster)
@@ -46,36 +54,40 @@ def nodes_without_names(count: int) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-@contextmanager
-def driver(job: Path, address: str, events: Path) -> Iterator[subprocess.Popen[bytes]]:
-    autohet = Path(sys.executable).parent / "autohet"
-    command = [autohet, "train", "--job", job, "--address", address, "--events", events, "--restarts", "3"]
-    with open(events.with_suffix(".log"), "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+def driver_of(events: Path) -> int:
+    """The process id of the driver: the one child of the process that was submitted, which does nothing but watch over it."""
+    parents: dict[int, int] = {}
+    for place in Path("/proc").glob("[0-9]*"):
         try:
-            yield process
-        finally:
-            process.kill()
-            process.wait(30)
-
-
-def child_of(process_id: int) -> int:
-    """The driver: the one process that the command has started and watches over."""
-    (child,) = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
-    return int(child)
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            if b"python" in words[0] and str(events).encode() in words:
+                parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    (submitted,) = parents.keys() - {process for process, parent in parents.items() if parent in parents}
+    (driver,) = (process for process, parent in parents.items() if parent == submitted)
+    return driver
 
 
 def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_memory(tmp_path: Path) -> None:
-    """Nobody does anything: the command that was given once ends with every step trained."""
+    """Nobody does anything, and nothing was asked for: the job that was submitted once ends with every step trained."""
     sections: dict[str, Any] = {"training": {"steps": STEPS}, "checkpoint": {"every_steps": 25}}
     job_path, _ = write_documents(tmp_path, {}, **sections, emulation={"block_forward_s": 0.01})
-    events = tmp_path / "events.jsonl"
-    with nodes_without_names(2) as cluster, driver(job_path, cluster.address, events) as process:
-        until(lambda: len(events_of(events, "step")) >= 34 or process.poll() is not None, "34 steps", 120)
-        assert process.poll() is None, events.with_suffix(".log").read_text()[-2000:]
-        os.kill(child_of(process.pid), signal.SIGKILL)
+    events, port = tmp_path / "events.jsonl", free_port()
+    with nodes_without_names(2, port) as cluster:
+        client = JobSubmissionClient(f"http://127.0.0.1:{port}")
+        autohet = Path(sys.executable).parent / "autohet"
+        submitted = client.submit_job(entrypoint=f"{autohet} train --job {job_path} --events {events}")
+        over = lambda: client.get_job_status(submitted).is_terminal()  # noqa: E731
+        until(lambda: len(events_of(events, "step")) >= 34 or over(), "34 steps", 120)
+        assert not over(), client.get_job_logs(submitted)[-2000:]
+        os.kill(driver_of(events), signal.SIGKILL)
         add_node(cluster)  # nodes are numbered in the order of their ids: the others may have other names from now on
-        assert process.wait(150) == 0, events.with_suffix(".log").read_text()[-2000:]
+        until(over, "the end", 150)
+        logs = client.get_job_logs(submitted)
+        assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, logs[-2000:]
+    assert "The driver was killed by SIGKILL; it is started again" in logs
+    assert "RAY_JOB_STOP_WAIT_TIME_S" in logs, "a submission that leaves no time for a checkpoint is told so"
     lines = all_of(events)
     began = [index for index, event in enumerate(lines) if event["kind"] == "started"]
     assert len(began) == 2

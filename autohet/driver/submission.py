@@ -1,0 +1,27 @@
+"""What a job that was submitted with `ray job submit` finds in its environment, which Ray's job supervisor has made
+(ray/dashboard/modules/job/job_supervisor.py). Imports no Ray: the parent of a driver, which restarts it, asks too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("autohet")
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+
+
+def is_submitted() -> bool:
+    """Whether this process belongs to the entrypoint of a Ray job."""
+    return JOB_CONFIG in os.environ
+
+
+def warn_of_short_stop() -> None:
+    """Say it where `ray job stop` would not wait for a checkpoint."""
+    if STOP_WAIT not in os.environ:
+        logger.warning(
+            "`ray job stop` will kill this job 3 s after it asks for its end, which is too short for a checkpoint of a real model: submit"
+            """ --runtime-env-json '{"env_vars": {"%s": "600"}}'""",
+            STOP_WAIT,
+        )
