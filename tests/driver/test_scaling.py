@@ -4,7 +4,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
-from autohet.driver.control.buying import nodes_of
+from autohet.driver.control.buying import best_counts, capped
 from autohet.driver.control.planning import make_planning
 from autohet.driver.ray.scaling import (
     bundles_of,
@@ -13,6 +13,7 @@ from autohet.driver.ray.scaling import (
     launched_from,
     selectors_of,
     standing_first,
+    standing_nodes,
     with_min_workers,
 )
 from autohet.runtime.job import Job
@@ -40,11 +41,13 @@ def shortest_job(**sections):
 
 
 def bought(job, aws):
-    """Dollars an hour of what is asked for, and of what the best plan of the whole fleet uses; how many GPUs each has."""
+    """What is asked for, how many GPUs that has, and how many of them the job uses on it beside the nodes that stand anyway."""
     document, cluster = aws
-    best = make_planning(job).propose(cluster.fleet(), None)
-    request = fleet_request(job, cluster, document, None, nodes_of(best.plan, cluster.fleet()))
-    used = {worker for pipeline in best.plan.pipelines for stage in pipeline.stages for worker in stage.workers}
+    planning, standing = make_planning(job), standing_nodes(cluster, document)
+    request = fleet_request(job, cluster, document, None, best_counts(planning, cluster, standing))
+    come = {kind.name: max(request.counts.get(kind.name, 0), standing[kind.name]) for kind in cluster.node_types}
+    plan = planning.propose(capped(cluster, come).fleet(), None).plan
+    used = {worker for pipeline in plan.pipelines for stage in pipeline.stages for worker in stage.workers}
     return request, sum(bundle["GPU"] for bundle in request.bundles), len(used)
 
 

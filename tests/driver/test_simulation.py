@@ -1,17 +1,22 @@
 """`autohet simulate`: traces read strictly; the real controller along them, on a fake clock, loses what it must and no more."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from autohet.cli.main import main
+from autohet.driver.control.buying import best_counts
+from autohet.driver.control.planning import make_planning
+from autohet.driver.ray.scaling import fleet_request, standing_nodes
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.simulation import BASELINES, Scenario, horizon, simulate
 from autohet.driver.simulate.spot_trace import read_trace
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_document
 from planner.errors import ConfigError
+from tests.driver.test_scaling import AWS, shortest_job
 from tests.harness.local_fleet import cluster_document
 
 pytestmark = pytest.mark.thorough
@@ -175,3 +180,32 @@ def test_a_change_ends_with_its_first_step_however_long_the_next_event_is_off(tm
     costs = Costs()  # the first step is longer by what is stated, each one by its snapshot
     expected = change["predicted_step_s"] * (1 + costs.snapshot_overhead) + costs.first_step_s
     assert change["seconds"]["first_step"] == pytest.approx(expected, abs=0.01)
+
+
+def test_the_shortest_job_on_the_sample_cluster_buys_what_it_uses(tmp_path):
+    """What is asked of the autoscaler comes, beside the file's own floor; after ten minutes nothing that was bought idles."""
+    document = yaml.safe_load(Path(AWS).read_text())
+    cluster, job = cluster_from_document(document), shortest_job()
+    standing = standing_nodes(cluster, document)
+    request = fleet_request(job, cluster, document, None, best_counts(make_planning(job), cluster, standing))
+    here = {kind.name: max(request.counts.get(kind.name, 0), standing[kind.name]) for kind in cluster.node_types}
+    rows = [f"0,{name},{count}\n" for name, count in here.items() if count]
+    path = tmp_path / "trace.csv"
+    path.write_text("time_s,node_type,num_nodes\n" + "".join(rows))
+    found = simulate(Scenario(job, cluster, read_trace(path, cluster, 120.0), 3600.0), "local_first")
+    gpus = {kind.name: kind.num_gpus for kind in cluster.node_types}
+    paid, idle = found["gpu_hours_after_ten_minutes"], found["idle_gpu_hours_after_ten_minutes"]
+    assert found["steps"] > 0
+    assert paid == pytest.approx(sum(gpus[name] * count for name, count in here.items()) * 5 / 6, rel=0.01)
+    floor = sum(gpus[name] * max(0, standing[name] - request.counts.get(name, 0)) for name in standing) * 5 / 6
+    bought = paid - floor
+    print(f"asked for {request.counts}; {paid} GPU-hours from minute ten, {idle} idle, of which the file's floor {floor:.2f}")
+    assert idle - floor < 0.05 * bought
+
+
+def test_gpus_that_the_plan_does_not_use_are_counted_from_the_tenth_minute_on(tmp_path):
+    used = run(tmp_path, "time_s,node_type,num_nodes\n0,big,1\n0,small,1\n", hours=1)
+    assert used["gpu_hours_after_ten_minutes"] == pytest.approx(2 * 5 / 6, rel=0.01)
+    assert used["idle_gpu_hours_after_ten_minutes"] == pytest.approx(0, abs=0.01)
+    waits = run(tmp_path, "time_s,node_type,num_nodes\n0,big,1\n", hours=1, min_pipelines=2)  # two pipelines need two
+    assert waits["idle_gpu_hours_after_ten_minutes"] == waits["gpu_hours_after_ten_minutes"] > 0

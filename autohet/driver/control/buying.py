@@ -18,6 +18,8 @@ from planner.plan import Plan
 
 FAILURES = 3
 """Launches of a type that fail, with none that succeeds between, before another type is asked for."""
+NARROWED = 3
+"""How often the nodes of a plan are planned on again by themselves, at most; each time they become fewer, or it ends."""
 REFUSED_S = 600.0
 """A type that was refused is asked for again after this time."""
 Counts = Mapping[str, int]
@@ -46,18 +48,27 @@ def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[
     standing: nodes by type that are paid for whatever the plan is. Raises ConfigError where no plan exists.
     """
     bound = planning.job.parallelism.max_usd_per_hour
-    counts = _counts_within(planning, cluster, bound)
+    counts = _counts_within(planning, cluster, standing, bound)
     if bound is None:
         return counts
     idle = usd_per_hour({name: max(0, n - counts.get(name, 0)) for name, n in standing.items()}, cluster)
-    return counts if not idle else _counts_within(planning, cluster, max(bound - idle, 1e-9))
+    return counts if not idle else _counts_within(planning, cluster, standing, max(bound - idle, 1e-9))
 
 
-def _counts_within(planning: Planning, cluster: Cluster, bound: float | None) -> dict[str, int]:
+def _counts_within(planning: Planning, cluster: Cluster, standing: Counts, bound: float | None) -> dict[str, int]:
+    """As the job will find them: its first plan is made for the nodes that were asked for and those that stand, among which a search, that
+    has fewer to look through, may find a plan of fewer still."""
     bounded = copy.copy(planning)
     bounded.job = replace(planning.job, parallelism=replace(planning.job.parallelism, max_usd_per_hour=bound))
-    fleet = cluster.fleet()
-    return nodes_of(bounded.propose(fleet, None).plan, fleet)
+    among = cluster
+    for _ in range(1 + NARROWED):
+        fleet = among.fleet()
+        counts = nodes_of(bounded.propose(fleet, None).plan, fleet)
+        narrower = capped(cluster, {k.name: max(counts.get(k.name, 0), standing.get(k.name, 0)) for k in cluster.node_types})
+        if narrower == among:
+            break
+        among = narrower
+    return counts
 
 
 @dataclass(frozen=True)

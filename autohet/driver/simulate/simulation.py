@@ -116,7 +116,10 @@ class Simulation:
             ended=None if controller.ended is None else controller.ended.reason,
             steps_lost=sum(change["steps_lost"] for change in changes),
             decisions=[event["reason"] for event in controller.events.records if event["kind"] == "decision"],
-        )  # fmt: skip
+        ) | {
+            "gpu_hours_after_ten_minutes": round(workforce.paid_gpu_s / 3600, 3),
+            "idle_gpu_hours_after_ten_minutes": round(workforce.idle_gpu_s / 3600, 3),
+        }  # fmt: skip
 
     # baselines -------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ MOVING = (Phase.BUILDING, Phase.TRAINING)
 CALM_TICK_S = 60.0
 MOST_UPLOADS = 2
 """Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs to know."""
+IDLE_FROM_S = 600.0
+"""Idle GPUs are counted from here on: until then a fleet boots, installs and begins."""
 NOTICES_GATHER_S = 0.25
 """Just longer than the controller waits for further notices."""
 Pace = Callable[[Plan], tuple[float, float]]
@@ -77,6 +79,7 @@ class SimulatedWorkforce:
         self.now = 0.0
         self.costs = costs
         self.usd = 0.0
+        self.paid_gpu_s = self.idle_gpu_s = 0.0
         self.stop_reason: str | None = None
         self.stretches: list[Stretch] = []
         self._kinds, self._trace, self._pace, self._prices = kinds, deque(trace), pace, prices
@@ -151,6 +154,7 @@ class SimulatedWorkforce:
     def _pass_to(self, moment: float) -> None:
         """Steps that end until then are made, and what is due happens."""
         self._make_steps(moment)
+        self._count_gpus(moment)
         self.now = moment
         run = self._run
         if run is not None and run.phase is Phase.BUILDING and run.ready_at <= moment:
@@ -161,6 +165,15 @@ class SimulatedWorkforce:
             self._join(name, self._booting.pop(name))
         for name in [name for name, died in self._dead.items() if died + self.costs.detect_s <= moment]:
             self._forget(name, self._dead.pop(name))
+
+    def _count_gpus(self, moment: float) -> None:
+        """GPU-seconds that are paid for until then, and those of GPUs that the plan does not use or that have none."""
+        seconds = moment - max(self.now, IDLE_FROM_S)
+        if seconds > 0:
+            paid = sum(kind.num_gpus for kind, _ in self._machines.values())
+            used = 0 if self._run is None else len(self._run.members)
+            self.paid_gpu_s += seconds * paid
+            self.idle_gpu_s += seconds * max(0, paid - used)
 
     def _make_steps(self, moment: float) -> None:
         """Those that end until `moment`, at once: of their records the first of a generation and the newest are kept."""
