@@ -1,15 +1,19 @@
-"""`ray job submit -- autohet train`: submitted to a real job server, followed, stopped, submitted again, continued."""
+"""`ray job submit -- autohet train`: submitted to a real job server, followed, stopped while S3 is slow, submitted again, continued."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from recovery.checkpoint.read import verify
+from recovery.storage.open import open_storage
 from tests.harness.local_fleet import (
     free_port,
     largest_relative_difference,
@@ -18,9 +22,15 @@ from tests.harness.local_fleet import (
     until,
     write_documents,
 )
+from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
+from tests.harness.s3_server import s3_server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 STEPS = 40
+RAYS_STOP_WAIT_S = 3
+"""After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
+STOP_WAIT = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}
+"""The README's --runtime-env-json."""
 
 
 def losses_of(events: Path) -> dict[int, float]:
@@ -30,38 +40,124 @@ def losses_of(events: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in found if event["kind"] == "step"}
 
 
-def test_submitted_stopped_and_submitted_again(tmp_path: Path) -> None:
+class Submissions:
+    """The job server of a fleet's head, and one job's documents."""
+
+    def __init__(self, port: int, job: Path) -> None:
+        self.client, self._job = JobSubmissionClient(f"http://127.0.0.1:{port}"), job
+
+    def submit(self, events: Path) -> str:
+        command = f"{Path(sys.executable).parent / 'autohet'} train --job {self._job} --events {events} --json"
+        return self.client.submit_job(entrypoint=command, runtime_env=STOP_WAIT)
+
+    def over(self, submitted: str) -> bool:
+        return self.client.get_job_status(submitted).is_terminal()
+
+    def stop(self, submitted: str, timeout_s: float) -> None:
+        assert self.client.stop_job(submitted)
+        until(lambda: self.over(submitted), "the stop", timeout_s)
+        assert self.client.get_job_status(submitted) is JobStatus.STOPPED
+
+
+def head_with_job_server(port: int) -> dict[str, Any]:
+    return {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+
+
+def stored_whole(uri: str, step: int) -> bool:
+    """Whether the checkpoint of a step is committed and every byte of it is right."""
+    storage = open_storage(uri)
+    try:
+        return verify(storage, step).ok
+    finally:
+        storage.close()
+
+
+def took_longer_than_ray_waits(proxy: MisbehavingProxy) -> bool:
+    assert proxy.bytes_per_s is not None
+    return proxy.throttled_bytes / proxy.bytes_per_s > RAYS_STOP_WAIT_S
+
+
+def test_submitted_stopped_while_s3_is_slow_and_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    # Slow enough that the stop comes in the middle.
-    sections = {"training": {"steps": STEPS}, "emulation": {"block_forward_s": 0.01}}
-    job_path, _ = write_documents(tmp_path, {}, **sections)
-    head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    with local_fleet(head, big=1, small=1) as fleet:
-        client = JobSubmissionClient(f"http://127.0.0.1:{port}")
-
-        def submit(events: Path) -> str:
-            command = f"{Path(sys.executable).parent / 'autohet'} train --job {job_path} --events {events} --json"
-            return client.submit_job(entrypoint=command)
-
-        first = submit(tmp_path / "first.jsonl")
-        until(lambda: len(losses_of(tmp_path / "first.jsonl")) >= 5, "five steps", 90)
-        assert main_json(["status", "--address", str(fleet._cluster.address)])["jobs"]["tiny"]["state"] == "training"
-        assert client.stop_job(first)
-        until(lambda: client.get_job_status(first).is_terminal(), "the stop", 30)
-        assert client.get_job_status(first) is JobStatus.STOPPED
-        done = losses_of(tmp_path / "first.jsonl")
-        assert 5 <= len(done) < STEPS
-        assert any(path.name == f"step-{len(done):08d}" for path in (tmp_path / "checkpoints").iterdir())
-        second = submit(tmp_path / "second.jsonl")
-        until(lambda: client.get_job_status(second).is_terminal(), "the end", 90)
-        logs = client.get_job_logs(second)
-        assert client.get_job_status(second) is JobStatus.SUCCEEDED, logs
+    first_events, second_events = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    with s3_server() as server, proxy_before(server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        uri = server.create_bucket("stop") + "/tiny"
+        # Slow enough that the stop comes in the middle.
+        sections = {"training": {"steps": STEPS}, "emulation": {"block_forward_s": 0.01}, "checkpoint": {"storage": uri}}
+        job_path, _ = write_documents(tmp_path, {}, **sections)
+        with local_fleet(head_with_job_server(port), big=1, small=1) as fleet:
+            jobs = Submissions(port, job_path)
+            first = jobs.submit(first_events)
+            until(lambda: len(losses_of(first_events)) >= 5, "five steps", 90)
+            status = main_json(["status", "--address", str(fleet._cluster.address)])
+            assert status["jobs"]["tiny"]["state"] == "training"
+            proxy.bytes_per_s = 80e3
+            jobs.stop(first, 90)
+            assert took_longer_than_ray_waits(proxy)
+            proxy.bytes_per_s = None
+            done = losses_of(first_events)
+            assert 5 <= len(done) < STEPS
+            assert stored_whole(uri, len(done))
+            second = jobs.submit(second_events)
+            until(lambda: jobs.over(second), "the end", 90)
+            logs = jobs.client.get_job_logs(second)
+            assert jobs.client.get_job_status(second) is JobStatus.SUCCEEDED, logs
     assert f"Going on from step {len(done)} of" in logs
     summary = json.loads(next(line for line in logs.splitlines() if line.startswith('{"steps"')))
     assert summary["first_step"] == len(done)
     losses = [*done.values(), *summary["losses"]]
     assert len(losses) == STEPS
     assert largest_relative_difference(losses, make_job(tmp_path, **sections)) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded in scripts/benchmarks/results/job_stop.json (`pytest -s` shows the figures)."""
+    port, events = free_port(), tmp_path / "events.jsonl"
+    model = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 32, **model}
+    with s3_server() as server, proxy_before(server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        uri = server.create_bucket("stop") + "/large"
+        sections = {
+            "model": {"config": config}, "training": {"steps": 10_000, "global_batch_sequences": 2},
+            "checkpoint": {"storage": uri, "every_steps": 10_000}, "elastic": {"step_timeout_s": 60, "heartbeat_timeout_s": 20},
+            "parallelism": {"min_pipelines": 1, "plan": str(tmp_path / "plan.json")},
+        }  # fmt: skip
+        write_plan(tmp_path / "plan.json")
+        job_path, _ = write_documents(tmp_path, {}, **sections)
+        with local_fleet(head_with_job_server(port), big=1, small=1):
+            jobs = Submissions(port, job_path)
+            submitted = jobs.submit(events)
+            until(lambda: len(losses_of(events)) >= 5 or jobs.over(submitted), "five steps", 240)
+            assert not jobs.over(submitted), jobs.client.get_job_logs(submitted)[-3000:]
+            proxy.bytes_per_s = 40e6
+            began = time.monotonic()
+            jobs.stop(submitted, 500)
+            seconds = time.monotonic() - began
+        assert proxy.throttled_bytes > 2e9
+        assert took_longer_than_ray_waits(proxy)
+        steps = len(losses_of(events))
+        proxy.bytes_per_s = None
+        assert stored_whole(uri, steps)
+    print(json.dumps({"steps": steps, "bytes_stored": proxy.throttled_bytes, "s3_bytes_per_s": 40e6, "stop_s": round(seconds, 1)}))
+
+
+def write_plan(path: Path) -> None:
+    """Two stages: the state is there once."""
+    stages = [
+        {"first_layer": 0, "num_layers": 5, "workers": ["big-0/0"]},
+        {"first_layer": 5, "num_layers": 5, "workers": ["small-0/0"]},
+    ]
+    plan = {
+        "version": 1, "model": "tiny", "global_batch_sequences": 2, "microbatch_sequences": 1, "sequence_length": 16,
+        "pipelines": [{"num_microbatches": 2, "stages": stages}],
+    }  # fmt: skip
+    path.write_text(json.dumps(plan))
 
 
 def main_json(arguments: list[str]) -> dict:

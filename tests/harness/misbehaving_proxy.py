@@ -24,12 +24,15 @@ class MisbehavingProxy:
     "good"; "slow": a quarter of a second before each; "errors": every third is answered 500; "throttled": every second is
     answered 503 SlowDown; "unreachable": the connection is closed; "truncated" and "flipped": the first `damages` bodies of
     data files come short, or with one bit changed; "silent": nothing is answered, "half": of data files the first half is, until
-    the mode changes; then the connection is closed.
+    the mode changes; then the connection is closed. Bodies that are sent to it share `bytes_per_s`, where that is set.
     """
 
     def __init__(self, upstream: str) -> None:
         self.mode = "good"
         self.damages = 1
+        self.bytes_per_s: float | None = None
+        self.throttled_bytes = 0
+        """Bytes of bodies that came while `bytes_per_s` was set."""
         self.data_reads: list[str] = []
         self.refused = 0
         self.silent = 0
@@ -37,6 +40,7 @@ class MisbehavingProxy:
         self._closed = threading.Event()
         self._upstream = urlsplit(upstream)
         self._lock = threading.Lock()
+        self._link = threading.Lock()
         self._count = 0
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -73,6 +77,13 @@ class MisbehavingProxy:
             time.sleep(0.25)
         return fails
 
+    def throttle(self, num_bytes: int) -> None:
+        """Take as long as these bytes do, one request after another."""
+        if self.bytes_per_s is not None:
+            with self._link:
+                self.throttled_bytes += num_bytes
+                self._closed.wait(num_bytes / self.bytes_per_s)
+
     def be_silent(self) -> None:
         """Until the mode changes."""
         mode = self.mode
@@ -104,6 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Expect", "").lower() == "100-continue":
             pass  # http.server has answered it already
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.proxy.throttle(len(body))
         verdict = self.proxy.verdict(self.command, self.path)
         if verdict == "silence":
             self.proxy.be_silent()
