@@ -24,7 +24,7 @@ from tests.harness.local_fleet import (
     write_documents,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 STEPS = 60
 
 
@@ -79,7 +79,7 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
         autohet = Path(sys.executable).parent / "autohet"
         submitted = client.submit_job(entrypoint=f"{autohet} train --job {job_path} --events {events}")
         over = lambda: client.get_job_status(submitted).is_terminal()  # noqa: E731
-        until(lambda: len(events_of(events, "step")) >= 34 or over(), "34 steps", 120)
+        until(lambda: len(events_of(events, "step")) >= 34 or over(), "34 steps", 180)
         assert not over(), client.get_job_logs(submitted)[-2000:]
         os.kill(driver_of(events), signal.SIGKILL)
         add_node(cluster)  # nodes are numbered in the order of their ids: the others may have other names from now on

@@ -25,7 +25,7 @@ from tests.harness.local_fleet import (
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
 from tests.harness.s3_server import s3_server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 STEPS = 40
 RAYS_STOP_WAIT_S = 3
 """After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
@@ -89,18 +89,18 @@ def test_submitted_stopped_while_s3_is_slow_and_submitted_again(tmp_path: Path, 
         with local_fleet(head_with_job_server(port), big=1, small=1) as fleet:
             jobs = Submissions(port, job_path)
             first = jobs.submit(first_events)
-            until(lambda: len(losses_of(first_events)) >= 5, "five steps", 90)
+            until(lambda: len(losses_of(first_events)) >= 5, "five steps", 180)
             status = main_json(["status", "--address", str(fleet._cluster.address)])
             assert status["jobs"]["tiny"]["state"] == "training"
             proxy.bytes_per_s = 80e3
-            jobs.stop(first, 90)
+            jobs.stop(first, 120)
             assert took_longer_than_ray_waits(proxy)
             proxy.bytes_per_s = None
             done = losses_of(first_events)
             assert 5 <= len(done) < STEPS
             assert stored_whole(uri, len(done))
             second = jobs.submit(second_events)
-            until(lambda: jobs.over(second), "the end", 90)
+            until(lambda: jobs.over(second), "the end", 180)
             logs = jobs.client.get_job_logs(second)
             assert jobs.client.get_job_status(second) is JobStatus.SUCCEEDED, logs
     assert f"Going on from step {len(done)} of" in logs
@@ -125,7 +125,8 @@ def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
         uri = server.create_bucket("stop") + "/large"
         sections = {
             "model": {"config": config}, "training": {"steps": 10_000, "global_batch_sequences": 2},
-            "checkpoint": {"storage": uri, "every_steps": 10_000}, "elastic": {"step_timeout_s": 60, "heartbeat_timeout_s": 20},
+            "checkpoint": {"storage": uri, "every_steps": 10_000, "memory_directory": str(tmp_path / "memory"), "replicate_every_steps": 0},
+            "elastic": {"step_timeout_s": 60, "heartbeat_timeout_s": 20},
             "parallelism": {"min_pipelines": 1, "plan": str(tmp_path / "plan.json")},
         }  # fmt: skip
         write_plan(tmp_path / "plan.json")
