@@ -243,7 +243,7 @@ def _check_spmd(plan: Plan) -> None:
             continue
         if len(stages) > 1:
             raise ConfigError(f"a plan with an spmd stage must consist of that stage alone; this one has {len(stages)}")
-        stage.spmd.check(stage.tp_degree, "the spmd stage")
+        stage.spmd.check(stage.workers, "the spmd stage")
 
 
 def _check_in_flight(pipeline: Pipeline, index: int) -> None:

@@ -284,7 +284,7 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     from planner.spmd.fleet import explain_program
 
     if answer.plan.spmd is not None:
-        return {"program": explain_program(request.cost, answer.plan)} if explained else {}
+        return explain_program(request.cost, answer.plan, by_tensor=explained)
     document = {"robustness": robustness(request.cost, answer.plan, answer.candidates).to_document()}
     return document | ({"explanation": explain(request, answer).to_document()} if explained else {})
 

@@ -47,7 +47,8 @@ def show(document: Document, fleet: Fleet, console: Console | None = None) -> No
             _print_result(console, result, fleet)
     else:
         _print_answer(console, document, fleet)
-    for note in [*_notes(results), *_assumed(document)]:
+    without_rule = [note for result in results for note in result.get("notes", ())]
+    for note in [*without_rule, *_notes(results), *_assumed(document)]:
         console.print(Text(note, style="dim"))
 
 

@@ -264,6 +264,12 @@ class CostTable:
 
     # ---- memory ----
 
+    @property
+    def least_bytes(self) -> float:
+        """What all devices hold together at least, whatever the program: every byte of it once."""
+        kept = sum(node.num_bytes for node in self.graph.nodes if node.kind == "op" and node.needs_gradient and not node.is_alias)
+        return kept + sum(node.num_bytes / node.item_bytes * self.state_bytes for node in self.graph.parameters)
+
     def bytes_of(self, instruction: Instruction) -> tuple[str | None, float]:
         """(axis, bytes of the whole) that stay for the step on each device: whole where the axis is None, else its share."""
         node = self.graph.by_name[instruction.tensor]

@@ -1,6 +1,7 @@
 """A stage's SPMD program as plans carry it: ratios of its workers, units of every axis, instructions; strict JSON in and out."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from planner.spmd.graph import Graph
 from planner.spmd.layouts import CONVERSIONS, Layout
 from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Program
+from planner.spmd.ratios import check_ratios, check_rounded
 
 _KEYS = frozenset({"ratios", "units", "program"})
 _LINE = re.compile(r"(\w+)(?:\[(\w+)\])? (\S+)(?: <- (\S.*))?")
@@ -28,7 +30,7 @@ class StageProgram:
 
     @classmethod
     def of(cls, placed: PlacedProgram) -> "StageProgram":
-        units = tuple((axis, placed.shares.lengths(axis)) for axis in sorted(placed.axes_used))
+        units = tuple((axis, row) for axis, row in zip(sorted(placed.axes_used), placed.units, strict=True))
         return cls(placed.shares.ratios, units, tuple(_line(i) for i in placed.program.instructions))
 
     @property
@@ -61,15 +63,13 @@ class StageProgram:
         lengths = tuple((axis, tuple(int(n) for n in _numbers(row, f"units of axis '{axis}'", int))) for axis, row in units.items())
         return cls(tuple(tuple(float(x) for x in row) for row in rows), lengths, tuple(lines))
 
-    def check(self, num_workers: int, what: str) -> None:
+    def check(self, workers: Sequence[str], what: str) -> None:
         """ConfigError unless there is a share for each worker, and the units are those that the ratios round to."""
-        if len(self.ratios) > 2 or any(len(row) != num_workers or min(row) < 0 or abs(sum(row) - 1) > 1e-6 for row in self.ratios):
-            raise ConfigError(
-                f"ratios of {what} must be one or two rows of {num_workers} shares, one a worker, none below 0, with the sum 1"
-            )
+        check_ratios(self.ratios, len(workers), what)
         for axis, lengths in self.units:
-            if len(lengths) != num_workers or all(lengths != round_to_units(row, sum(lengths)) for row in self.ratios):
+            if len(lengths) != len(workers) or all(lengths != round_to_units(row, sum(lengths)) for row in self.ratios):
                 raise ConfigError(f"axis '{axis}' of {what} has units {list(lengths)}, which is not what its ratios round to")
+        check_rounded(self.ratios, [lengths for _, lengths in self.units], workers)
 
     def placed(self, graph: Graph) -> PlacedProgram:
         """The program on a model's graph; ConfigError where it is none of it."""

@@ -97,11 +97,12 @@ def predict_program(cost: "CostModel", plan: Plan) -> Prediction:
     )  # fmt: skip
 
 
-def explain_program(cost: "CostModel", plan: Plan) -> list[dict[str, Any]]:
-    """One entry a tensor of a plan's program: its shape, its layouts and the instructions that yield them."""
+def explain_program(cost: "CostModel", plan: Plan, *, by_tensor: bool) -> dict[str, Any]:
+    """`notes`: what has no rule. `program`, if asked for: one entry a tensor, its shape, layouts and the instructions that yield them."""
     assert plan.spmd is not None
     graph = decoder_of(cost, plan.pipelines[0].microbatch_sequences).graph
-    return explain(graph, plan.spmd.placed(graph).program)
+    found: dict[str, Any] = {"notes": list(graph.notes)}
+    return found | ({"program": explain(graph, plan.spmd.placed(graph).program)} if by_tensor else {})
 
 
 def _parts(table: CostTable, placed: PlacedProgram) -> tuple[float, float, float]:

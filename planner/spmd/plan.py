@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.errors import ConfigError, InfeasibleError
+from planner.errors import InfeasibleError
 from planner.spmd.costs import CostTable, Floats, Shares, SpmdCluster, Wire, round_to_units
 from planner.spmd.graph import Graph
 from planner.spmd.program import Program
-from planner.spmd.ratios import GIB, closed_form, linear_program
+from planner.spmd.ratios import GIB, check_ratios, check_rounded, closed_form, linear_program
 from planner.spmd.search import Search
 
 Ratios = tuple[tuple[float, ...], ...]
@@ -46,9 +46,14 @@ class PlacedProgram:
         """Axes along which the program computes or holds anything in parts."""
         return _axes_used(self.graph, self.program)
 
+    @property
+    def units(self) -> list[tuple[int, ...]]:
+        """Those of each such axis, by rank."""
+        return [self.shares.lengths(axis) for axis in sorted(self.axes_used)]
+
     def idle(self, rank: int) -> bool:
         """Whether a rank's share is nothing along every sharded axis of the program."""
-        return bool(self.axes_used) and all(self.shares.lengths(axis)[rank] == 0 for axis in self.axes_used)
+        return bool(self.axes_used) and all(row[rank] == 0 for row in self.units)
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,14 @@ def synthesized(
 ) -> SpmdPlan:  # fmt: skip
     """As `synthesize`, by this table. is_late: once it is true, the best that fits is taken."""
     cluster = table.cluster
+    if whole and table.least_bytes > table.limits.sum():
+        raise InfeasibleError(
+            f"{_fits_no_mix(cluster)} every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have"
+            f" {table.limits.sum() / GIB:.2f} GiB; {_REMEDY}"
+        )
     pairs = _Pairs(table, pinned, whole)
     if ratios is not None:
-        _check_ratios(cluster, ratios)
+        check_ratios(ratios, len(cluster.devices), "the cluster")
         starts = [ratios]
     else:
         starts = _starts(table, segments)
@@ -150,7 +160,7 @@ def synthesized(
         _move_units(pairs)
     plan = _plan(table, pairs)
     if ratios is not None:
-        _check_rounded(plan)
+        check_rounded(ratios, plan.units, [device.name for device in cluster.devices])
     return plan
 
 
@@ -210,30 +220,32 @@ def _plan(table: CostTable, pairs: _Pairs) -> SpmdPlan:
     wires = {term: count for term, count in table.counted(program).items() if isinstance(term, Wire)}
     wire_s = sum(count * table.seconds((term,), shares) for term, count in wires.items())
     used: Floats = table.program_bytes(program, shares)
+    shares = _cleared(PlacedProgram(table.graph, program, shares))
     return SpmdPlan(table.graph, program, shares, table.cluster, seconds, wire_s, tuple(float(x) for x in used), pairs.has_refused)
 
 
-def _check_ratios(cluster: SpmdCluster, ratios: Ratios) -> None:
-    for row in ratios:
-        if len(row) != len(cluster.devices) or min(row) < 0 or not np.isclose(sum(row), 1.0):
-            raise ConfigError(f"ratios {list(row)} must be {len(cluster.devices)} shares, one a device, none below 0, with the sum 1")
+def _cleared(placed: PlacedProgram) -> Shares:
+    """Shares of 0 for devices that round to nothing; as they were where the others' units would not stay."""
+    idle = [placed.idle(rank) for rank in range(placed.shares.num_devices)]
+    if not any(idle):
+        return placed.shares
+    rows = np.where(idle, 0.0, np.array(placed.shares.ratios))
+    ratios = tuple(tuple(float(x) for x in row / row.sum()) for row in rows)
+    other = PlacedProgram(placed.graph, placed.program, Shares(placed.graph, ratios, placed.shares.whole))
+    return other.shares if other.units == placed.units else placed.shares
 
 
-def _check_rounded(plan: SpmdPlan) -> None:
-    for rank, device in enumerate(plan.cluster.devices):
-        if plan.idle(rank) and any(row[rank] > 0 for row in plan.shares.ratios):
-            share = max(row[rank] for row in plan.shares.ratios)
-            units = max(plan.shares.axis(a).units for a in _axes_used(plan.graph, plan.program))
-            raise ConfigError(
-                f"the ratio {share:g} of device '{device.name}' rounds to nothing: what is divided has at most {units} units; leave the"
-                f" device out, or give it at least {1 / units:g}"
-            )
+_REMEDY = "add devices, or lower the batch or the sequence length"
+
+
+def _fits_no_mix(cluster: SpmdCluster) -> str:
+    return f"the model fits no mix of these {len(cluster.devices)} devices:"
 
 
 def _why(cluster: SpmdCluster, pairs: _Pairs) -> str:
     _, worst, need = pairs.tightest
     device = cluster.devices[worst]
     return (
-        f"the model fits no mix of these {len(cluster.devices)} devices: in the program that comes nearest, device '{device.name}' needs"
-        f" {need / GIB:.2f} GiB, it has {device.memory_bytes / GIB:.2f} GiB; add devices, or lower the batch or the sequence length"
+        f"{_fits_no_mix(cluster)} in the program that comes nearest, device '{device.name}' needs {need / GIB:.2f} GiB, it has"
+        f" {device.memory_bytes / GIB:.2f} GiB; {_REMEDY}"
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.errors import InfeasibleError
+from planner.errors import ConfigError, InfeasibleError
 from planner.spmd.costs import CostTable, Shares, Term, Wire, Work
 from planner.spmd.program import Program
 
@@ -20,6 +20,24 @@ def closed_form(speeds: Sequence[float]) -> list[tuple[float, ...]]:
         limited = [min(r, f) for f in speeds]
         found.append(tuple(x / sum(limited) for x in limited))
     return found
+
+
+def check_ratios(ratios: Sequence[Sequence[float]], workers: int, what: str) -> None:
+    """ConfigError unless they are one or two rows of shares."""
+    if len(ratios) not in (1, 2) or any(len(row) != workers or min(row) < 0 or not np.isclose(sum(row), 1.0) for row in ratios):
+        raise ConfigError(f"ratios of {what} must be one or two rows of {workers} shares, one a worker, none below 0, with the sum 1")
+
+
+def check_rounded(ratios: Sequence[Sequence[float]], units: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """ConfigError where the ratio of a worker (by name) is not 0, but gives it none of the units that are divided (a row an axis)."""
+    for rank, name in enumerate(names):
+        share = max(row[rank] for row in ratios)
+        if units and share > 0 and not any(row[rank] for row in units):
+            most = max(map(sum, units))
+            raise ConfigError(
+                f"the ratio {share:g} of '{name}' rounds to nothing: what is divided has at most {most} units; leave it out, or give it at"
+                f" least {1 / most:g}"
+            )
 
 
 def linear_program(table: CostTable, program: Program, shares: Shares) -> tuple[tuple[float, ...], ...]:

@@ -75,7 +75,7 @@ def _plans(
     for count in passes:
         decoder = decoder_of(request.cost, batch // count)
         table = table_of(request.cost, decoder.graph, workers, batch // count, count)
-        if count != passes[-1] and _least_bytes(table) > table.limits.sum():
+        if count != passes[-1] and table.least_bytes > table.limits.sum():
             continue
         tried += 1
         try:
@@ -83,19 +83,14 @@ def _plans(
         except InfeasibleError as error:
             rejected.append(Rejected(f"one program on {len(workers)} GPUs, {count} microbatches", str(error)))
         else:
-            yield _plan(request, workers, count, found)
             busy = tuple(worker for rank, worker in enumerate(workers) if not found.idle(rank))
+            if busy == workers or not any(found.shares.ratios[0][workers.index(w)] for w in workers if w not in busy):
+                yield _plan(request, workers, count, found)
             if len(busy) < len(workers):
                 yield from _plans(request, busy, rejected, is_late)
             return
         if tried == limits.TRIED_PASSES:
             return
-
-
-def _least_bytes(table: CostTable) -> float:
-    """What all devices hold together at least: every byte of a program once."""
-    kept = sum(node.num_bytes for node in table.graph.nodes if node.kind == "op" and node.needs_gradient and not node.is_alias)
-    return kept + sum(node.num_bytes / node.item_bytes * table.state_bytes for node in table.graph.parameters)
 
 
 def _synthesized(

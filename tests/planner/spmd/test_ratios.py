@@ -108,9 +108,9 @@ def test_two_segments_give_state_to_the_device_with_memory_and_samples_to_the_fa
 def test_a_given_ratio_that_rounds_to_nothing_is_named() -> None:
     graph = transformer(1, 4, 2, 4, 2)
     cluster = cluster_of((2e12, 1e12), 1e15)
-    with pytest.raises(ConfigError, match=r"ratio 0\.001 of device 'd1' rounds to nothing"):
+    with pytest.raises(ConfigError, match=r"ratio 0\.001 of 'd1' rounds to nothing"):
         synthesize(graph, cluster, ratios=((0.999, 0.001),))
-    with pytest.raises(ConfigError, match="must be 2 shares"):
+    with pytest.raises(ConfigError, match="rows of 2 shares"):
         synthesize(graph, cluster, ratios=((0.5, 0.2, 0.3),))
 
 

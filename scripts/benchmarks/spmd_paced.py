@@ -1,0 +1,92 @@
+"""SPMD programs on a mixed fleet of paced processes: the plan of `hap` beside even and proportional ones, predicted and measured.
+
+    python scripts/benchmarks/spmd_paced.py [--steps 5] [--json scripts/benchmarks/results/spmd_paced.json]
+
+Each worker is a real process with real gloo collectives; its operators take the time of the GPU type that it poses as
+(`autohet.runtime.pacing`). Links are this machine's loopback, not slowed down: the cells show what a share costs, not what a slow network
+does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from provenance import provenance
+
+from planner.plan import Plan
+from tests.harness.paced_programs import (
+    PacedFleet,
+    chosen_plan,
+    data_parallel_plan,
+    predicted_and_measured,
+    speeds_of,
+)
+
+RESULTS = Path(__file__).parent / "results" / "spmd_paced.json"
+
+
+def plans_of(name: str, of: PacedFleet) -> dict[str, Plan]:
+    """The plan of hap and those that it is compared with."""
+    count = len(of.fleet().workers)
+    plans = {"hap": chosen_plan(of, "hap")}
+    if name == "lost_gpu":
+        return plans | {"symmetric": chosen_plan(of, "megatron")}
+    even, proportional = data_parallel_plan(of, [1.0] * count), data_parallel_plan(of, speeds_of(of))
+    return plans | {"even": even, "proportional": proportional}
+
+
+CELLS = {
+    "fast_and_two_slow": (
+        "1 GPU of speed 2 and 2 of speed 1 in one stage, 16 sequences",
+        PacedFleet((("A100-40", 1, 1), ("A10G", 1, 2)), {"A100-40": 2.0, "A10G": 1.0}, 16, 0.03),
+    ),
+    "fast_and_slow": (
+        "1 GPU of speed 5 and 1 of speed 1, 4 sequences: in proportion the slow one has a whole sequence",
+        PacedFleet((("A100-40", 1, 1), ("T4", 1, 1)), {"A100-40": 5.0, "T4": 1.0}, 4, 0.1),
+    ),
+    "lost_gpu": (
+        "a node of 4 that lost a GPU, 16 sequences; beside the best symmetric plan",
+        PacedFleet((("L40S", 3, 1),), {"L40S": 1.0}, 16, 0.03),
+    ),
+}
+
+
+def measured(name: str, steps: int) -> dict[str, Any]:
+    what, of = CELLS[name]
+    rows: dict[str, Any] = {}
+    for kind, plan in plans_of(name, of).items():
+        predicted_s, measured_s = predicted_and_measured(of, plan, steps)
+        shares = dict(plan.spmd.units) if plan.spmd is not None else None
+        rows[kind] = {
+            "gpus": len(plan.workers), "microbatches": [p.num_microbatches for p in plan.pipelines], "units": shares,
+            "predicted_s": predicted_s, "measured_s": measured_s, "measured_over_predicted": measured_s / predicted_s,
+        }  # fmt: skip
+        error = measured_s / predicted_s - 1
+        print(f"{name}, {kind}: predicted {predicted_s:.3f} s, measured {measured_s:.3f} s ({error:+.1%})", flush=True)
+    ours = rows["hap"]
+    for kind, row in rows.items():
+        if kind != "hap":
+            row["hap_faster_predicted"] = row["predicted_s"] / ours["predicted_s"]
+            row["hap_faster_measured"] = row["measured_s"] / ours["measured_s"]
+    return {"what": what, "load": os.getloadavg()[0], "plans": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    cells = {name: measured(name, options.steps) for name in options.cells}
+    options.json.write_text(json.dumps({**provenance(), "steps": options.steps, "cells": cells}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

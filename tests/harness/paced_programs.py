@@ -1,0 +1,134 @@
+"""Plans of one job run on gloo processes that are paced as their emulated GPU types: what is predicted of a step, and what it takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import TCPStore
+
+from autohet.bench.step.sides import random_rows, state_of
+from autohet.driver.control.planning import Planning, Proposal
+from autohet.driver.emulate.pacing import paces_of
+from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.job import Job
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from autohet.runtime.pacing import Pace
+from autohet.runtime.planning import planning_inputs
+from autohet.runtime.spmd.trainer import SpmdTrainer
+from autohet.runtime.trainer import StageTrainer
+from planner.cluster import Fleet, cluster_from_document
+from planner.cost.model import CostModel
+from planner.plan import Pipeline, Plan, Stage
+from planner.spmd.costs import Shares, round_to_units
+from planner.spmd.decoders import WHOLE
+from planner.spmd.document import StageProgram
+from planner.spmd.fleet import decoder_of, table_of
+from planner.spmd.plan import PlacedProgram, synthesized
+from planner.strategies import Request, plan_with
+from tests.harness.local_fleet import node_type
+from tests.harness.processes import run_distributed
+
+LENGTH = 16
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 256, "max_position_embeddings": LENGTH,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PacedFleet:
+    """nodes: (GPU type, GPUs of a node, nodes). speeds: by GPU type. block_s: a block's forward of one sequence at speed 1."""
+
+    nodes: tuple[tuple[str, int, int], ...]
+    speeds: Mapping[str, float]
+    batch: int
+    block_s: float
+
+    def job(self) -> Job:
+        return Job.from_document(
+            {
+                "name": "paced",
+                "model": {"config": LLAMA},
+                "training": {
+                    "global_batch_sequences": self.batch, "sequence_length": LENGTH, "steps": 100, "precision": "fp32", "device": "cpu",
+                },
+                "parallelism": {"memory_reserve_bytes": 0},
+                "emulation": {"relative_speed_by_gpu_type": dict(self.speeds), "block_forward_s": self.block_s},
+            }
+        )  # fmt: skip
+
+    def fleet(self) -> Fleet:
+        types = {gpu: node_type(gpu, count) | {"max_workers": nodes} for gpu, count, nodes in self.nodes}
+        return cluster_from_document({"cluster_name": "paced", "available_node_types": types}).fleet()
+
+    def cost(self) -> CostModel:
+        return Planning(planning_inputs(self.job())).make_cost(self.fleet())
+
+
+def chosen_plan(of: PacedFleet, strategy: str) -> Plan:
+    """What a strategy answers."""
+    cost = of.cost()
+    request = Request(cost.fleet, cost.spec, cost, of.batch, LENGTH, time_limit_s=60.0, clock=time.monotonic)
+    return plan_with(strategy, request).plan
+
+
+def data_parallel_plan(of: PacedFleet, weights: Sequence[float]) -> Plan:
+    """Data parallelism as a program: state whole on all GPUs, whole samples in proportion to these weights. Were weights cut, the slowest
+    GPU would have all of them, so the search cuts none; were sequences cut, they would be so in the same parts, so it cuts samples."""
+    cost = of.cost()
+    workers, decoder, speeds = cost.fleet.workers, decoder_of(cost, of.batch), speeds_of(of)
+    table = table_of(cost, decoder.graph, workers, of.batch, 1)
+    row = tuple(samples / of.batch for samples in round_to_units(weights, of.batch))
+    slowest = speeds.index(min(speeds))
+    given = (row, tuple(float(rank == slowest) for rank in range(len(row))))
+    found = synthesized(table, 1, dict.fromkeys(decoder.split_dims, WHOLE), given)
+    placed = PlacedProgram(found.graph, found.program, Shares(found.graph, (row,)))
+    assert [found.shares.axis(axis).units for axis in placed.axes_used] == [of.batch]
+    return _as_plan(of, cost, placed)
+
+
+def _as_plan(of: PacedFleet, cost: CostModel, placed: PlacedProgram) -> Plan:
+    stage = Stage(0, cost.spec.num_layers, tuple(cost.fleet.workers), spmd=StageProgram.of(placed))
+    return Plan("paced", of.batch, of.batch, LENGTH, (Pipeline((stage,), 1, of.batch),))
+
+
+def speeds_of(of: PacedFleet) -> list[float]:
+    """Of each worker, in the fleet's order."""
+    fleet = of.fleet()
+    return [of.speeds[fleet.gpu_type(worker)] for worker in fleet.workers]
+
+
+def predicted_and_measured(of: PacedFleet, plan: Plan, steps: int, timeout_s: float = 300.0) -> tuple[float, float]:
+    """Seconds of a step: the cost model's, and the median of real ones. Blocks."""
+    cost = of.cost()
+    prediction = cost.predict(plan)
+    paces = paces_of(Proposal(plan, prediction, cost))
+    by_rank = run_distributed(_train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps, timeout_s=timeout_s)
+    return prediction.step_time_s, statistics.median(by_rank[0])
+
+
+def _train(
+    rank: int, size: int, store: TCPStore, job: Job, text: str, paces: Mapping[str, Pace], steps: int
+) -> list[float]:
+    """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
+    plan, cpu, config = Plan.from_json(text), torch.device("cpu"), load_config(job.model)
+    me = plan.workers[rank]
+    groups = GenerationGroups(store, 1, me, cpu, 60.0, 60.0)
+    groups.meet(plan.workers)
+    everyone = groups.group(plan.workers, "measured")
+    state = state_of(job, layout_of_plan(plan, config), me, cpu)
+    kind = StageTrainer if plan.spmd is None else SpmdTrainer
+    trainer = kind(config, plan, me, groups, job.training, cpu, state, 0, paces[me])
+    rows, seconds = random_rows(job, cpu), []
+    for _ in range(1 + steps):
+        everyone.all_reduce(torch.zeros(1))
+        begin = time.perf_counter()
+        trainer.train_step(rows)
+        everyone.all_reduce(torch.zeros(1))
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
