@@ -15,7 +15,7 @@ from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_sched
 from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.simulated import PAPER
 from autohet.bench.recovery.storage import pointed_at
-from autohet.bench.recovery.sweep import s3_sweep
+from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
 from autohet.bench.step.report import pipelining_document
 from autohet.cli.main import main
 from autohet.driver.emulate.namespaces import why_no_namespaces
@@ -193,6 +193,14 @@ def test_the_gain_over_s3_ends_with_the_network():
     for of_scenario in ratios.values():
         assert of_scenario[4e9] == of_scenario[25e9]
     assert ratios["e"][25e9] == pytest.approx(1.0)
+
+
+def test_the_predicted_gain_ends_too_and_fixed_costs_count_for_small_states():
+    found = predicted_sweep(Links(network_bytes_per_s=25e9 / 8), ["e"])
+    ratios = {(entry["state_bytes"], entry["s3_bytes_per_s"]): entry["ratio"] for entry in found}
+    for size in (1e9, 8e9):
+        assert ratios[size, 0.25e9] > ratios[size, 1e9] > 1.0 > ratios[size, 4e9] == ratios[size, 25e9]
+    assert ratios[8e9, 0.25e9] > ratios[1e9, 0.25e9]
 
 
 @pytest.mark.multiprocess

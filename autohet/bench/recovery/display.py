@@ -41,6 +41,7 @@ def _table(title: str, scenarios: list[dict[str, Any]], width: int) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("policy", no_wrap=True)
+    table.add_column("how")
     for part in (*parts, "total"):
         table.add_column(part.replace("_", "\n"), justify="right")
     table.add_column("MB\nmoved", no_wrap=True)
@@ -78,6 +79,7 @@ def _row(scenario: dict[str, Any], policy: str, result: dict[str, Any], parts: S
     return [
         scenario["scenario"] if first else "",
         policy if result["verified"] is not False or scenario["simulated"] else f"{policy} WRONG",
+        result["how"],
         *(_number(result["seconds"][part]) for part in parts),
         "not counted" if uncounted else "\n".join(moved) or "none",
         str(result["steps_lost"]),

@@ -90,7 +90,13 @@ def fleet_scenarios(changes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
 def _entry(seconds: Mapping[str, Any], bytes_by_tier: Mapping[str, int] | None, steps_lost: int) -> dict[str, Any]:
     """`verified` None: the state was not compared here (the tests do that); what was not counted is None too."""
     tiers = bytes_by_tier or dict.fromkeys(("memory", "disk", "peer", "s3"))
-    return {"seconds": dict(seconds), "bytes_by_tier": dict(tiers), "steps_lost": steps_lost, "verified": None}
+    return {
+        "seconds": dict(seconds),
+        "bytes_by_tier": dict(tiers),
+        "steps_lost": steps_lost,
+        "verified": None,
+        "how": "run",
+    }
 
 
 def _baseline(result: BaselineResult) -> dict[str, Any]:

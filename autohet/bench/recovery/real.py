@@ -138,6 +138,7 @@ def _document(name: str, trials: Mapping[str, Trial], step_s: float) -> dict[str
     counted = "restore" if None in ours.seconds.values() else "total"
     policies = {policy: trial.document() for policy, trial in trials.items()}
     for policy, trial in trials.items():
+        policies[policy]["how"] = "run" if policy == "local_first" else "restore run"
         policies[policy]["lost_work_s"] = trial.steps_lost * step_s
         policies[policy]["total_with_lost_work_s"] = (trial.seconds["total"] or 0.0) + trial.steps_lost * step_s
     charged = policies["s3_only"]["total_with_lost_work_s"], policies["local_first"]["total_with_lost_work_s"]

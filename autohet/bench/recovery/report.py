@@ -41,6 +41,9 @@ METHOD = {
     "the time without a step is measured, its parts are not; `_tuned`: elastic_resize_monitor_interval_s 0 and a start timeout of 10 s",
     "s3_sweep": "NOT measured: the bound of s3_only over that of local_first, by the speed of S3 a node; a ratio of links, so it ends "
     "where S3 is as fast as the network (or faster than a disk that holds the copies)",
+    "s3_sweep_predicted": "NOT measured: seconds and ratio of the restores by the fitted model, by size of the state",
+    "how": "run: all of it was run; restore run: restore and rebuild were run, detect, replan and first_step are derived (as ours); "
+    "derived: nothing was run",
     "steps_lost": "the state stands at step 20, the newest checkpoint (in S3 and on its writers' disks) at step 16",
     "ratio_vs_limit": "measured restore over the time that the bytes to move need at the links' speeds (lower bound over all schedules)",
     "total": "sum of the measured parts",
@@ -115,7 +118,7 @@ def _scale(given: float | None) -> float:
 def benchmark(options: Options) -> dict[str, Any]:
     """The whole document; see the module and METHOD for what is measured where."""
     from autohet.bench.recovery.real import native_scenarios, throttled_scenarios
-    from autohet.bench.recovery.sweep import s3_sweep
+    from autohet.bench.recovery.sweep import predicted_sweep, s3_sweep
 
     load_before = os.getloadavg()[0]
     fleet, other_parts = _fleet(options)
@@ -130,6 +133,7 @@ def benchmark(options: Options) -> dict[str, Any]:
     return {
         "scenarios": scenarios,
         "s3_sweep": s3_sweep(options.cloud, options.scenarios),
+        "s3_sweep_predicted": predicted_sweep(options.cloud, options.scenarios) if options.simulate else [],
         "method": METHOD,
         "links_bytes_per_s": _speeds(scaled_links(options.cloud, options.scale)),
         "links_scale": _describe(options.cloud, options.scale),

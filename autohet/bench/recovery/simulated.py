@@ -157,6 +157,7 @@ def _result(policy: str, transfers: Any) -> dict[str, Any]:
         "bytes_by_tier": dict(transfers.bytes_by_tier),
         "steps_lost": STEP - transfers.step,
         "verified": False,
+        "how": "derived",
         "limit_s": transfers.lower_bound_s,
         "restore_over_limit": seconds["restore"] / transfers.lower_bound_s if transfers.lower_bound_s else None,
     }

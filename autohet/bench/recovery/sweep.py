@@ -1,4 +1,6 @@
-"""Where the gain over reading everything from S3 ends: bounds of both policies over a range of S3 speeds. Nothing is measured here."""
+"""Where the gain over reading everything from S3 ends: bounds of both policies over a range of S3 speeds, and what the fitted model
+predicts for several sizes of state. Nothing is measured here.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
+from autohet.bench.recovery.fitted import FITTED
+from autohet.bench.recovery.trial import requests_of
 from recovery.transfer.links import Links
 
 S3_BYTES_PER_S = tuple(speed * 1e9 for speed in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 25.0))
+STATE_BYTES = (1e9, 8e9)
 SMALL_STATE_BYTES = 20e6
 """All lines are bytes over a speed, so ratios of bounds do not depend on the state's size."""
 
@@ -31,3 +38,31 @@ def s3_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
             )
             found.append({"scenario": name, "s3_bytes_per_s": speed, "bound_ratio": theirs / ours if ours else None})
     return found
+
+
+def predicted_sweep(cloud: Links, scenarios: Sequence[str]) -> list[dict[str, Any]]:
+    """For each scenario, size of state and S3 speed a node: {"scenario", "state_bytes", "s3_bytes_per_s", "local_first_s", "s3_only_s",
+    "ratio"}, seconds of a restore by `fitted.FITTED`: the schedule's makespan, and what each read and message costs beside it.
+
+    The model was fitted to throttled links, on which processors were never the limit: where it predicts a few tenths of a second, this
+    machine's copies would take longer.
+    """
+    found = []
+    for state_bytes in STATE_BYTES:
+        config = config_of_size(state_bytes)
+        for name in scenarios:
+            for speed in S3_BYTES_PER_S:
+                links = replace(cloud, s3_bytes_per_s=speed)
+                ours, theirs = (_predicted(policy, name, config, links) for policy in ("local_first", "s3_only"))
+                found.append(
+                    {
+                        "scenario": name, "state_bytes": state_bytes, "s3_bytes_per_s": speed, "local_first_s": ours,
+                        "s3_only_s": theirs, "ratio": theirs / ours,
+                    }
+                )  # fmt: skip
+    return found
+
+
+def _predicted(policy: str, name: str, config: PreTrainedConfig, links: Links) -> float:
+    _, _, transfers = policy_schedule(policy, SCENARIOS[name], config, links, checked=False)
+    return FITTED.seconds(transfers.makespan_s, requests_of(transfers))

@@ -1,0 +1,86 @@
+"""A node whose host memory holds the snapshots of one of its two workers only, and a death: of the one that is kept, of the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.control.observation import Observation
+from autohet.runtime.layout import layout_of_plan
+from autohet.runtime.models import load_config
+from planner.plan import Plan
+from recovery.local.memory_budget import FILES, USABLE, Budget, share_out
+from recovery.local.snapshot_format import FileMap
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
+from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Interference, in_generation, trains_at
+from tests.harness.struck_run import StruckRun, losses_by_step
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+DEADLINE_S = 60.0
+EVERY = 16
+"""The checkpoint before the death is the only one before the end."""
+ONE_NODE = {**CHAIN, "pipelines": [{"num_microbatches": 8, "stages": [
+    {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["b/1"]}]}],
+}  # fmt: skip
+"""What one of its workers holds, no other has."""
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path, scene: Scene) -> Iterator[tuple[Path, Budget]]:
+    """A memory file system with room for one worker's snapshots and half of as much again; and what is kept in it."""
+    path = tmp_path / "memory"
+    path.mkdir()
+    layout = layout_of_plan(
+        Plan.from_document(ONE_NODE), load_config(exact_job(tmp_path, scene.shared, path, ONE_NODE).model)
+    )
+    sizes = [
+        FILES * FileMap.of(worker, layout.tensors, sorted(layout.shards_by_worker[worker])).file_bytes
+        for worker in layout.workers
+    ]
+    capacity = min(sizes) * 3 // 2
+    assert capacity < sum(sizes)
+    options = f"size={int(capacity / USABLE)}"
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    yield path, share_out("b", layout, dict.fromkeys(layout.workers, "b"), capacity, replicates=False)
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def has_gone_on(run: StruckRun, seen: Observation) -> bool:
+    """The checkpoint is committed, and steps came after it."""
+    return run.durable.state().step == EVERY and trains_at(EVERY + 2)(run, seen)
+
+
+@pytest.mark.parametrize("which", ["left out", pytest.param("kept", marks=pytest.mark.slow)])
+def test_a_death_where_host_memory_holds_half_of_the_snapshots(
+    which: str, small_memory: tuple[Path, Budget], scene: Scene, tmp_path: Path
+) -> None:
+    """Whoever is in memory dies: no step is lost. The other: the run goes back to the newest checkpoint, and no further."""
+    memory, budget = small_memory
+    assert not budget.suffices
+    (kept,), (left_out,) = (
+        [w for w, shards in budget.shards_by_worker.items() if bool(shards) is has] for has in (True, False)
+    )
+    events = Interference()
+    events.when(has_gone_on, lambda run, seen: run.harm("kill", kept if which == "kept" else left_out))
+    events.when(in_generation(2), lambda run, seen: None)
+    with nothing_left(memory):
+        job = exact_job(tmp_path, scene.shared, memory, ONE_NODE, checkpoint={"every_steps": EVERY})
+        result = StruckRun(job, tmp_path, nodes={"b": 2}).run(DEADLINE_S, events)
+        assert result.ok, result.reason
+    assert not events.events, result.reason
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    (change,) = result.summary["reconfigurations"]
+    if which == "kept":
+        assert result.summary["steps_lost"] == 0
+        assert change["bytes_by_tier"]["memory"] > 0
+    else:
+        assert 0 < result.summary["steps_lost"] < STEPS - EVERY
+        assert change["step"] == EVERY, "neither further back than to the newest checkpoint, nor less far"
