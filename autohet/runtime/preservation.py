@@ -75,6 +75,13 @@ class Preservation:
         """The step of the last complete round of the present generation."""
         return self._rounds.complete
 
+    def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
+        """The committed snapshot of this step, if this worker has one of the last generation that it trained in."""
+        writer = self._snapshots
+        if writer is None or writer.generation != generation or writer.newest != step:
+            return None
+        return writer.lease(step)
+
     def begin(self, order: GenerationOrder) -> None:
         """A new generation: its layout decides what this worker keeps and writes."""
         self._close_snapshots()

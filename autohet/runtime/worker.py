@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ from autohet.runtime.messages import (
 from autohet.runtime.models import load_config
 from autohet.runtime.preservation import Preservation
 from autohet.runtime.spmd.trainer import SpmdTrainer
+from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
 from autohet.runtime.step_commit import PhaseHook, StateVersion, StepResult, Trainer
 from autohet.runtime.trainer import StageTrainer
@@ -45,23 +46,6 @@ from recovery.storage.open import open_storage
 from recovery.transfer.restore import LiveState
 
 logger = logging.getLogger("autohet.worker")
-
-
-@dataclass
-class Live:
-    """State in this process's memory: local slices by state name, and of which layout. While it is trained, its `trainer` alone
-    says after how many steps it is, and whether it is whole.
-    """
-
-    generation: int
-    layout: Layout
-    state: dict[str, Tensor]
-    first_step: int
-    trainer: Trainer | None = None
-
-    @property
-    def version(self) -> StateVersion:
-        return StateVersion(self.first_step) if self.trainer is None else self.trainer.version
 
 
 class Worker:
@@ -111,7 +95,7 @@ class Worker:
             return replace(
                 self._report, steps=steps, receipts=receipts, step=version.step, whole=version.whole,
                 live_generation=live.generation if live else None,
-                prepared_step=prepared if version.whole else None, vote=trainer.last_vote if trainer else None,
+                prepared_step=prepared if version.whole else None, vote=live.last_vote if live else None,
                 snapshot_step=self._preservation.snapshot_step, replicated_step=self._preservation.replicated_step,
             )  # fmt: skip
 
@@ -148,6 +132,8 @@ class Worker:
         )  # fmt: skip
         with self._lock:
             self._groups = groups
+            if self._live is not None:  # no roll-forward of its generation can come any more
+                self._live = self._live.without_trainer()
             self._report = replace(
                 self._report,
                 generation=order.generation,
@@ -251,13 +237,18 @@ class Worker:
         state = filled.state
         restored = time.perf_counter()
         with self._lock:
-            self._arrived = None
-            part = order.plan.workers
-            self._live = (
-                Live(order.generation, order.layout, state, order.start_step) if self.place.worker in part else None
-            )
+            replaced, self._live, self._arrived = self._live, None, None
+            if self.place.worker in order.plan.workers:
+                self._live = Live(
+                    self.place.worker, order.generation, order.layout, state, StateVersion(order.start_step)
+                )
             record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, filled.slow)
             self._report = replace(self._report, restore=record, broken=None)
+        # From here on the memory of the old state, and what the trainer lets go of in the new one, is free: no name of this frame has it.
+        arrived.clear()
+        if replaced is not None:
+            replaced.close()
+            del replaced
         if self.place.worker not in order.plan.workers:
             return Phase.RELEASED
         return self._train(order, groups, state)
@@ -268,7 +259,7 @@ class Worker:
         if live is None:
             return LiveState(Layout({}, {}), {}, arrived) if arrived else None
         same = live.version == StateVersion(order.start_step) and self._of_its_line(order, live.generation)
-        return LiveState(live.layout, live.state if same else {}, arrived)
+        return live.known(same, arrived, self._preservation.snapshot_of)
 
     def _arrived_for(self, order: GenerationOrder) -> dict[ShardId, Tensor]:
         if self._arrived is None:

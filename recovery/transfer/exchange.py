@@ -118,7 +118,7 @@ class Exchange:
     def _sent(self, message: Message) -> _Flight:
         packed, direct = self._split(message.shards)
         views = {shard: self._view_of(shard) for shard in message.shards}
-        flats = {shard: _flat(view) for shard in direct if (view := views[shard]) is not None}
+        flats = {shard: _flat(view.to(self._device)) for shard in direct if (view := views[shard]) is not None}
         buffer = self._packed(message.shards, packed, views, flats)
         # What is not to be had is sent as anything: the receiver waits for as many bytes.
         sent = [flats[shard] if shard in flats else self._buffer(self._layout.shard_bytes(shard)) for shard in direct]

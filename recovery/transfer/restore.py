@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
-from recovery.transfer.exchange import Exchange, MessageGroup
+from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, MessageGroup
 from recovery.transfer.messages import Message
 from recovery.transfer.reads import Reads
 from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
@@ -37,12 +37,16 @@ WAKE_S = 0.05  # between two looks at a fetch that may have ended without the sh
 @dataclass(frozen=True)
 class LiveState:
     """What a worker has in its own memory: local tensors by state name, as `layout` says, and single shards that an earlier
-    restore of the same step brought before it was broken off.
+    restore of the same step brought before it was broken off, or that were moved to the host.
+
+    `make_room(kept)` is called where the device has no memory for the new state beside this one: it moves tensors off the device, all but
+    those whose names are `kept` (if it can), and returns what is known then. None where nothing can be moved.
     """
 
     layout: Layout
     state: Mapping[str, Tensor]
     arrived: Mapping[ShardId, Tensor] = field(default_factory=dict)
+    make_room: Callable[[Collection[str]], LiveState] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -120,13 +124,13 @@ class _Restore:
         self._part, self._layout, self._group, self._access = part, layout, group, access
         self._device, self._schedule, self._progress = device, schedule, progress
         self._arrived = {} if arrived is None else arrived
+        live, self._state, self._in_place = self._with_room(live)
         self._live: dict[ShardId, Tensor] = {}
         if live is not None:
-            if live.state:
-                own = live.layout.shards_by_worker[part.worker]
-                self._live.update(shard_views(live.layout.tensors, own, live.state))
+            own = live.layout.shards_by_worker.get(part.worker, frozenset())
+            here = frozenset(shard for shard in own if shard.tensor in live.state)
+            self._live.update(shard_views(live.layout.tensors, here, live.state))
             self._live.update(live.arrived)
-        self._state, self._in_place = self._allocate(live)
         wanted = layout.shards_by_worker.get(part.worker, frozenset())
         self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
         self._fetched: dict[ShardId, Future[None]] = {}
@@ -141,23 +145,46 @@ class _Restore:
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
         self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
 
+    def _with_room(self, live: LiveState | None) -> tuple[LiveState | None, dict[str, Tensor], set[str]]:
+        """What is live, the new state's memory, and which of it is the old one's. Where the device has not enough for both, the
+        old state moves to the host first; raises OutOfMemoryError where that does not help.
+        """
+        try:
+            return live, *self._allocate(live)
+        except torch.OutOfMemoryError:
+            if live is None or live.make_room is None:
+                raise
+        # Behind the handler: the error's traceback would keep what was allocated before it.
+        live = live.make_room(self._taken_over(live))
+        return live, *self._allocate(live)
+
     def _allocate(self, live: LiveState | None) -> tuple[dict[str, Tensor], set[str]]:
-        """Local tensors of the new layout: the old ones where all their units stay, else new memory."""
-        keep = set(self._part.keep)
-        state: dict[str, Tensor] = {}
-        in_place: set[str] = set()
+        """Local tensors of the new layout: the old ones where all their units stay, else new memory, with room for messages beside it."""
         if self._part.worker not in self._layout.shards_by_worker:
-            return state, in_place
-        before = live.layout.units_of(self._part.worker) if live is not None and live.state else {}
+            return {}, set()
+        in_place = self._taken_over(live)
+        state: dict[str, Tensor] = {}
         for name, units in self._layout.units_of(self._part.worker).items():
-            here = [ShardId(name, unit) for unit in units]
-            as_it_is = before.get(name) == units and all(shard in keep for shard in here)
-            if live is not None and as_it_is and not any(shard in live.arrived for shard in here):
+            if live is not None and name in in_place:
                 state[name] = live.state[name]
-                in_place.add(name)
             else:
                 state[name] = empty_local(self._layout.tensors[name], units, self._device)
+        messages = sum(self._layout.shard_bytes(shard) for message in self._part.messages for shard in message.shards)
+        torch.empty(min(IN_FLIGHT_BYTES, messages), dtype=torch.uint8, device=self._device)
         return state, in_place
+
+    def _taken_over(self, live: LiveState | None) -> set[str]:
+        """Tensors of the old state that are the new one's as they are: all their units stay, and on the device."""
+        worker, keep = self._part.worker, set(self._part.keep)
+        if live is None or worker not in self._layout.shards_by_worker or worker not in live.layout.shards_by_worker:
+            return set()
+        before, found = live.layout.units_of(worker), set()
+        for name, units in self._layout.units_of(worker).items():
+            here = [ShardId(name, unit) for unit in units]
+            as_it_is = name in live.state and before.get(name) == units and all(shard in keep for shard in here)
+            if as_it_is and not any(shard in live.arrived for shard in here):
+                found.add(name)
+        return found
 
     @torch.no_grad()
     def run(self) -> Restored:

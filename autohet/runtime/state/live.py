@@ -1,0 +1,131 @@
+"""The state in a worker's memory, from the restore that brought it to the one that replaces it.
+
+While a restore runs, peers still need the old state and the new one comes: both at once may be more than the device has. So what is no
+state (gradients, compute copies, the model) goes as soon as the next generation begins, when no roll-forward over a prepared step can come
+any more. And where the device's allocator still refuses the new state, the old one moves to host memory tensor by tensor, and is sent from
+there. Nothing of it is lost on the way: a restore that breaks off leaves it as good a source as before.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.runtime.step_commit import StateVersion, Trainer
+from recovery.errors import SnapshotError
+from recovery.local.snapshot import SnapshotLease
+from recovery.state.layout import Layout, ShardId
+from recovery.state.slices import unit_views
+from recovery.transfer.restore import LiveState
+
+logger = logging.getLogger("autohet.worker")
+
+FindSnapshot = Callable[[int, int], SnapshotLease | None]
+"""A lease of this worker's snapshot of (generation, step), where it is committed."""
+
+
+@dataclass
+class Live:
+    """State in this process's memory: local slices by state name, and of which layout. While it is trained, its `trainer` alone
+    says after how many steps it is, and whether it is whole.
+
+    `in_host_memory` has the shards that a restore moved off the device: `state` has the tensors that stayed, and the two together are all.
+    """
+
+    worker: str
+    generation: int
+    layout: Layout
+    state: dict[str, Tensor]
+    version_before: StateVersion
+    trainer: Trainer | None = None
+    vote: tuple[int, Any] | None = None
+    in_host_memory: dict[ShardId, Tensor] = field(default_factory=dict)
+    _leases: list[SnapshotLease] = field(default_factory=list)
+
+    @property
+    def version(self) -> StateVersion:
+        return self.version_before if self.trainer is None else self.trainer.version
+
+    @property
+    def last_vote(self) -> tuple[int, Any] | None:
+        return self.vote if self.trainer is None else self.trainer.last_vote
+
+    def without_trainer(self) -> Live:
+        """The state alone, at the step that its trainer has brought it to: the memory of gradients and compute copies is let go of. Only
+        once no step of the trainer's can be applied any more.
+        """
+        return replace(self, version_before=self.version, vote=self.last_vote, trainer=None)
+
+    def known(self, usable: bool, arrived: Mapping[ShardId, Tensor], snapshot_of: FindSnapshot) -> LiveState:
+        """What a restore may take from here: the state where it is of the step and history that is wanted, and what has `arrived`. It
+        can have the device's memory for itself either way.
+        """
+
+        def make_room(kept: Collection[str]) -> LiveState:
+            self.move_to_host(kept, snapshot_of(self.generation, self.version.step))
+            return self.known(usable, arrived, snapshot_of)
+
+        if not usable:
+            return LiveState(self.layout, {}, arrived, make_room)
+        return LiveState(self.layout, self.state, self.in_host_memory | dict(arrived), make_room)
+
+    def move_to_host(self, kept: Collection[str], snapshot: SnapshotLease | None) -> None:
+        """Free the device's memory of all tensors but those that are `kept` with all that shares their memory: a flat buffer is free only
+        once no view of it is left.
+
+        snapshot: the host's copy of this state; a shard whose bits it has gets no second one.
+        """
+        gc.collect()  # a trainer's parameters and their hooks refer to each other
+        leaving = [name for names in _by_memory(self.state) if not names <= set(kept) for name in sorted(names)]
+        copies, units, moved = self._copies(snapshot), self.layout.units_of(self.worker), 0
+        for name in leaving:
+            tensor = self.state.pop(name)
+            for unit, view in unit_views(self.layout.tensors[name], units[name], tensor).items():
+                shard = ShardId(name, unit)
+                self.in_host_memory[shard] = _on_host(view, copies.get(shard))
+            moved += tensor.nbytes
+        logger.info("%s bytes of the old state went to host memory: the new state does not fit beside it", f"{moved:,}")
+
+    def _copies(self, snapshot: SnapshotLease | None) -> Mapping[ShardId, Tensor]:
+        if snapshot is None:
+            return {}
+        self._leases.append(snapshot)
+        try:
+            return snapshot.shards()
+        except SnapshotError as error:
+            logger.warning("the snapshot is of no use for what leaves the device: %s", error)
+            return {}
+
+    def close(self) -> None:
+        """The state has been replaced: its snapshot may go."""
+        self.in_host_memory.clear()
+        while self._leases:
+            self._leases.pop().release()
+
+
+def _by_memory(state: Mapping[str, Tensor]) -> Iterable[set[str]]:
+    """Names of tensors that lie in one piece of memory."""
+    found: dict[int, set[str]] = {}
+    for name, tensor in state.items():
+        found.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+    return found.values()
+
+
+@torch.no_grad()
+def _on_host(view: Tensor, copy: Tensor | None) -> Tensor:
+    """A shard's bits in host memory: the snapshot's where they are the same, else a copy."""
+    moved = view.to("cpu", copy=True).contiguous()
+    return copy if copy is not None and torch.equal(_bits(copy), _bits(moved)) else moved
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+__all__ = ["FindSnapshot", "Live"]
