@@ -26,11 +26,18 @@ MOSTLY = 3
 Members = tuple[str, ...]
 
 
-def holder_sets(plan: Plan, *, tied: bool) -> Counter[Members]:
+def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
+    """Who of a stage holds unit `unit` of a tensor that is cut into so many: one worker, or several of a stage with more workers."""
+    first = unit * stage.tp_degree // units
+    return stage.workers[first : max(first + 1, (unit + 1) * stage.tp_degree // units)]
+
+
+def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[Members]:
     """Sorted names of two or more workers that hold the same slices, and of how many slices (of blocks, embedding and head) that is.
 
     A tensor is cut into as many slices as the largest TP degree of the plan; what no rank cuts lies on all ranks. `tied`: the embedding
-    is the head's tensor too.
+    is the head's tensor too. `key_value_units`: of keys and values, if these are cut into fewer than a stage has workers
+    (`planner.model_spec.LayerSpec`).
     """
     slices = max((stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
     ends = [pipeline.stages[0] for pipeline in plan.pipelines], [pipeline.stages[-1] for pipeline in plan.pipelines]
@@ -44,7 +51,11 @@ def holder_sets(plan: Plan, *, tied: bool) -> Counter[Members]:
     for stages in entries:
         found[_sorted(worker for stage in stages for worker in stage.workers)] += 1
         for index in range(slices):
-            found[_sorted(stage.workers[index * stage.tp_degree // slices] for stage in stages)] += 1
+            found[_sorted(worker for stage in stages for worker in workers_of_unit(stage, index, slices))] += 1
+    if 0 < key_value_units < slices:
+        for stages in entries[-num_layers:]:
+            for unit in range(key_value_units):
+                found[_sorted(w for stage in stages for w in workers_of_unit(stage, unit, key_value_units))] += 1
     return Counter({members: count for members, count in found.items() if len(members) > 1})
 
 
@@ -85,12 +96,12 @@ def max_sync_groups(plan: Plan) -> int:
     return MAX_COMMUNICATORS - 2 - num_border_groups(plan)
 
 
-def sync_groups(plan: Plan, *, tied: bool, most: int | None) -> dict[Members, Members]:
+def sync_groups(plan: Plan, *, tied: bool, most: int | None, key_value_units: int = 0) -> dict[Members, Members]:
     """`merged_groups` of a plan's sets of holders."""
-    return merged_groups(holder_sets(plan, tied=tied), most)
+    return merged_groups(holder_sets(plan, tied=tied, key_value_units=key_value_units), most)
 
 
-def communicators_by_worker(plan: Plan, *, tied: bool) -> dict[str, int]:
+def communicators_by_worker(plan: Plan, *, tied: bool, key_value_units: int = 0) -> dict[str, int]:
     """How many communicators each worker of the plan has while it trains, at most MAX_COMMUNICATORS; each takes COMMUNICATOR_BYTES of its
     device. A worker alone has none.
     """
@@ -101,7 +112,8 @@ def communicators_by_worker(plan: Plan, *, tied: bool) -> dict[str, int]:
         for stage in pipeline.stages:
             for worker in stage.workers:
                 counts[worker] += stage.tp_degree > 1
-    for group in set(sync_groups(plan, tied=tied, most=max_sync_groups(plan)).values()):
+    groups = sync_groups(plan, tied=tied, most=max_sync_groups(plan), key_value_units=key_value_units)
+    for group in set(groups.values()):
         for worker in group:
             counts[worker] += 1
     return counts

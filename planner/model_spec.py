@@ -1,5 +1,6 @@
 """A model as the planner sees it: layers with parameters, FLOPs and activation widths; no weights, no torch."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -8,13 +9,15 @@ class KeptValues:
     """Scalars per token, of the compute dtype's width, that autograd keeps of one block for its backward pass, split by tensor
     parallelism or on every rank: of everything, or with only what `selective` recomputation keeps (the block's input, the outputs of its
     matrix products and of the fused attention). backward: split, of gradients that are alive together at the worst moment of its
-    backward pass."""
+    backward pass. key_value, selective_key_value: of `split` and `selective_split`, those of key and value heads."""
 
     split: float
     replicated: float
     selective_split: float
     selective_replicated: float
     backward: float = 0.0
+    key_value: float = 0.0
+    selective_key_value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class LayerSpec:
     split_activation_values, replicated_activation_values: scalars per token kept for backward, split or not by tensor
     parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 where the attention is fused.
+    key_value_parameters, key_value_units: of key and value projections where tensor parallelism may go beyond the key-value heads: cut in
+    so many parts at most, each held by several ranks (`split_excess`). 0: cut like everything else.
     autograd: what this project's runtime keeps of a block, whose modules it knows (`autohet.runtime.kept_values`); None: the formula
     above is all that is known.
     """
@@ -41,15 +46,29 @@ class LayerSpec:
     replicated_activation_values: float = 0.0
     attention_heads: int = 0
     autograd: KeptValues | None = None
+    key_value_parameters: int = 0
+    key_value_units: int = 0
+
+    def split_excess(self, tp_degree: int) -> float:
+        """What each of `tp_degree` workers has of a key or value beyond its `tp_degree`-th part, as a share of all of it."""
+        if not 0 < self.key_value_units < tp_degree:
+            return 0.0
+        return 1 / self.key_value_units - 1 / tp_degree
 
     def forward_flops(self, sequence_length: int) -> float:
         """FLOPs of one sequence's forward pass: 2 per weight and token, and the attention's two products (whole, not
         halved by causality)."""
         return 2.0 * self.matmul_parameters * sequence_length + 4.0 * sequence_length**2 * self.attention_width
 
+    def forward_flops_per_worker(self, sequence_length: int, tp_degree: int) -> float:
+        """FLOPs of one sequence's forward pass on each of `tp_degree` workers."""
+        again = 2.0 * self.key_value_parameters * sequence_length * self.split_excess(tp_degree)
+        return self.forward_flops(sequence_length) / tp_degree + again
+
     def parameters_per_worker(self, tp_degree: int) -> float:
         """Scalars that each of `tp_degree` workers holds."""
-        return self.replicated_parameters + (self.parameters - self.replicated_parameters) / tp_degree
+        cut = (self.parameters - self.replicated_parameters) / tp_degree
+        return self.replicated_parameters + cut + self.key_value_parameters * self.split_excess(tp_degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,7 @@ class ModelSpec:
 
     tied_embeddings: head and embedding are one tensor; `head.parameters` then counts the norm alone, while a last stage
     that is not the first holds its own copy of the tensor (`tied_parameters`).
-    max_tp_degree: the largest power of two up to 8 that divides attention and key-value heads.
+    max_tp_degree: the largest power of two up to 8 that divides the attention heads, and the key-value heads or is a multiple of them.
     """
 
     name: str
@@ -77,6 +96,16 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
+
+    @property
+    def unreplicated_tp_degree(self) -> int:
+        """The largest power of two up to 8 that divides attention and key-value heads: up to there every tensor is cut alike."""
+        return math.gcd(self.num_heads, self.num_kv_heads, 8)
+
+    @property
+    def key_value_units(self) -> int:
+        """As the blocks' own."""
+        return self.blocks[0].key_value_units
 
     @property
     def parameters(self) -> int:

@@ -37,7 +37,8 @@ def kept_of_block(
     if family == "qwen3":
         split += (1 + wide) * (query + key) + wide * (heads + kv_heads)
     worst = (1.5 if family == "gpt2" else 2.5) * inner
-    return KeptValues(split, norms, selective_split, 3 * hidden, worst)
+    normalised = (1 + wide) * key + wide * kv_heads if family == "qwen3" else 0
+    return KeptValues(split, norms, selective_split, 3 * hidden, worst, 2 * key + normalised, 2 * key)
 
 
 def kept_of_head(family: str, hidden: int, precision: str) -> KeptValues | None:

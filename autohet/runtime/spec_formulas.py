@@ -4,6 +4,7 @@ A config is taken only where it has every number that counts and no key beyond t
 the library's own modules (`models/model_spec.py`), whose specs these equal (tests/runtime/test_spec_formulas.py).
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision
     table = vocab * hidden
     products = 2 * hidden * (heads + kv_heads) * size + 3 * hidden * inner
     width = max(inner, hidden)
+    degree = math.gcd(heads, 8)
+    degree = math.gcd(degree, kv_heads) if degree % kv_heads else degree
     block = LayerSpec(
         parameters=products + 2 * hidden,
         replicated_parameters=2 * hidden,
@@ -49,6 +52,8 @@ def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision
         replicated_activation_values=4.0 * hidden,
         attention_heads=0 if precision in FUSED_PRECISIONS else heads,
         autograd=kept_of_block(config["model_type"], hidden, heads, kv_heads, size, inner, precision),
+        key_value_parameters=2 * hidden * kv_heads * size if kv_heads < degree else 0,
+        key_value_units=kv_heads if kv_heads < degree else 0,
     )
     return ModelSpec(
         name=name,
@@ -59,7 +64,7 @@ def spec_by_formula(name: str, config: Mapping[str, Any] | str | Path, precision
         num_kv_heads=kv_heads,
         intermediate_size=width,
         tied_embeddings=tied,
-        max_tp_degree=next(degree for degree in (8, 4, 2, 1) if heads % degree == kv_heads % degree == 0),
+        max_tp_degree=degree,
         embedding=LayerSpec(table, replicated_activation_values=2.0),
         blocks=(block,) * layers,
         head=LayerSpec(

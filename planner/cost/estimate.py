@@ -67,8 +67,8 @@ def estimate_layer(
 ) -> Estimate:
     """Seconds of a layer that was not measured, without tensor-parallel communication. Never zero."""
     device = _device(gpu_type)
-    flops = layer.forward_flops(sequence_length) * microbatch / tp_degree
-    wanted = spec.blocks[0].forward_flops(sequence_length) * microbatch / tp_degree
+    flops = layer.forward_flops_per_worker(sequence_length, tp_degree) * microbatch
+    wanted = spec.blocks[0].forward_flops_per_worker(sequence_length, tp_degree) * microbatch
     reference = _nearest(tables, device, dtype, wanted)
     scale = device_ratio(reference, device, dtype)
     reason = f"estimated from {reference.model} on {reference.gpu_type} ({reference.dtype}) by FLOPs"

@@ -104,16 +104,17 @@ def activation_bytes(
 ) -> float:  # fmt: skip
     """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer. by_modules: as the runtime's modules keep them,
     where they are known, with a fused attention. Of `full` that is as of `none`: it is the caller who knows the layer's input."""
-    known = layer.autograd if by_modules else None
+    known, shared = layer.autograd if by_modules else None, 0.0
     if known is None:
         split, replicated = layer.split_activation_values, layer.replicated_activation_values
         split += layer.attention_heads * sequence_length if recompute != "selective" else 0
         split *= SELECTIVE_SHARE if recompute == "selective" else 1.0
     elif recompute == "selective":
-        split, replicated = known.selective_split, known.selective_replicated
+        split, replicated, shared = known.selective_split, known.selective_replicated, known.selective_key_value
     else:
-        split, replicated = known.split, known.replicated
-    return float((replicated + split / tp_degree) * tokens * VALUE_BYTES[dtype])
+        split, replicated, shared = known.split, known.replicated, known.key_value
+    scalars = replicated + split / tp_degree + shared * layer.split_excess(tp_degree)
+    return float(scalars * tokens * VALUE_BYTES[dtype])
 
 
 def recomputed_values(layer: LayerSpec, tp_degree: int) -> float:

@@ -281,9 +281,7 @@ class CostModel:
             return predict_program(self, plan)
         simulation = self.simulate(plan)
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
-        tokens = sequences * self.sequence_length
-        step = simulation.step_time_s
-        usd = self.usd_per_hour(plan)
+        tokens, step, usd = sequences * self.sequence_length, simulation.step_time_s, self.usd_per_hour(plan)
         return Prediction(
             step_time_s=step,
             sequences_per_s=sequences / step,
@@ -298,6 +296,7 @@ class CostModel:
             estimated=self._estimated(plan),
             plan=plan,
             tied_embeddings=self.spec.tied_embeddings,
+            key_value_units=self.spec.key_value_units,
         )
 
     def simulate(self, plan: Plan) -> Simulation:

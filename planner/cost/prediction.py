@@ -22,6 +22,7 @@ class Prediction:
     estimated: tuple[str, ...] = ()
     plan: Plan | None = None
     tied_embeddings: bool = False
+    key_value_units: int = 0
 
     @property
     def fits(self) -> bool:
@@ -38,7 +39,9 @@ class Prediction:
     @property
     def communicators_by_worker(self) -> dict[str, int]:
         """How many communicators each worker has (`planner.communicators`); counted when asked for, since a search never does."""
-        return {} if self.plan is None else communicators_by_worker(self.plan, tied=self.tied_embeddings)
+        if self.plan is None:
+            return {}
+        return communicators_by_worker(self.plan, tied=self.tied_embeddings, key_value_units=self.key_value_units)
 
     def to_document(self) -> dict[str, Any]:
         """The contract's `predicted`, with `fits` and, where something was not measured, `estimated`."""

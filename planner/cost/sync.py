@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Fleet, Node, NodeType
+from planner.communicators import workers_of_unit
 from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
@@ -26,7 +27,7 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     left out.
 
     A tensor is cut into U units, U the largest TP degree of the plan; a worker of a stage of TP degree t holds U / t
-    of them.
+    of them. Keys and values are cut into fewer where the model says so: a unit then lies on several ranks.
     """
     units = max(stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages)
     width = parameters.sync_bytes_per_parameter
@@ -36,11 +37,15 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     for first, last in _runs(plan, spec.num_layers):
         replicated = sum(entry.replicated_parameters for entry in entries[first : last + 1])
         count = sum(entry.parameters for entry in entries[first : last + 1]) - replicated
+        shared = sum(entry.key_value_parameters for entry in entries[first : last + 1])
         if first == 0 and union:
             count -= spec.tied_parameters
         if last == spec.num_layers + 1 and spec.tied_embeddings and not union and len(plan.pipelines[0].stages) > 1:
             count += spec.tied_parameters
         stages = [_stage_of(pipeline, first, spec.num_layers) for pipeline in plan.pipelines]
+        if 0 < spec.key_value_units < units:
+            _add(bytes_by_members, stages, spec.key_value_units, shared * width, 0.0)
+            count -= shared
         _add(bytes_by_members, stages, units, count * width, replicated * width)
     jobs = [SyncJob(m, b) for m, b in bytes_by_members.items() if len(m) > 1 and b > 0]
     return tuple(jobs + _tied_jobs(plan, spec, units, width, union))
@@ -57,7 +62,7 @@ def _add(
     found: dict[tuple[str, ...], float], stages: list[Stage], units: int, split_bytes: float, replicated_bytes: float
 ) -> None:
     for unit in range(units):
-        members = tuple(dict.fromkeys(stage.workers[unit * stage.tp_degree // units] for stage in stages))
+        members = tuple(dict.fromkeys(worker for stage in stages for worker in workers_of_unit(stage, unit, units)))
         found[members] = found.get(members, 0.0) + (split_bytes + replicated_bytes) / units
 
 

@@ -32,7 +32,7 @@ def decoder_graph(spec: ModelSpec, batch: int, sequence_length: int, precision: 
     layers = (spec.embedding, *spec.blocks, spec.head)
     if builder.num_parameters != sum(layer.parameters for layer in layers):
         return None
-    return Decoder(Graph(list(builder.nodes.values()), most_units=spec.max_tp_degree), builder.split_dims)
+    return Decoder(Graph(list(builder.nodes.values()), most_units=spec.unreplicated_tp_degree), builder.split_dims)
 
 
 class _Builder:

@@ -249,6 +249,27 @@ def test_more_in_flight_equals_plain_transformers(pool: Any, name: str, back_end
     check(pool, Case(LLAMA, plan_document(*MORE_IN_FLIGHT[name]), TRAINING, STEPS, back_end=back_end))
 
 
+FEW_KV_HEADS = {
+    "TP 4 beside TP 2": ASYMMETRIC["TP 4 beside TP 2"], "TP 2, 1, 4": ASYMMETRIC["TP 2, 1, 4"], "TP 8": (pipeline((8, 8), microbatches=8),),
+    "TP 4 beside TP 1": (pipeline((8, 4), microbatches=5), pipeline((3, 1), (5, 2), microbatches=3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "back_end", "kv_heads", "sharded"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in in_ci else [pytest.mark.slow])
+        for in_ci in [[("TP 4 beside TP 1", "gloo", 2, True), ("TP 4 beside TP 2", "deferred", 1, False)]]
+        for case in itertools.product(FEW_KV_HEADS, BACK_ENDS, (1, 2), (False, True))
+    ],
+)
+def test_more_ranks_than_key_value_heads(pool: Any, name: str, back_end: str, kv_heads: int, sharded: bool) -> None:
+    """A head that several ranks hold is one shard, whose gradients from all of them, and from other pipelines, are added up."""
+    document = with_memory(plan_document(*FEW_KV_HEADS[name]), "none", sharded=sharded)
+    model = {**QWEN3, "num_key_value_heads": kv_heads} if back_end == "gloo" else {**LLAMA, "num_key_value_heads": kv_heads}
+    check(pool, Case(model, document, TRAINING, STEPS, back_end=back_end))
+
+
 @pytest.mark.parametrize("name", ["unequal depth", "TP 2, 1, 4", "TP and cuts across", "three pipelines"])
 @pytest.mark.parametrize("model", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
 def test_tied_and_partial_gradients(pool: Any, model: dict[str, Any], name: str) -> None:

@@ -48,25 +48,25 @@ def plans_of_64(draw: Any) -> Plan:
 
 
 @settings(max_examples=25, deadline=None)
-@given(plans_of_64(), st.booleans())
-def test_any_plan_of_64_gpus_has_few_communicators_a_worker(plan: Plan, tied: bool) -> None:
-    counts = communicators_by_worker(plan, tied=tied)
+@given(plans_of_64(), st.booleans(), st.sampled_from((0, 1, 2)))
+def test_any_plan_of_64_gpus_has_few_communicators_a_worker(plan: Plan, tied: bool, kv_units: int) -> None:
+    counts = communicators_by_worker(plan, tied=tied, key_value_units=kv_units)
     assert set(counts) == set(plan.workers)
     assert max(counts.values()) <= MAX_COMMUNICATORS
-    groups = sync_groups(plan, tied=tied, most=max_sync_groups(plan))
-    assert set(groups) == set(holder_sets(plan, tied=tied))
+    groups = sync_groups(plan, tied=tied, most=max_sync_groups(plan), key_value_units=kv_units)
+    assert set(groups) == set(holder_sets(plan, tied=tied, key_value_units=kv_units))
     assert all(set(holders) <= set(group) for holders, group in groups.items())
 
 
 @settings(max_examples=15, deadline=None)
-@given(plans_of_64(), st.booleans())
-def test_what_is_charged_is_no_less_than_what_there_is(plan: Plan, tied: bool) -> None:
-    layer = LayerSpec(64, 4)
+@given(plans_of_64(), st.booleans(), st.sampled_from((0, 1, 2)))
+def test_what_is_charged_is_no_less_than_what_there_is(plan: Plan, tied: bool, kv_units: int) -> None:
+    layer = LayerSpec(64, 4, key_value_parameters=8 if kv_units else 0, key_value_units=kv_units)
     spec = ModelSpec(
         "m", "test", 4, 8, 4, 4, 4, tied, 8, LayerSpec(32), (layer,) * plan.pipelines[0].stages[-1].end_layer, LayerSpec(36, 4)
     )  # fmt: skip
     sets = Counter(worker for job in sync_jobs(plan, spec, CostParameters()) for worker in job.members)
-    most, exact = communicators_at_most(plan, sets), communicators_by_worker(plan, tied=tied)
+    most, exact = communicators_at_most(plan, sets), communicators_by_worker(plan, tied=tied, key_value_units=kv_units)
     assert all(exact[worker] <= most[worker] <= MAX_COMMUNICATORS for worker in plan.workers)
 
 

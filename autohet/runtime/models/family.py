@@ -62,10 +62,15 @@ def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_units(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[int, ...]:
-    """Units of `spec` that rank `tp_rank` of `tp_degree` holds, ascending; all of a replicated parameter."""
+    """Units of `spec` that rank `tp_rank` of `tp_degree` holds, ascending; all of a replicated parameter. A unit of a key or value
+    projection may lie on several ranks in a row: each computes it for its own query heads, and their gradients are parts of the sum.
+    """
     if spec.split_dim is None:
         return (0,)
     finest = spec.num_units // spec.groups
+    if tp_degree > finest:  # keys and values of fewer heads than ranks
+        assert tp_degree % finest == 0, f"{spec.name}: TP degree {tp_degree} is no multiple of its {finest} units"
+        return (tp_rank * finest // tp_degree,)
     assert finest % tp_degree == 0, f"{spec.name}: {finest} units do not divide by TP degree {tp_degree}"
     share = finest // tp_degree
     return tuple(
@@ -87,6 +92,8 @@ class Family:
     head: str = "lm_head"
     tp_plan: Mapping[str, str] | None = None
     packed_groups: int = 3
+    key_value_projections: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
+    """Path patterns inside a block; none where query, key and value are packed."""
     dropout_keys: tuple[str, ...] = ("attention_dropout",)
 
     def num_layers(self, config: PreTrainedConfig) -> int:
@@ -102,10 +109,22 @@ class Family:
         return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)), None)
 
     def max_tp_degree(self, config: PreTrainedConfig) -> int:
-        """The finest TP degree: the largest power of two, at most 8, that divides attention and key-value heads."""
-        heads = int(config.num_attention_heads)
-        common = math.gcd(heads, int(getattr(config, "num_key_value_heads", None) or heads))
-        return math.gcd(common, FINEST_TP_DEGREE)
+        """The finest TP degree: the largest power of two, at most 8, that divides the attention heads, and that divides the key-value
+        heads or is a multiple of them.
+        """
+        finest, kv_heads = math.gcd(int(config.num_attention_heads), FINEST_TP_DEGREE), self._kv_heads(config)
+        return math.gcd(finest, kv_heads) if finest % kv_heads else finest
+
+    def key_value_units(self, config: PreTrainedConfig) -> int:
+        """Into how many units keys and values are cut: as many as all else, or one a key-value head where these are fewer."""
+        return math.gcd(self.max_tp_degree(config), self._kv_heads(config))
+
+    def _kv_heads(self, config: PreTrainedConfig) -> int:
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    def is_key_value(self, module_path: str) -> bool:
+        """Whether the module makes keys or values alone."""
+        return any(module_path.endswith(f".{each}") for each in self.key_value_projections)
 
     def layer_of(self, name: str) -> int:
         """The block that a parameter belongs to, EMBEDDING or HEAD."""
@@ -178,6 +197,8 @@ def _spec(
     if split_dim is None:
         return ParameterSpec(name, shape, layer)
     groups = family.packed_groups if style == "packed_colwise" else 1
+    if family.is_key_value(path):
+        finest = family.key_value_units(config)
     return ParameterSpec(name, shape, layer, split_dim, _cuts(shape[split_dim], groups, finest, name), groups)
 
 

@@ -16,5 +16,6 @@ FAMILY = Family(
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
     },
+    key_value_projections=(),
     dropout_keys=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
 )

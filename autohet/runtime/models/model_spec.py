@@ -6,12 +6,13 @@ Works for any decoder's causal-LM config: the blocks are the largest ModuleList 
 `get_output_embeddings` and whatever else lies outside the blocks (final norm, projections).
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autohet.runtime.kept_values import kept_of_block, kept_of_head
-from autohet.runtime.models import read_config
+from autohet.runtime.models import FAMILIES, read_config
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
 
@@ -77,6 +78,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
     specs = [_block_spec(block, config, hidden, heads, kv_heads, head_size, precision) for block in blocks]
+    family = FAMILIES.get(config.model_type)
     vocab = int(config.vocab_size)
     return ModelSpec(
         name=name,
@@ -87,7 +89,7 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
         num_kv_heads=kv_heads,
         intermediate_size=_widest(blocks[0], hidden),
         tied_embeddings=tied,
-        max_tp_degree=_power_of_two_divisor(heads, kv_heads),
+        max_tp_degree=family.max_tp_degree(config) if family else math.gcd(heads, kv_heads, 8),
         embedding=LayerSpec(
             parameters=embedding,
             replicated_parameters=max(0, embedding - vocab * hidden),
@@ -178,6 +180,7 @@ def _block_spec(
     gated = any("gate" in name for name, _ in block.named_modules())
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     attention = (heads * 2 + kv_heads * 2) * head_size
+    key_value_parameters, key_value_units = _key_values(block, config)
     feed_forward = (4 if gated else 2) * width * experts
     return LayerSpec(
         parameters=parameters,
@@ -188,7 +191,18 @@ def _block_spec(
         replicated_activation_values=4.0 * hidden,
         attention_heads=0 if precision in _FUSED_PRECISIONS else heads,
         autograd=kept_of_block(str(config.model_type), hidden, heads, kv_heads, head_size, inner, precision),
+        key_value_parameters=key_value_parameters,
+        key_value_units=key_value_units,
     )
+
+
+def _key_values(block: Any, config: Any) -> tuple[int, int]:
+    """`key_value_parameters` and `key_value_units` of a LayerSpec."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.key_value_units(config) == family.max_tp_degree(config):
+        return 0, 0
+    modules = [module for path, module in block.named_modules() if family.is_key_value(f".{path}")]
+    return sum(p.numel() for module in modules for p in module.parameters()), family.key_value_units(config)
 
 
 def _used_per_token(parameter: Any, config: Any) -> float:
@@ -213,10 +227,3 @@ def _widest(block: Any, hidden: int) -> int:
         if p.dim() >= 2 and "attn" not in name and "attention" not in name
     ]
     return int(max(sizes, default=4 * hidden))
-
-
-def _power_of_two_divisor(*counts: int) -> int:
-    degree = 1
-    while degree < 8 and all(count % (2 * degree) == 0 for count in counts):
-        degree *= 2
-    return degree

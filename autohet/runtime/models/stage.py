@@ -93,6 +93,7 @@ class StageModel(nn.Module):
             for name in entered:
                 _enter_before(block.get_submodule(name), tp)
                 _divide_split_size(block.get_submodule(name), tp)
+                _divide_groups(block.get_submodule(name), tp, self.family.key_value_units(self.config))
         if self.is_first:
             start = self._vocabulary_start(self.paths["embedding"])
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
@@ -244,6 +245,12 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
         return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], tp)}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _divide_groups(module: nn.Module, tp: TensorParallel, key_value_units: int) -> None:
+    """Where several ranks hold one key-value head, each has a part of the query heads that share it."""
+    if hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups //= max(1, tp.degree // key_value_units)  # type: ignore[operator, assignment]
 
 
 def _divide_split_size(module: nn.Module, tp: TensorParallel) -> None:

@@ -131,8 +131,9 @@ def groups_by_holders(
     """The group of each set of two or more holders that some shard has: these workers, or a superset where a worker would be in more
     than `most` groups. All workers build the groups in sorted order.
     """
-    tied = family_of(config).tied_head(config)
-    group_of = sync_groups(plan, tied=tied, most=most)
+    family = family_of(config)
+    units = family.key_value_units(config)
+    group_of = sync_groups(plan, tied=family.tied_head(config), most=most, key_value_units=units)
     return {each.holders: group_of[each.holders] for each in buffers if len(each.holders) > 1}
 
 

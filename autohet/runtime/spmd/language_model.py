@@ -48,4 +48,4 @@ def capture_language_model(config: PreTrainedConfig, batch: int, sequence_length
     stage.prepare((batch, sequence_length), whole_mask)
     ids = torch.zeros(batch, sequence_length, dtype=torch.int64)
     names = {f"stage.{ours}.": f"{theirs}." for ours, theirs in reversed(stage.paths.items())}
-    return capture(_Loss(stage), (ids, ids.clone()), most_units=family.max_tp_degree(config), prefixes=names)
+    return capture(_Loss(stage), (ids, ids.clone()), most_units=family.key_value_units(config), prefixes=names)

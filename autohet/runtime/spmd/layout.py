@@ -14,6 +14,7 @@ def program_units(
 ) -> dict[str, list[tuple[str, int]]]:
     """Worker -> (parameter name, unit) of all that it holds."""
     storage = program.storage
+    finest = min((spec.num_units // spec.groups for spec in specs.values() if spec.split_dim is not None), default=1)
     held: dict[str, list[tuple[str, int]]] = {worker: [] for worker in workers}
     for name, spec in specs.items():
         layout = storage[name]
@@ -21,15 +22,15 @@ def program_units(
             units: Sequence[int] = range(spec.num_units)
             if layout.kind == "sharded":
                 assert layout.dim == spec.split_dim, f"{name} is cut along {layout.dim}, its state along {spec.split_dim}"
-                units = _units(program.ratios[-1], rank, spec)
+                units = _units(program.ratios[-1], rank, spec, finest)
             held[worker] += [(name, unit) for unit in units]
     return held
 
 
-def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec) -> tuple[int, ...]:
-    """Those within the part of a rank: parts are whole multiples of the finest tensor-parallel slice."""
+def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int) -> tuple[int, ...]:
+    """Those within the part of a rank: parts are whole multiples of the finest slice into which every tensor can be cut."""
     assert spec.split_dim is not None
-    finest, size = spec.num_units // spec.groups, spec.shape[spec.split_dim]
+    size = spec.shape[spec.split_dim]
     lengths = round_to_units(ratios, finest)
     start, end = (sum(lengths[:last]) * size // finest for last in (rank, rank + 1))
     assert {start, end} <= {*spec.cuts}, f"{spec.name}: a part from {start} to {end} cuts units apart"

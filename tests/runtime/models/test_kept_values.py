@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autohet.runtime.models import COMPUTE_DTYPES, StageModel, build_stage, family_of
+from autohet.runtime.models import COMPUTE_DTYPES, StageModel, TensorParallel, build_stage
 from autohet.runtime.models.model_spec import model_spec_from_config
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.plan import RECOMPUTE_CHOICES, Recompute
 from tests.harness.live_memory import LiveMemory
+from tests.harness.thread_group import run_ranks
 from tests.harness.tiny_models import TINY, tiny_config
 
 FAMILIES = ["gpt2", "llama", "llama-grouped", "mistral", "mistral, windowed", "qwen2", "qwen3"]
@@ -20,16 +21,17 @@ WITHOUT_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
 def planned(name: str) -> dict[str, object]:
     """The tiny config of a family, with a window shorter than the sequences only where its name says so."""
+    if name == "qwen3, one key-value head":
+        return {**TINY["qwen3"], "num_key_value_heads": 1}
     if name == "mistral, windowed":
         return {**TINY["mistral"], "sliding_window": LENGTH // 4, "num_key_value_heads": 2}
     return {**TINY[name], **{key: value for key, value in WITHOUT_WINDOW.items() if key in TINY[name]}}
 
 
-def stage(name: str, layers: int, precision: str, recompute: Recompute) -> StageModel:
+def stage(name: str, layers: int, precision: str, recompute: Recompute, tp: TensorParallel | None = None) -> StageModel:
     config = tiny_config(name.split(",")[0], **planned(name))
-    model = build_stage(config, 0, layers, None, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute)
-    specs = family_of(config).parameter_specs(config)
-    model.load_parameters({path: 0.02 * torch.randn(specs[path].shape) for path in model.local_parameters()})
+    model = build_stage(config, 0, layers, tp, torch.device("cpu"), COMPUTE_DTYPES[precision], recompute)
+    model.load_parameters({path: 0.02 * torch.randn(shape) for path, shape in model.local_shapes().items()})
     return model
 
 
@@ -53,3 +55,20 @@ def test_a_block_keeps_what_the_planner_predicts(name: str, precision: str, reco
     parameters = framework_parameters(OURS, CostParameters())
     terms = memory_terms(spec, LENGTH, precision, 1, SEQUENCES, recompute, parameters)
     assert terms.activation_bytes[1] == pytest.approx(two - one, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_rank_keeps_its_key_value_head_whole_where_others_hold_it_too(recompute: Recompute) -> None:
+    """Four ranks with one head: what the planner says of activations and of parameters is what each has."""
+    name = "qwen3, one key-value head"
+    spec = model_spec_from_config(name, planned(name), precision="fp32")
+    terms = memory_terms(spec, LENGTH, "fp32", 4, SEQUENCES, recompute, framework_parameters(OURS, CostParameters()))
+
+    def work(tp: TensorParallel) -> tuple[int, int, int]:
+        one, two = (stage(name, layers, "fp32", recompute, tp) for layers in (1, 2))
+        block = sum(p.numel() for path, p in two.local_parameters().items() if ".layers.1." in path)
+        return kept_bytes(one), kept_bytes(two), block
+
+    for one, two, block in run_ranks(4, work):
+        assert terms.activation_bytes[1] == pytest.approx(two - one, rel=0.02)
+        assert spec.blocks[1].parameters_per_worker(4) == pytest.approx(block, rel=0.05)  # widths that do not divide

@@ -50,7 +50,9 @@ def test_flops_of_a_llama_block_are_those_of_its_products():
     weights = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 96
     assert spec.blocks[0].forward_flops(10) == 2 * weights * 10 + 4 * 100 * 64
     assert spec.head.forward_flops(10) == 2 * 64 * 100 * 10
-    assert spec.max_tp_degree == 2
+    assert (spec.max_tp_degree, spec.unreplicated_tp_degree) == (8, 2)
+    assert spec.blocks[0].key_value_parameters == 2 * 64 * 16
+    assert spec.blocks[0].parameters_per_worker(8) == 2 * 64 + (weights - 2 * 64 * 16) / 8 + 2 * 64 * 16 / 2
 
 
 def test_scores_are_kept_where_attention_cannot_be_fused():

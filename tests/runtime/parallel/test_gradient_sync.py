@@ -212,19 +212,20 @@ def add_up(fakes: dict[str, FakeGroups]) -> None:
                 flat.copy_(total)
 
 
-@settings(max_examples=12, deadline=None)
-@given(plans(3, 4))
-def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan) -> None:
+@settings(max_examples=16, deadline=None)
+@given(plans(3, 4), st.sampled_from((1, 2, 4)))
+def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan, kv_heads: int) -> None:
     """With a gradient of 1 everywhere at every worker the sum is the number of copies: one a stage that holds the parameter, however many
-    ranks it has; each rank's where the ranks' gradients are parts of the sum."""
-    config = tiny_config("qwen3")  # tied, with partial gradients
+    ranks it has; each rank's where the ranks' gradients are parts of the sum, as those of key-value heads that several hold."""
+    config = tiny_config("qwen3", num_key_value_heads=kv_heads)  # tied, with partial gradients
     specs = family_of(config).parameter_specs(config)
     layout = layout_of_plan(drawn, config)
     copies: dict[str, float] = defaultdict(float)
     fakes, syncs = {}, {}
     for stage in (stage for pipeline in drawn.pipelines for stage in pipeline.stages):
         for name in stage_parameter_names(config, stage.first_layer, stage.num_layers):
-            copies[name] += stage.tp_degree if specs[name].partial_gradient else 1
+            ranks = stage.tp_degree if specs[name].partial_gradient else stage.tp_degree // specs[name].num_units
+            copies[name] += max(1, ranks) if specs[name].partial_gradient or specs[name].split_dim is not None else 1
         for worker in stage.workers:
             units = {n[6:]: u for n, u in layout.units_of(worker).items() if n.startswith("param/")}
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
@@ -266,12 +267,13 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
 
 
 @settings(max_examples=30, deadline=None)
-@given(plans(6, 4), st.booleans())
-def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool) -> None:
+@given(plans(6, 4), st.booleans(), st.sampled_from((1, 2, 4)))
+def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool, kv_heads: int) -> None:
     """And merges them as the runtime does: one list of groups, in one order at every worker."""
-    config = tiny_config("llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, tie_word_embeddings=tied)
+    changes = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads}
+    config = tiny_config("llama", vocab_size=64, intermediate_size=64, num_hidden_layers=6, **changes)
     found = groups_by_holders(drawn, config, plan_buffers(drawn, config), max_sync_groups(drawn))
-    assert set(found) <= set(holder_sets(drawn, tied=tied))
+    assert set(found) <= set(holder_sets(drawn, tied=tied, key_value_units=kv_heads))
     counts = Counter(worker for group in set(found.values()) for worker in group)
     assert max(counts.values(), default=0) <= max_sync_groups(drawn)
 
