@@ -80,11 +80,17 @@ class PlanningInputs:
     def _has_formula(self) -> bool:
         """Whether the spec alone says what the graph is: a window of attention, a padding token and the like are not in it."""
         config = self.job.model.config
+        if self.job.model.vocabulary_multiple > 1:
+            return False
         is_long = self.job.training.sequence_length >= MISTRAL_WINDOW
         return config is not None and set(config) <= GRAPH_KEYS and not (config.get("model_type") == "mistral" and is_long)
 
     def _decoder(self, microbatch: int) -> Decoder | None:
-        """The graph as captured from the library's modules; None for a family that the runtime does not train."""
+        """The graph as captured from the library's modules; None for a family that the runtime does not train, and for a padded
+        vocabulary, whose loss no graph has.
+        """
+        if self.job.model.vocabulary_multiple > 1:
+            return None
         from autohet.runtime.spmd.language_model import decoder_from  # imports torch
 
         return decoder_from(self.job, microbatch)
@@ -113,7 +119,8 @@ def planning_inputs(job: Job, *, profile: str | Path | None = None, links: str |
     source = model.config if model.config is not None else model.pretrained
     if source is None:
         raise ConfigError("model needs config or pretrained")
-    spec = spec_by_formula(job.name, source, job.training.precision) or _derived_spec(job, source)
+    known = spec_by_formula(job.name, source, job.training.precision) if model.vocabulary_multiple == 1 else None
+    spec = known or _derived_spec(job, source)
     profile = profile or job.parallelism.profile
     links = links or job.parallelism.links
     parameters = replace(CostParameters(), context_bytes=float(job.parallelism.memory_reserve_bytes))
@@ -131,7 +138,13 @@ def _derived_spec(job: Job, source: Mapping[str, Any] | str | Path) -> ModelSpec
         model_spec_from_config,  # imports torch and transformers: three seconds
     )
 
-    return model_spec_from_config(job.name, source, precision=job.training.precision, revision=job.model.revision)
+    return model_spec_from_config(
+        job.name,
+        source,
+        precision=job.training.precision,
+        revision=job.model.revision,
+        vocabulary_multiple=job.model.vocabulary_multiple,
+    )
 
 
 def _emulated(job: Job) -> ProfileTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import tensor_specs
 from autohet.runtime.models import load_config
 from recovery.checkpoint.commit import commit_checkpoint
-from recovery.state.layout import Layout
+from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
 from tests.harness.checkpoint_cases import write_all
 from tests.harness.fake_job import fake_job
@@ -99,3 +100,20 @@ def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
     ledger.go_on_from(20)
     assert ledger.committed_steps == 20
     assert ledger.summary(0, [])["first_step"] == 20
+
+
+def test_a_checkpoint_cut_into_other_units_is_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are what state is stored by: the same shapes cut otherwise would be read wrongly, or not at all."""
+
+    def halves(config: object) -> dict[str, TensorSpec]:
+        specs = tensor_specs(config)  # type: ignore[arg-type]
+        return {
+            name: spec if spec.split_dim is None else replace(spec, cuts=(0, spec.shape[spec.split_dim]))
+            for name, spec in specs.items()
+        }
+
+    monkeypatch.setattr("autohet.driver.control.resumption.tensor_specs", halves)
+    code, _, errors = train(6)
+    assert code == 2
+    assert "units" in errors
+    assert "autohet checkpoint export" in errors

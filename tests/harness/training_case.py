@@ -41,8 +41,13 @@ class Case:
     back_end: str = "gloo"
     """Or "deferred": CUDA's semantics (`tests.harness.deferred_group`)."""
 
+    vocabulary_multiple: int = 1
+
     def config(self) -> Any:
-        return load_config(SimpleNamespace(config=dict(self.model), pretrained=None, revision=None))
+        multiple = self.vocabulary_multiple
+        return load_config(
+            SimpleNamespace(config=dict(self.model), pretrained=None, revision=None, vocabulary_multiple=multiple)
+        )
 
     def section(self) -> TrainingSection:
         return TrainingSection(**self.training)

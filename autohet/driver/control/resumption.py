@@ -53,6 +53,11 @@ def _check_same(job: Job, config: PreTrainedConfig, found: CheckpointInfo, manif
             raise ConfigError(
                 f"{found.uri} is of another model: {name} is {other} in it and {mine} in the job; {remedy}"
             )
+        if ours[name].cuts != theirs[name].cuts:
+            raise ConfigError(
+                f"{found.uri} is of another version, which cut {name} into {theirs[name].num_units} units, not {ours[name].num_units};"
+                f" autohet checkpoint export it and train from model.pretrained, or {remedy}"
+            )
     seed = manifest.scalars.get("seed", job.training.seed)
     if seed != job.training.seed:
         logger.warning(

@@ -38,8 +38,15 @@ class ModelSection:
     """A directory with a Hugging Face checkpoint, or a hub id."""
     revision: str | None = None
     """The hub's revision of `pretrained`; None: its main branch."""
+    vocabulary_multiple: int = 1
+    """Embedding and head get rows of zeros up to a multiple of this, which are in no loss and in no exported checkpoint. 64 suits tensor
+    cores: every tensor-parallel slice is then a multiple of 8 rows. A run keeps the one that it began with."""
 
     def __post_init__(self) -> None:
+        require(
+            self.vocabulary_multiple == 1 or (self.vocabulary_multiple > 0 and self.vocabulary_multiple % 8 == 0),
+            f"model.vocabulary_multiple is {self.vocabulary_multiple}, but must be 1 (no padding) or a multiple of 8, such as 64",
+        )
         require(
             (self.config is None) != (self.pretrained is None),
             "model needs exactly one of config (train from scratch) and pretrained (fine-tune)",

@@ -25,6 +25,7 @@ from autohet.runtime.models.family import (
     ParameterSpec,
     local_shape,
     local_units,
+    pad_vocabulary,
 )
 from autohet.runtime.models.stage import StageModel, TensorParallel, build_stage
 from planner.errors import ConfigError
@@ -85,6 +86,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         logger.info("Dropout (%s) is set to 0: with it, the fleet would change the mathematics", ", ".join(changed))
     config._attn_implementation = "sdpa"
     config.use_cache = False
+    pad_vocabulary(config, getattr(source, "vocabulary_multiple", 1))
     return config
 
 

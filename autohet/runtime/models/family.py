@@ -31,6 +31,17 @@ ROW = ("rowwise", "rowwise_split_input")
 PARTIAL = ("replicated_with_grad_allreduce",)
 
 
+PADDED = "padded_vocab_size"
+"""A config's attribute: rows of embedding and head, with those that pad; absent where none do."""
+
+
+def pad_vocabulary(config: PreTrainedConfig, multiple: int) -> None:
+    """Let embedding and head have rows up to a multiple of `multiple`, in the config's `padded_vocab_size`. Its `vocab_size` stays."""
+    rows = -(-int(config.vocab_size) // multiple) * multiple
+    if rows != int(config.vocab_size):
+        setattr(config, PADDED, rows)
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """One parameter of the whole model.
@@ -133,6 +144,10 @@ class Family:
         embeddings = [path for path in (self.token_embedding, self.position_embedding) if path]
         return EMBEDDING if any(name.startswith(path + ".") for path in embeddings) else HEAD
 
+    def vocabulary_parameters(self) -> frozenset[str]:
+        """Names of the parameters with a row for each token."""
+        return frozenset(f"{path}.weight" for path in (self.token_embedding, self.head))
+
     def parameter_specs(self, config: PreTrainedConfig) -> dict[str, ParameterSpec]:
         """Every parameter of the whole model by its name in a checkpoint; a tied head is not named twice."""
         return dict(_parameter_specs(self, _config_key(config)))
@@ -174,8 +189,10 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
         if path == family.head and family.tied_head(config):
             continue
         for kind, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{kind}"
-            specs.append((name, _spec(family, config, name, path, module, kind, tuple(parameter.shape), finest)))
+            name, shape = f"{path}.{kind}", tuple(parameter.shape)
+            if family.style(config, path) == "vocabulary":
+                shape = (int(getattr(config, PADDED, shape[0])), *shape[1:])
+            specs.append((name, _spec(family, config, name, path, module, kind, shape, finest)))
     return tuple(specs)
 
 

@@ -23,7 +23,9 @@ from planner.errors import ConfigError
 
 
 def initial_parameters(config: PreTrainedConfig, names: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone, whatever else is asked for."""
+    """(name, whole fp32 tensor on the CPU) of each of `names`; a function of (seed, layer) alone, whatever else is asked for. Rows that pad
+    a vocabulary are 0.
+    """
     family, wanted = family_of(config), set(names)
     specs = family.parameter_specs(config)
     owner = skeleton(config)
@@ -31,7 +33,14 @@ def initial_parameters(config: PreTrainedConfig, names: Collection[str], seed: i
     for layer in sorted({specs[name].layer for name in wanted}):
         paths = [parts[layer]] if layer >= 0 else _outer_paths(family, layer, family.tied_head(config))
         for path in paths:
-            yield from ((name, tensor) for name, tensor in _draw(owner, path, seed) if name in wanted)
+            drawn = ((name, tensor) for name, tensor in _draw(owner, path, seed) if name in wanted)
+            yield from ((name, _padded(tensor, specs[name].shape)) for name, tensor in drawn)
+
+
+def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """With rows of zeros, where the shape has more of them."""
+    more = shape[0] - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor
 
 
 def _outer_paths(family: object, layer: int, tied: bool) -> list[str]:
@@ -71,11 +80,12 @@ def pretrained_parameters(
             raise ConfigError(f"checkpoint '{path}' has no tensor {name}")
         with _open(files[stored]) as reader:
             tensor = reader.get_tensor(stored)
-        if tuple(tensor.shape) != specs[name].shape:
-            raise ConfigError(
-                f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {specs[name].shape}"
-            )
-        yield name, tensor.float()
+        shape = specs[name].shape
+        if name in family.vocabulary_parameters():
+            shape = (int(config.vocab_size), *shape[1:])
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"{name} in '{path}' has shape {tuple(tensor.shape)}, but the config says {shape}")
+        yield name, _padded(tensor.float(), specs[name].shape)
 
 
 def _open(file: str) -> Any:

@@ -20,14 +20,22 @@ _FUSED_PRECISIONS = ("bf16", "fp16")
 
 
 def model_spec_from_config(
-    name: str, config: Mapping[str, Any] | str | Path, *, precision: str = "bf16", revision: str | None = None
+    name: str,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    precision: str = "bf16",
+    revision: str | None = None,
+    vocabulary_multiple: int = 1,
 ) -> ModelSpec:
     """The spec of a transformers config, given as a mapping with `model_type`, a path, or a hub id; ConfigError
     where it is none.
 
-    precision decides whether the attention's scores count as kept for backward: flash kernels are 16-bit only.
+    vocabulary_multiple: as the job's `model.vocabulary_multiple`. precision decides whether the attention's scores
+    count as kept for backward: flash kernels are 16-bit only.
     """
     loaded = read_config(config, revision)
+    if vocabulary_multiple > 1:
+        loaded.vocab_size = -(-int(loaded.vocab_size) // vocabulary_multiple) * vocabulary_multiple
     module = _build_on_meta(loaded)
     return _spec(name, loaded, module, precision)
 

@@ -30,7 +30,8 @@ class StageModel(nn.Module):
     """One stage on one worker. Parameters have no storage until `load_parameters`.
 
     `forward` takes token ids [b, S] int64 where the stage is the first, else hidden states [b, S, h]; it returns
-    hidden states [b, S, h], or, where it is the last, this rank's logits [b, S, V_local]. With tensor parallelism
+    hidden states [b, S, h], or, where it is the last, this rank's logits [b, S, V_local]; columns from `vocab_size` on pad the
+    vocabulary, and are no predictions. With tensor parallelism
     every rank of the group calls forward, `loss_sum` and backward together; hidden states at the borders are whole
     and equal on all ranks.
     """
@@ -207,7 +208,8 @@ class StageModel(nn.Module):
         """Sum of cross entropy over `targets` [b, S] that are not -100, fp32 scalar, equal on every rank of the
         group.
         """
-        return cross_entropy_sum(logits, targets, self.tp, self._vocabulary_start(self.paths["head"]))
+        start = self._vocabulary_start(self.paths["head"])
+        return cross_entropy_sum(logits, targets, self.tp, start, int(self.config.vocab_size) - start)
 
 
 def build_stage(

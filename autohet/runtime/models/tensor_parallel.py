@@ -131,16 +131,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: ReduceGroup | None) -> Tensor:
-        local = targets - start
-        mine = (local >= 0) & (local < logits.shape[-1])
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, start: int, num_tokens: int, group: ReduceGroup | None
+    ) -> Tensor:
+        local, ctx.num_tokens = targets - start, num_tokens
+        mine = (local >= 0) & (local < num_tokens)
         index = local.masked_fill(~mine, 0).unsqueeze(-1)
-        highest = logits.amax(dim=-1).float()
+        columns = logits[:, :num_tokens]
+        highest = (
+            columns.amax(dim=-1).float() if num_tokens else torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        )
         if group is not None:
             group.all_reduce_max(highest)
-        sums = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
-            shifted = logits[rows].float() - highest[rows].unsqueeze(-1)
+        sums = torch.zeros(2, len(logits), dtype=torch.float32, device=logits.device)
+        for rows in _chunks(columns):
+            shifted = columns[rows].float() - highest[rows].unsqueeze(-1)
             sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1).masked_fill_(~mine[rows], 0.0)
             sums[0, rows] = shifted.exp_().sum(-1)
         if group is not None:
@@ -149,28 +154,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return ((sums[0].log() - sums[1]) * (targets >= 0)).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, highest, total, index, mine, counted = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            part = (logits[rows].float() - highest[rows].unsqueeze(-1)).exp_().div_(total[rows].unsqueeze(-1))
+        gradient, columns = torch.empty_like(logits), logits[:, : ctx.num_tokens]
+        gradient[:, ctx.num_tokens :] = 0.0
+        for rows in _chunks(columns):
+            part = (columns[rows].float() - highest[rows].unsqueeze(-1)).exp_().div_(total[rows].unsqueeze(-1))
             part.scatter_add_(-1, index[rows], -mine[rows].unsqueeze(-1).to(part.dtype))
-            gradient[rows] = part.mul_((counted[rows] * gradients[0]).unsqueeze(-1))
-        return gradient, None, None, None
+            gradient[rows, : ctx.num_tokens] = part.mul_((counted[rows] * gradients[0]).unsqueeze(-1))
+        return gradient, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows, each of LOSS_CHUNK_ELEMENTS at the most."""
+    """Slices of rows, each of LOSS_CHUNK_ELEMENTS at the most; none of logits without columns."""
+    if not logits.shape[-1]:
+        return []
     size = max(1, LOSS_CHUNK_ELEMENTS // logits.shape[-1])
     return [slice(first, first + size) for first in range(0, len(logits), size)]
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, tp: TensorParallel | None, start: int) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor, targets: Tensor, tp: TensorParallel | None, start: int, num_tokens: int | None = None
+) -> Tensor:
     """Sum over positions of the cross entropy, fp32; positions with target -100 count nothing. The logits are never whole in fp32 where
     they come in another dtype.
 
-    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. Equal on every rank of the group.
+    logits: [..., V_local] of vocabulary rows from `start`; targets: [...] int64. Equal on every rank of the group. Columns from
+    `num_tokens` on pad the vocabulary (there are none where it is None or more than V_local): they count nothing, and get a gradient
+    of 0.
     """
+    width = logits.shape[-1]
+    counted = width if num_tokens is None else min(max(num_tokens, 0), width)
     group = None if tp is None or tp.degree == 1 else tp.group
-    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), start, group)
+    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), start, counted, group)
     return total

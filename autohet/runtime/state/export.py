@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from autohet.runtime.models import FAMILIES
+from autohet.runtime.models.family import PADDED
 from planner.errors import ConfigError
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.read import read_shards
@@ -74,13 +76,15 @@ def export_checkpoint(
         with _atomic_file(folder / file_name) as temporary, temporary.open("wb") as output:
             output.write(_header({name: specs[name] for name in names}, dtype))
             for name in names:
-                output.write(tensor_bytes(_full_tensor(storage, manifest, specs[name], dtype)))
+                full = _full_tensor(storage, manifest, manifest.specs[f"{PARAMETER_KIND}{name}"], dtype)
+                output.write(tensor_bytes(full[: specs[name].shape[0]]))
                 done += _export_bytes(specs[name], dtype)
                 if progress:
                     progress(done, total)
             output.flush()
             os.fsync(output.fileno())
-    _write_json(folder / "config.json", {**manifest.model_config, "dtype": dtype})
+    config = {key: value for key, value in manifest.model_config.items() if key != PADDED}
+    _write_json(folder / "config.json", {**config, "dtype": dtype})
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -95,9 +99,16 @@ def _make(folder: Path) -> None:
 
 
 def _parameter_specs(manifest: Manifest) -> dict[str, TensorSpec]:
-    """Specs of the parameters by their Hugging Face names, sorted."""
-    kept = {name: spec for name, spec in manifest.specs.items() if name.startswith(PARAMETER_KIND)}
-    return {name.removeprefix(PARAMETER_KIND): kept[name] for name in sorted(kept)}
+    """Specs of the parameters by their Hugging Face names, sorted, whole, without rows that pad the vocabulary."""
+    names = sorted(name.removeprefix(PARAMETER_KIND) for name in manifest.specs if name.startswith(PARAMETER_KIND))
+    family = FAMILIES.get(str(manifest.model_config.get("model_type")))
+    padded = family.vocabulary_parameters() if family and PADDED in manifest.model_config else frozenset()
+    specs = {}
+    for name in names:
+        spec = manifest.specs[f"{PARAMETER_KIND}{name}"]
+        rows = int(manifest.model_config["vocab_size"]) if name in padded else spec.shape[0]
+        specs[name] = TensorSpec(spec.name, (rows, *spec.shape[1:]), spec.dtype)
+    return specs
 
 
 def _check_request(folder: Path, manifest: Manifest, specs: Mapping[str, TensorSpec], dtype: str) -> None:

@@ -65,3 +65,26 @@ def test_bf16_logits_are_never_whole_in_fp32(monkeypatch: pytest.MonkeyPatch) ->
     assert seen.elements <= 5 * VOCABULARY
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_columns_that_pad_the_vocabulary_count_nothing(degree: int) -> None:
+    """Twice as many columns, whose logits are the largest: half of the ranks have no token of their own."""
+    logits, targets = case(torch.float32)
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    (gradient,) = torch.autograd.grad(3 * wanted, logits)
+    padded = torch.cat([logits.detach(), torch.full_like(logits, 99.0)], -1)
+    width = padded.shape[-1] // degree
+
+    def rank(tp: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        start = tp.rank * width
+        part = padded[..., start : start + width].contiguous().requires_grad_()
+        loss = cross_entropy_sum(part, targets, tp, start, VOCABULARY - start)
+        return loss.detach(), torch.autograd.grad(3 * loss, part)[0]
+
+    answers = run_ranks(degree, rank)
+    for loss, _ in answers:
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-6, atol=0)
+    found = torch.cat([part for _, part in answers], -1)
+    torch.testing.assert_close(found[..., :VOCABULARY], gradient, rtol=1e-5, atol=1e-6)
+    assert not found[..., VOCABULARY:].any()

@@ -76,8 +76,8 @@ def test_tensor_parallel_layers_are_measured_in_as_many_processes(job, tmp_path)
 def test_wrong_arguments_say_what_to_do(job, tmp_path, capsys):
     assert _profile(job, "--out", str(tmp_path / "table.json")) == 2
     assert ".parquet" in capsys.readouterr().err
-    assert _profile(job, "--out", str(tmp_path / "t.csv"), "--tp-degrees", "4") == 2
-    assert "TP degree 4" in capsys.readouterr().err
+    assert _profile(job, "--out", str(tmp_path / "t.csv"), "--tp-degrees", "8") == 2
+    assert "TP degree 8" in capsys.readouterr().err
 
 
 def test_a_table_that_cannot_be_written_is_an_error(job, tmp_path, capsys):

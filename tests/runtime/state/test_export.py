@@ -48,19 +48,33 @@ def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, shape, "float32", dim, (0, shape[dim] // 3, shape[dim]))
 
 
-def _checkpoint(storage: Storage, model: Any) -> Manifest:
+def _checkpoint(storage: Storage, model: Any, rows: int = 0, **more: Any) -> Manifest:
     """The model's parameters (a tied weight once, as named_parameters has it) as a checkpoint of one worker."""
     state = {f"param/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    for name in ("param/lm_head.weight", "param/model.embed_tokens.weight", "param/transformer.wte.weight"):
+        if rows and name in state:
+            state[name] = torch.cat([state[name], torch.full((rows - len(state[name]), state[name].shape[1]), 7.0)])
     state["exp_avg/lm_head.weight"] = torch.zeros(6, 4)
     specs = {name: _spec(name, tensor) for name, tensor in state.items()}
     layout = Layout(specs, {"a/0": frozenset(shard for spec in specs.values() for shard in spec.shards)})
     receipt = write_shards(storage, 9, "a/0", state, layout, assign_writers(layout)["a/0"])
-    return commit_checkpoint(storage, 9, layout, [receipt], {}, json.loads(model.config.to_json_string()))
+    return commit_checkpoint(storage, 9, layout, [receipt], {}, json.loads(model.config.to_json_string()) | more)
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "durable"))
+
+
+@pytest.mark.parametrize("case", sorted(TINY))
+def test_rows_that_pad_the_vocabulary_are_not_exported(case: str, storage: Storage, tmp_path: Path) -> None:
+    model, out = _model(case), tmp_path / "out"
+    summary = export_checkpoint(storage, _checkpoint(storage, model, 128, padded_vocab_size=128), out)
+    assert summary.num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.arange(12).unsqueeze(0)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert "padded_vocab_size" not in json.loads((out / "config.json").read_text())
 
 
 @pytest.mark.parametrize("case", sorted(TINY))
