@@ -85,7 +85,7 @@ def test_copies_to_the_host_are_told_apart() -> None:
     assert measures.bytes_to_host(events) == ((1 << 20) + (1 << 18), 1 << 18)
 
 
-@pytest.mark.parametrize("name", ["parity", "snapshots", "profile", "predicted"])
+@pytest.mark.parametrize("name", ["parity", "snapshots", "profile", "step", "predicted"])
 def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
     result = gpu.run_part(name, CPU)
     assert result["outcome"] == "shown", result
@@ -93,7 +93,10 @@ def test_a_part_runs_on_a_cpu_that_poses_as_a_gpu(name: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("drill", ["killed", "missing"])
+@pytest.mark.parametrize(
+    "drill",
+    ["killed", "missing", *(pytest.param(drill, marks=pytest.mark.slow) for drill in ("frozen", "generations"))],
+)
 def test_an_abort_drill_runs_over_gloo(drill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = aborts._drill(drill, 3, CPU)
     assert found["right"]

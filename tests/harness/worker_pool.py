@@ -55,9 +55,12 @@ class PoolProcess:
         return bool(self._process.is_alive())
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> int:
-        """Begin a task; its number is for `result`."""
+        """Begin a task; its number is for `result`. Raises TaskFailed if the process is dead."""
         number = next(self._numbers)
-        self._connection.send((number, function, arguments))
+        try:
+            self._connection.send((number, function, arguments))
+        except (BrokenPipeError, ConnectionResetError):
+            raise TaskFailed("Died", f"process {self.pid} died before it was given {function.__name__}") from None
         return number
 
     def result(self, number: int, timeout_s: float = 60.0) -> Any:
@@ -110,9 +113,16 @@ class WorkerPool:
     def map(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout_s: float = 60.0
     ) -> list[Any]:
-        """Run `function(*arguments[i])` in process i, all at once; results in order."""
-        numbers = [process.start(function, *each) for process, each in zip(self.processes, arguments, strict=False)]
-        return [process.result(number, timeout_s) for process, number in zip(self.processes, numbers, strict=False)]
+        """Run `function(*arguments[i])` in process i, all at once; results in order. Where one fails, these processes are replaced: a task
+        that still runs in one of them, or a process that has died, would fail the next case too.
+        """
+        try:
+            numbers = [process.start(function, *each) for process, each in zip(self.processes, arguments, strict=False)]
+            return [process.result(number, timeout_s) for process, number in zip(self.processes, numbers, strict=False)]
+        except TaskFailed:
+            for index in range(len(arguments)):
+                self.replace(index)
+            raise
 
     def close(self) -> None:
         for process in self.processes:

@@ -168,7 +168,7 @@ def _generations(rank: int, size: int, device: torch.device, port: int, pipe: Co
     """One generation after the other: how long a communicator takes to make, and what it leaves behind."""
     store, groups = _groups(rank, size, device, port)
     members = [f"n/{each}" for each in range(size)]
-    seconds, free = [], []
+    seconds, free, right = [], [], True
     for number in range(1, NUM_GENERATIONS + 1):
         begun = time.perf_counter()
         groups = reconfigure(groups, number, store, f"n/{rank}", device, GROUP_TIMEOUT_S, RENDEZVOUS_S)
@@ -177,12 +177,14 @@ def _generations(rank: int, size: int, device: torch.device, port: int, pipe: Co
         one = torch.ones(1, device=device)
         world.wait_on_host(world.start_all_reduce(one))
         seconds.append(time.perf_counter() - begun)
+        right = right and one.item() == size
         free.append(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0)
     return {
         "first_s": seconds[0],
         "later_s": max(seconds[1:]),
         "bytes_lost_a_generation": (free[0] - free[-1]) / (NUM_GENERATIONS - 1),
         "threads": threading.active_count(),
+        "right": right,
     }
 
 
