@@ -158,7 +158,7 @@ class FaultyWorkforce(Collective):
         self._run_errands(reports)
         self.seen = Observation(
             self.now, {name: self._view(name) for name in self.nodes}, dict(self.notices), reports, dict(self.losses),
-            self._inventories(), self.checkpoint, self.stop_reason,
+            self._inventories(), self.checkpoint, self.stop_reason, store=("here", 1),
         )  # fmt: skip
         return self.seen
 

@@ -193,7 +193,7 @@ class ProcessFleet:
         return Observation(
             now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
             losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
-            stop_reason=self.stop_reason,
+            stop_reason=self.stop_reason, store=self._rendezvous.address,
         )  # fmt: skip
 
     def _act(self) -> None:
@@ -359,9 +359,6 @@ class ProcessFleet:
         if seat is not None and not seat.released:
             seat.released = True
             self._errands.release(node, seat.agent, None if notice is None else notice.deadline, self.clock())
-
-    def next_generation_store(self, generation: int) -> tuple[str, int]:
-        return self._rendezvous.address
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Nobody asks for the status here."""

@@ -229,7 +229,7 @@ class Promises:
         closing, since = self._closing or (None, 0.0)
         causes = {
             "the training state is lost": workforce.newest_whole_step() is None,
-            "in a row": controller.failures_in_a_row > limits.max_failures_in_a_row,
+            "in a row": controller.ledger.failures_in_a_row > limits.max_failures_in_a_row,
             "waited": workforce.now > limits.wait_for_fleet_s,
             "not in durable storage": closing is not None
             and not closing.then_wait

@@ -70,6 +70,7 @@ class ScriptedWorkforce:
             self.checkpoint,
             self.stop_reason,
             dict(self.risks),
+            ("here", 1),
         )
 
     def _live(self, process: Process) -> WorkerReport:
@@ -139,9 +140,6 @@ class ScriptedWorkforce:
 
     def release_node(self, node: str) -> None:
         self.released.append(node)
-
-    def next_generation_store(self, generation: int) -> tuple[str, int]:
-        return "here", 1
 
     def publish(self, status: Any) -> None:
         pass

@@ -1,4 +1,6 @@
-"""The controller: observe, decide, act, one tick at a time. It never sleeps, never calls Ray and never reads a clock."""
+"""The controller: observe, decide, execute, one tick at a time. Deciding calls neither the workforce nor a clock: what is to be done goes
+into `actions`, and `execute` has it done.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autohet.driver.control import policy
+from autohet.driver.control.actions import Dismiss, Hire, Interrupt, RequestStop, RollForward, execute
 from autohet.driver.control.change import Change
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.outlook import gather_s
@@ -35,23 +38,37 @@ class Controller(Rebuild):
     """The state machine of one job. `tick` is the only thing that moves it."""
 
     def tick(self) -> Observation:
-        """One round: look, decide, act. Returns what was seen, for whoever shows it."""
+        """One round: observe, decide, execute. Returns what was seen, for whoever shows it."""
         seen = self.workforce.observe()
-        self.ledger.take(seen, self)
+        try:
+            self.decide(seen)
+        finally:
+            self.execute()
+        return seen
+
+    def execute(self) -> None:
+        """Carry out what was decided, in order; what raises stays the first to be tried in the next tick."""
+        while self.actions:
+            execute(self.actions[0], self.workforce)
+            self.actions.popleft()
+
+    def decide(self, seen: Observation) -> None:
+        """What follows from an observation, for this state: the next state, `actions` to execute, and events that say why. It depends
+        on nothing else but the planner's answers."""
+        self.take(seen)
         self._announce(seen)
         self.outlook.look(seen)
         if self.ledger.records:
             self.orders.confirm()  # also where the first generation's readiness was never seen
         hire = policy.workers_to_hire(seen)
         if hire and isinstance(self.state, (Waiting, Training)):
-            self.workforce.hire(hire)
+            self._act(Hire(hire))
         before = self.state
         self.state = self._judge_superseded(seen) or self._judge_unfit(seen) or self._step(seen)
         if self.state is not before:
             drop_search(before)
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
-        return seen
 
     def _step(self, seen: Observation) -> State:
         match self.state:
@@ -118,14 +135,13 @@ class Controller(Rebuild):
     ) -> State:
         state.tried = frozenset(usable)
         change = state.change or Change("start", (), seen.now, seen.now, self.ledger.committed_steps, None)
-        try:
-            proposal = self.planning.propose(self._fleet(seen, usable), None, redundant=redundant)
-        except ConfigError as error:
-            state.reason, state.announced = str(error), False
+        answer = self.planning.ask(self._fleet(seen, usable), None, redundant=redundant)
+        if answer.proposal is None:
+            state.reason, state.announced = answer.why_not, False
             return state
         change.stood_at = change.stood_at or seen.now
         change.reason = change.reason or "the fleet is ready"
-        return self._adopt(change, proposal, seen)
+        return self._adopt(change, answer.proposal, seen)
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -178,10 +194,10 @@ class Controller(Rebuild):
 
     def _on_death(self, trouble: policy.Trouble, seen: Observation) -> State:
         self._tell_of_death(trouble, seen)
-        self.failures_in_a_row += 1
+        self.ledger.failures_in_a_row += 1
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
-        self.workforce.interrupt(tuple(survivors))
+        self._act(Interrupt(tuple(survivors)))
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _on_notice(self, trouble: policy.Trouble, seen: Observation) -> State:
@@ -196,7 +212,7 @@ class Controller(Rebuild):
             self.pending = change
             return self._stop(seen, f"{trouble.reason} and {why}", ok=False, then_wait=why)
         self._say(proposal, trouble.reason)
-        self.workforce.request_stop(self._survivors(seen), checkpoint=False)
+        self._act(RequestStop(self._survivors(seen), checkpoint=False))
         return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
 
     def _on_arrival(self, state: Training, arrived: tuple[str, ...], seen: Observation) -> State:
@@ -238,7 +254,7 @@ class Controller(Rebuild):
             state.considering = None
             return self._stay(state, trouble, lack)
         state.considering = Considering(
-            trouble, self.planning.search(self._fleet(seen, usable), self.proposal), self.planning.clock()
+            trouble, self.planning.search(self._fleet(seen, usable), self.proposal), seen.now
         )
         return self._weigh(state, state.considering, seen)
 
@@ -258,9 +274,9 @@ class Controller(Rebuild):
         if not {seen.node_of(worker) for worker in proposal.plan.workers} <= {*policy.usable_nodes(seen)}:
             return self._reconsider(state, trouble, seen)
         change = self._change(trouble, seen)
-        change.replan_s = self.planning.clock() - considering.since
+        change.replan_s = seen.now - considering.since
         self._say(proposal, trouble.reason)
-        self.workforce.request_stop(self._survivors(seen), checkpoint=False)
+        self._act(RequestStop(self._survivors(seen), checkpoint=False))
         return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
 
     def _stay(self, state: Training, trouble: policy.Trouble, why: str) -> State:
@@ -297,7 +313,7 @@ class Controller(Rebuild):
             return
         if not state.interrupted:
             state.interrupted, state.proposal = True, None
-            self.workforce.interrupt(tuple(survivors))
+            self._act(Interrupt(tuple(survivors)))
             state.deadline = seen.now + self.timeouts.quiesce_s
         self._tell_of_death(trouble, seen)
         state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
@@ -308,11 +324,11 @@ class Controller(Rebuild):
             return state
         if not state.interrupted:
             state.interrupted = True
-            self.workforce.interrupt(tuple(survivors))
+            self._act(Interrupt(tuple(survivors)))
         else:
             why = f"{', '.join(restless)} did not stop in time"
             self._tell_of_death(policy.Trouble("death", (), tuple(restless), seen.now, why), seen)
-            self.workforce.dismiss(restless)
+            self._act(Dismiss(tuple(restless)))
         state.deadline = seen.now + self.timeouts.quiesce_s
         return state
 
@@ -327,11 +343,11 @@ class Controller(Rebuild):
         if new := [worker for worker in behind if worker not in state.rolling]:
             state.rolling |= frozenset(new)
             state.roll_deadline = seen.now + self.timeouts.quiesce_s
-            self.workforce.roll_forward(new, self.generation, vote)
+            self._act(RollForward(tuple(new), self.generation, vote))
         elif state.roll_deadline is not None and seen.now > state.roll_deadline:
             why = f"{', '.join(behind)} did not apply step {vote[0]} in time, which others have committed"
             self._tell_of_death(policy.Trouble("death", (), tuple(behind), seen.now, why), seen)
-            self.workforce.dismiss(behind)
+            self._act(Dismiss(tuple(behind)))
         return True
 
     def _cause_unknown(self, state: Quiescing, seen: Observation) -> bool:
@@ -343,9 +359,9 @@ class Controller(Rebuild):
 
     def _replan(self, state: Quiescing, seen: Observation) -> State:
         change, proposal = state.change, state.proposal
-        if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
+        if self.ledger.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
             return self._fail(
-                f"{self.failures_in_a_row} failures in a row and no step between; the last: {change.reason}"
+                f"{self.ledger.failures_in_a_row} failures in a row and no step between; the last: {change.reason}"
             )
         gone = (
             set()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
 from autohet.driver.control import policy
+from autohet.driver.control.actions import Action, Dismiss, ReleaseNode, RequestStop
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
@@ -17,7 +19,6 @@ from autohet.driver.control.states import Building, Closing, Ended, State, Waiti
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
 from planner.cluster import Fleet, NodeType
-from planner.errors import ConfigError
 from planner.plan import Plan
 
 AGENT_START_S = 10.0
@@ -36,13 +37,14 @@ class Desk:
         self.timeouts = job.elastic.timeouts()
         self.ledger = Ledger(job, events)
         self.outlook = Outlook()
+        self.actions: deque[Action] = deque()
+        """Decided, and not executed yet."""
         self.generation = 0
         self.members: tuple[str, ...] = ()
         self.planned_nodes: frozenset[str] = frozenset()
         self.proposal: Proposal | None = None
         self.pending: Change | None = None
         self.plans: list[tuple[int, Plan, float]] = []
-        self.failures_in_a_row = 0
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None
@@ -57,6 +59,13 @@ class Desk:
     @property
     def ended(self) -> Ended | None:
         return self.state if isinstance(self.state, Ended) else None
+
+    def _act(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def take(self, seen: Observation) -> None:
+        """What the observation adds to the record of the run, and the checkpoints that it completes."""
+        self.actions.extend(self.ledger.take(seen, self.generation))
 
     def _announce(self, seen: Observation) -> None:
         """Write down each notice and each new node once; forget what is gone."""
@@ -91,21 +100,18 @@ class Desk:
         for name in sorted(seen.risks.keys() - self._known_risks):
             self._known_risks.add(name)
             source = seen.risks[name].source
-            sentence = f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
+            sentence = (
+                f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
+            )
             self.events.emit("risk", self.generation, sentence, node=name, source=source)
 
     def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
         """The plan for these nodes, or why there is none."""
         if lack := self._lack(seen, usable):
             return None, lack
-        started = self.planning.clock()
-        try:
-            proposal = self.planning.propose(self._fleet(seen, usable), self.proposal)
-        except ConfigError as error:
-            return None, str(error)
-        finally:
-            change.replan_s += self.planning.clock() - started
-        return proposal, ""
+        answer = self.planning.ask(self._fleet(seen, usable), self.proposal)
+        change.replan_s += answer.seconds
+        return answer.proposal, answer.why_not
 
     def _lack(self, seen: Observation, usable: Collection[str]) -> str:
         """That these nodes are too few for the job; empty where they are not."""
@@ -135,7 +141,7 @@ class Desk:
         self.events.emit(
             "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
         )
-        self.workforce.dismiss([worker for worker in trouble.workers if worker in seen.losses])
+        self._act(Dismiss(tuple(worker for worker in trouble.workers if worker in seen.losses)))
         self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
 
     def _tell_of_idle_deaths(self, gone: Collection[str], seen: Observation) -> None:
@@ -200,14 +206,14 @@ class Desk:
         for name in seen.notices:
             if name in seen.nodes and name not in used and name not in self._released:
                 self._released.add(name)
-                self.workforce.dismiss([w for w in seen.nodes[name].workers if w in seen.reports])
-                self.workforce.release_node(name)
+                self._act(Dismiss(tuple(w for w in seen.nodes[name].workers if w in seen.reports)))
+                self._act(ReleaseNode(name))
 
     def _stands(self, report: WorkerReport) -> bool:
         return report.phase in QUIET
 
     def _stop(self, seen: Observation, reason: str, *, ok: bool, then_wait: str | None = None) -> State:
-        self.workforce.request_stop(self._survivors(seen), checkpoint=True)
+        self._act(RequestStop(self._survivors(seen), checkpoint=True))
         return Closing(reason, ok, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s, then_wait=then_wait)
 
     def _ended(self, reason: str, *, ok: bool) -> Ended:

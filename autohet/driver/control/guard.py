@@ -81,7 +81,8 @@ class Guard:
         controller.workforce.request_stop(controller.members, checkpoint=True)
         while seen.now < until:
             seen = controller.workforce.observe()
-            controller.ledger.take(seen, controller)
+            controller.take(seen)
+            controller.execute()
             reports = [seen.reports.get(worker) for worker in controller.members]
             steps = {report.step for report in reports if report is not None and report.phase in QUIET}
             if not reports or any(report is None for report in reports):

@@ -6,8 +6,9 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
@@ -15,9 +16,6 @@ from autohet.driver.control.upkeep import Age, settled_age
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, StepRecord, WorkerReport
 from planner.plan import Plan
-
-if TYPE_CHECKING:
-    from autohet.driver.control.controller import Controller
 
 WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
 
@@ -42,6 +40,8 @@ class Ledger:
         """By generation and step, why a worker's part is not written."""
         self._vote: tuple[int, tuple[int, Any]] | None = None
         self._generation = 0
+        self.failures_in_a_row = 0
+        """Reconfigurations and deaths since the last committed step."""
         self._first_step = self._resumed_at = 0
         self._pace_is_new = False
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
@@ -112,16 +112,19 @@ class Ledger:
         while len(recent) > elastic.slow_steps and recent[-1][0] - recent[1][0] >= elastic.arrivals_debounce_s:
             recent.popleft()
 
-    def take(self, seen: Observation, controller: Controller) -> None:
+    def take(self, seen: Observation, generation: int) -> list[CommitCheckpoint]:
+        """Read an observation, of the time of `generation`. Returns the checkpoints whose every part is written."""
+        whole = []
         for report in seen.reports.values():
             self._take_vote(report)
             for record in report.steps:
                 self._take_pace(report.worker, record, self._first_step)
-                self._take_step(record, controller, seen.now)
+                self._take_step(record, generation, seen.now)
             for receipt in report.receipts:
-                self._take_receipt(report.worker, receipt, controller)
+                whole += self._take_receipt(report.worker, receipt, generation)
         self._take_snapshots(seen)
-        self._take_checkpoints(seen, controller)
+        self._take_checkpoints(seen, generation)
+        return whole
 
     def _take_snapshots(self, seen: Observation) -> None:
         """The newest step that all keep in host memory, with copies on other nodes where they are asked for."""
@@ -130,11 +133,11 @@ class Ledger:
             self._snapshot = age
             self.events.emit("snapshot", age[0], step=age[1])
 
-    def _take_checkpoints(self, seen: Observation, controller: Controller) -> None:
+    def _take_checkpoints(self, seen: Observation, generation: int) -> None:
         committed = seen.checkpoint.committed
         for step, uri in committed[self._checkpoints_taken :]:
             self.checkpoint_step, self.checkpoint_uri = step, uri
-            self.events.emit("checkpoint", controller.generation, step=step, uri=uri)
+            self.events.emit("checkpoint", generation, step=step, uri=uri)
         self._checkpoints_taken = len(committed)
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
@@ -149,18 +152,18 @@ class Ledger:
         if (report.live_generation, report.vote[0]) > known:
             self._vote = (report.live_generation, report.vote)
 
-    def _take_step(self, record: StepRecord, controller: Controller, now: float) -> None:
+    def _take_step(self, record: StepRecord, generation: int, now: float) -> None:
         if record.generation < self._generation:
             return  # of a generation that has been gone back behind
-        if record.generation != controller.generation and record.step in self.records:
+        if record.generation != generation and record.step in self.records:
             return
         if record.step in self.records and self.records[record.step].generation >= record.generation:
             return
         self._keep(record)
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
-        if record.generation == controller.generation:
-            controller.failures_in_a_row = 0
-            self._close_change(controller, now)
+        if record.generation == generation:
+            self.failures_in_a_row = 0
+            self._close_change(generation, now)
 
     def _keep(self, record: StepRecord) -> None:
         self.records[record.step] = record
@@ -172,37 +175,38 @@ class Ledger:
             seconds=seconds,
         )  # fmt: skip
 
-    def _close_change(self, controller: Controller, now: float) -> None:
+    def _close_change(self, generation: int, now: float) -> None:
         """The first step is done, by the driver's clock as all other moments of a change: workers' clocks may disagree."""
         change = self.open_change
         if change is None:
             return
         change.first_step_at = now
         self.open_change = None
-        self._record(change, controller.generation)
+        self._record(change, generation)
 
     def _record(self, change: Change, generation: int) -> None:
         self.changes.append(change)
         if change.cause != "start":
             self.events.emit("reconfigure", generation, **change.to_document())
 
-    def _take_receipt(self, worker: str, receipt: Any, controller: Controller) -> None:
-        """Collect one worker's part of a checkpoint; once all are in, have the manifest written. They may all be in before the
+    def _take_receipt(self, worker: str, receipt: Any, present: int) -> list[CommitCheckpoint]:
+        """Collect one worker's part of a checkpoint; once all are in, its manifest can be written. They may all be in before the
         generation is known to be ready: one that begins at the last step has nothing else to do.
         """
         generation, step, parts = receipt
-        if generation != controller.generation or (generation, step) in self._committed:
-            return
+        if generation != present or not self.orders or (generation, step) in self._committed:
+            return []
         if isinstance(parts, str):
             self.checkpoint_errors[generation, step] = f"{worker}: {parts}"
-            return
+            return []
         got = self._receipts.setdefault((generation, step), {})
         got[worker] = parts
-        layout = controller.orders.layout_of(generation)
-        if got.keys() >= set(layout.workers):
-            self._committed.add((generation, step))
-            controller.workforce.commit_checkpoint(step, generation, layout, list(got.values()))
-            self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
+        layout = next(iter(self.orders.values())).layout
+        if not got.keys() >= set(layout.workers):
+            return []
+        self._committed.add((generation, step))
+        self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
+        return [CommitCheckpoint(step, generation, layout, tuple(got.values()))]
 
     def measured_step_s(self, generation: int) -> float | None:
         """Median step time of a generation, its first step left out; None where nothing was measured."""

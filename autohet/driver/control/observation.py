@@ -104,6 +104,9 @@ class Observation:
     risks: Mapping[str, Notice] = field(default_factory=dict)
     """Nodes that may be taken, or are not well, and have no other notice: they are used, and what they hold is copied to others."""
 
+    store: tuple[str, int] = ("", 0)
+    """Host and port of the rendezvous store for a generation that begins now."""
+
     def node_of(self, worker: str) -> str:
         return node_of(worker)
 
@@ -156,10 +159,6 @@ class Workforce(Protocol):
 
     def release_node(self, node: str) -> None:
         """The node holds nothing that is needed any more: end what runs there."""
-        ...
-
-    def next_generation_store(self, generation: int) -> tuple[str, int]:
-        """Host and port of the rendezvous store for a generation."""
         ...
 
     def publish(self, status: Mapping[str, Any]) -> None:

@@ -70,9 +70,6 @@ class OrderBook:
             self._planned = (plan, self._layout(plan))
         return self._planned[1]
 
-    def layout_of(self, generation: int) -> Layout:
-        return self._layouts[generation]
-
     def live_holdings(self, seen: Observation, workers: Collection[str]) -> list[Holding]:
         """What the living processes hold whole, each at its step and in its generation's layout."""
         found = []
@@ -197,7 +194,9 @@ class OrderBook:
             for name, view in seen.nodes.items()
             if view.endpoint is not None
         ]
-        return replication_targets(layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers, frozenset(seen.risks))
+        return replication_targets(
+            layout, {worker: seen.node_of(worker) for worker in layout.workers}, peers, frozenset(seen.risks)
+        )
 
     def _bandwidth(self, seen: Observation, worker: str) -> float:
         """Bytes per second that copies of this worker's node may take of its network."""

@@ -48,7 +48,9 @@ class Proposal:
         if self.plan.spmd is not None:
             passes = self.plan.pipelines[0].num_microbatches
             for worker, (forward_s, backward_s) in work_by_worker(self.cost, self.plan).items():
-                found[worker] = passes * (forward_s + backward_s) * slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
+                found[worker] = (
+                    passes * (forward_s + backward_s) * slowdowns.get(self.cost.fleet.node_of(worker).name, 1.0)
+                )
             return found
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
@@ -67,6 +69,15 @@ class Proposal:
             shapes = " + ".join(f"{number} x {depth}" for depth, number in Counter(depths).items())
         noun = "pipeline" if len(depths) == 1 else "pipelines"
         return f"train on {len(depths)} {noun} ({shapes} stages, {len(self.plan.workers)} GPUs)"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the planner said, after how many seconds; where no plan exists, `why_not`."""
+
+    proposal: Proposal | None
+    why_not: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,15 @@ class Planning:
             return self._proposal(plan_with(wishes.strategy, request), cost)
         return self.concluded(replanned(self.question(current, request, thorough)), cost)
 
+    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
+        """As `propose`, timed; that no plan exists is an answer too."""
+        started = self.clock()
+        try:
+            proposal = self.propose(fleet, current, redundant=redundant)
+        except ConfigError as error:
+            return Answered(None, str(error), self.clock() - started)
+        return Answered(proposal, "", self.clock() - started)
+
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         """As `propose` with `thorough`, while nobody waits."""
         return _Done(lambda: self.propose(fleet, current, thorough=True))
@@ -193,7 +213,7 @@ class Planning:
             time_limit_s=wishes.search_time_limit_s,
             clock=self.clock,
             spmd=wishes.spmd,
-            )
+        )
 
     def _proposal(self, answer: Answer, cost: CostModel) -> Proposal:
         check_plan(answer.plan, self.inputs.spec.num_layers)

@@ -5,6 +5,14 @@ from __future__ import annotations
 import logging
 
 from autohet.driver.control import policy
+from autohet.driver.control.actions import (
+    Begin,
+    ClaimGeneration,
+    Dismiss,
+    Interrupt,
+    ReleaseNode,
+    RequestInventories,
+)
 from autohet.driver.control.change import Change
 from autohet.driver.control.desk import Desk
 from autohet.driver.control.observation import Observation
@@ -36,7 +44,7 @@ class Rebuild(Desk):
         needs_more = self.orders.needs_inventories(state.proposal.plan, seen, self.members)
         if needs_more and not state.asked:
             state.asked = True
-            self.workforce.request_inventories()
+            self._act(RequestInventories())
             return state
         if needs_more and seen.inventories is None and seen.now < state.deadline:
             return state
@@ -51,7 +59,11 @@ class Rebuild(Desk):
         generation = max(self.generation, self.orders.newest_generation(seen)) + 1
         try:
             book = self.orders.write(
-                generation, state.proposal, seen, self.members, self.workforce.next_generation_store(generation),
+                generation,
+                state.proposal,
+                seen,
+                self.members,
+                seen.store,
                 self.timeouts.step_s,
             )
         except NotRestorable as error:
@@ -60,7 +72,7 @@ class Rebuild(Desk):
             return self._fail(str(error))
         state.book, state.claimed_by = book, seen.now + min(CLAIM_S, self.timeouts.quiesce_s)
         self.generation = generation
-        self.workforce.claim_generation(book.descent)
+        self._act(ClaimGeneration(book.descent))
         return state
 
     def _begin(self, state: Sourcing, book: Book, seen: Observation) -> State:
@@ -76,7 +88,7 @@ class Rebuild(Desk):
         state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)  # all stand now
         state.change.restore_step, state.change.begun_at = book.start_step, seen.now
         self._emit_plan(state, book.start_step)
-        self.workforce.begin(book.orders)
+        self._act(Begin(book.orders))
         self.ledger.orders = book.orders
         participants = tuple(book.orders)
         deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
@@ -112,11 +124,13 @@ class Rebuild(Desk):
         change = state.change
         change.attempts += 1
         change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
-            return self._fail(f"{self.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}")
+        self.ledger.failures_in_a_row += 1
+        if self.ledger.failures_in_a_row > self.job.elastic.max_failures_in_a_row:
+            return self._fail(
+                f"{self.ledger.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}"
+            )
         self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
-        self.workforce.interrupt(self._survivors(seen))
+        self._act(Interrupt(self._survivors(seen)))
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:
@@ -124,10 +138,10 @@ class Rebuild(Desk):
         change.ready_at = seen.now
         change.restores = {r.worker: r.restore for r in reports if r.restore is not None}
         leaving = [w for w in state.participants if w not in state.proposal.plan.workers]
-        self.workforce.dismiss([w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices])
-        for name in {seen.node_of(w) for w in leaving} & set(seen.notices):
+        self._act(Dismiss(tuple(w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices)))
+        for name in sorted({seen.node_of(w) for w in leaving} & set(seen.notices)):
             self._released.add(name)
-            self.workforce.release_node(name)
+            self._act(ReleaseNode(name))
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
         self._mourned.clear()
         self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes) & seen.nodes.keys()

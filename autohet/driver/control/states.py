@@ -71,7 +71,7 @@ class Building:
 
 @dataclass
 class Considering:
-    """Whether another plan is worth a move, asked because of `trouble` at `since` on the planner's clock."""
+    """Whether another plan is worth a move, asked because of `trouble` at `since` on the controller's clock."""
 
     trouble: Trouble
     search: Search

@@ -132,7 +132,7 @@ class RayWorkforce:
         return Observation(
             now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=dict(self._board.departures),
             reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
-            stop_reason=self.stop_reason, risks=dict(self._board.risks),
+            stop_reason=self.stop_reason, risks=dict(self._board.risks), store=self._rendezvous.address,
         )  # fmt: skip
 
     def _pause(self) -> None:
@@ -368,9 +368,6 @@ class RayWorkforce:
         """The node is not wanted any more: Ray drains it, which the controller sees as its notice."""
         if node in self._seats:
             ray_cluster.drain(self._seats[node].ray_node.node_id, "idle", None)
-
-    def next_generation_store(self, generation: int) -> tuple[str, int]:
-        return self._rendezvous.address
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Leave the status where others find it, with the seconds since each worker said anything."""

@@ -112,7 +112,7 @@ class SimulatedWorkforce:
             run.records, run.uploads = [], [u for u in run.uploads if u[0] > self.now]
         return Observation(
             self.now, dict(self._nodes), {n: x for n, x in self._notices.items() if n in self._nodes}, reports,
-            dict(self._losses), self._inventories, self._checkpoint, self.stop_reason,
+            dict(self._losses), self._inventories, self._checkpoint, self.stop_reason, store=("simulated", 1),
         )  # fmt: skip
 
     def wake_at(self, moment: float) -> None:
@@ -388,9 +388,6 @@ class SimulatedWorkforce:
     def release_node(self, node: str) -> None:
         if node in self._nodes:
             self._forget(node, self.now)
-
-    def next_generation_store(self, generation: int) -> tuple[str, int]:
-        return "simulated", 1
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Nobody looks."""
