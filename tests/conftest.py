@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.harness.host_memory import owned_memory
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+"""Where it is unset, `ray.init` of a new cluster leaves a token in the home, with which the next `ray start` wants it of everybody, and
+`ray.init` with an address does not bring it (ray/_private/authentication/authentication_token_setup.py): tests would disturb each other."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,7 +42,9 @@ pytestmark = [
 
 def launch(directory: Path, form: str, timeout_s: float, file: Path = MIXED) -> dict[str, Any]:
     """Run a form of tests/harness/aws_launch.py; what it saw."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_ADDRESS"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_ADDRESS", "RAY_AUTH_"))
+    }
     command = [*ALONE, sys.executable, "-m", "tests.harness.aws_launch", str(directory), str(file), form]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

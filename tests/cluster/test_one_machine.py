@@ -35,7 +35,7 @@ def shortest_job(directory: Path) -> Path:
 
 
 def run_alone(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE", "CUDA_VISIBLE_DEVICES")}
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # Ray's sockets lie there, and their paths have a limit
         environment |= {"RAY_TMPDIR": short, "CUDA_VISIBLE_DEVICES": "", "RAY_raylet_start_wait_time_s": "120"}
         return subprocess.run(
