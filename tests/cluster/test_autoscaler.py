@@ -11,7 +11,7 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.scaling import fleet_request
 from autohet.driver.run import JobRun
 from planner.cluster import cluster_from_document
-from tests.harness.autoscaling_cluster import autoscaling_cluster
+from tests.harness.autoscaling_cluster import at_most, autoscaling_cluster
 from tests.harness.local_fleet import (
     Interference,
     in_generation,
@@ -35,7 +35,7 @@ def drain_a_member(run: JobRun, seen: object) -> None:
 def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Path) -> None:
     elastic = {"notice_sources": ["ray"], "wait_for_fleet_s": 60, "request_nodes": {"big": 2, "pair": 1}}
     job = make_job(tmp_path, training={"steps": 2000}, elastic=elastic)
-    with autoscaling_cluster(tmp_path, {"big": 2, "pair": 1}) as document:
+    with autoscaling_cluster(tmp_path, at_most(big=2, pair=1)) as document:
         assert not ray_cluster.living_nodes()
         cluster = cluster_from_document(document)
         request = fleet_request(job, cluster, document, None, None)

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.exceptions import RayError
 
 from autohet.driver.ray import cluster as ray_cluster
 from tests.harness.living import end_session
@@ -23,33 +24,36 @@ from tests.harness.local_fleet import cluster_document, free_port
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 
 
-def autoscaled_document(gcs_address: str, most: Mapping[str, int]) -> dict[str, Any]:
-    """A cluster whose worker types all start at no node; `most`: max_workers by type.
+def at_most(**counts: int) -> dict[str, Any]:
+    """Worker types of `cluster_document` that all start at no node; their max_workers."""
+    kinds = cluster_document()["available_node_types"]
+    return {name: {**kinds[name], "max_workers": count, "min_workers": 0} for name, count in counts.items()}
+
+
+def autoscaled_document(gcs_address: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """A cluster of these worker types, entries of `available_node_types`.
 
     The provider is named by its class (`external`): for its own name Ray would read an example file that the wheel lacks.
     """
     document = cluster_document()
-    kinds = document["available_node_types"]
-    kinds[FAKE_HEAD_NODE_TYPE] = kinds.pop("head")
-    for name in kinds.keys() - {FAKE_HEAD_NODE_TYPE, *most}:
-        del kinds[name]
-    for name, count in most.items():
-        kinds[name] |= {"max_workers": count, "min_workers": 0}
+    types = {FAKE_HEAD_NODE_TYPE: document["available_node_types"]["head"], **kinds}
     provider = {"type": "external", "module": PROVIDER, "head_node_id": FAKE_HEAD_NODE_ID, "launch_multiple": True}
     lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
     commands = ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
     return {
-        **document, **{name: [] for name in (*lists, *commands)}, "provider": {**provider, "gcs_address": gcs_address}, "auth": {},
+        **document, "available_node_types": types, "max_workers": 8 + sum(kind["max_workers"] for kind in kinds.values()),
+        **{name: [] for name in (*lists, *commands)}, "provider": {**provider, "gcs_address": gcs_address}, "auth": {},
         "head_node_type": FAKE_HEAD_NODE_TYPE,
         "upscaling_speed": 100.0, "idle_timeout_minutes": 60, "file_mounts": {}, "file_mounts_sync_continuously": False,
     }  # fmt: skip
 
 
 @contextmanager
-def autoscaling_cluster(directory: Path, most: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The running cluster's document, with this process connected; every process of it is ended afterwards, by its id."""
+def autoscaling_cluster(directory: Path, kinds: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The running cluster's document, with this process connected, also as `autoscaled.yaml` in the directory; every process of it is
+    ended afterwards, by its id."""
     address = f"{ray._private.services.get_node_ip_address()}:{free_port()}"
-    document = autoscaled_document(address, most)
+    document = autoscaled_document(address, kinds)
     path = directory / "autoscaled.yaml"
     path.write_text(json.dumps(document))
     head = _start_head(path, address, directory / "head.log")
@@ -87,6 +91,8 @@ def _connect(address: str, timeout_s: float = 60.0) -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return
-        except ConnectionError:
-            assert time.monotonic() < deadline, f"no head at {address}"
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:  # what a head that is not up yet answers with differs
+            ray.shutdown()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no head at {address}") from error
             time.sleep(0.5)
