@@ -32,7 +32,7 @@ from autohet.driver.checks import (
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.control.background_search import AsidePlanning
 from autohet.driver.control.buying import best_counts
-from autohet.driver.control.controller import Controller, drop_search
+from autohet.driver.control.controller import Controller
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.guard import Guard
@@ -40,7 +40,7 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
-from autohet.driver.control.states import Training
+from autohet.driver.control.states import Training, drop_search
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script

@@ -14,24 +14,10 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.outlook import gather_s
 from autohet.driver.control.rebuild import Rebuild
 from autohet.driver.control.states import (
-    Building,
-    Closing,
-    Considering,
-    Ended,
-    Quiescing,
-    Sourcing,
-    State,
-    Training,
-    Waiting,
-)
+    Building, Closing, Considering, Ended, Quiescing, Sourcing, State, Training, Waiting, drop_search,
+)  # fmt: skip
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
-
-
-def drop_search(state: State) -> None:
-    """What a state that is left or given up has looked for, nobody wants to know any more."""
-    if isinstance(state, Training) and state.considering is not None:
-        state.considering.search.drop()
 
 
 class Controller(Rebuild):
@@ -384,9 +370,7 @@ class Controller(Rebuild):
     def _close(self, state: Closing, seen: Observation) -> State:
         trouble = policy.find_deaths(seen, self.members) or policy.find_failures(seen, self.members)
         if trouble is not None:
-            return self._on_death(
-                trouble, seen
-            )  # the survivors make the last step durable in a generation of their own
+            return self._on_death(trouble, seen)  # survivors make the last step durable in a generation of their own
         standing = [seen.reports[w] for w in self.members if w in seen.reports and self._stands(seen.reports[w])]
         if state.step is None and len(standing) == len(self.members):
             state.step = standing[0].step

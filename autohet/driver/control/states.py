@@ -108,3 +108,9 @@ class Ended:
 
 
 State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Ended
+
+
+def drop_search(state: State) -> None:
+    """What a state that is left or given up has looked for, nobody wants to know any more."""
+    if isinstance(state, Training) and state.considering is not None:
+        state.considering.search.drop()
