@@ -1,0 +1,141 @@
+"""The baseline torchft: replicas of a whole model in data parallel over gloo, one process of which is killed.
+
+Every worker is a replica group of one process, with its manager; a lighthouse in this process keeps the quorum, tuned to notice a silent
+replica after HEARTBEAT_MS. Gradients go by `Manager.allreduce`, which survives a lost peer; with torchft's DistributedDataParallel
+(0.2.0 over gloo, torch 2.13) the survivors died of an assertion in its hook. What is measured is the largest time without a committed
+step after the kill, and how many survivors kept their process.
+torchft is no dependency of this repository: `pip install --target DIRECTORY torchft`, then PYTHONPATH=DIRECTORY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from provenance import provenance
+
+from autohet.bench.recovery.emulated_fleet import JOB
+from autohet.runtime.job import Job
+
+NUM_WORKERS = 3
+WARM_STEPS = 12
+STEPS_AFTER = 5
+HEARTBEAT_MS = 1000
+DEADLINE_S = 240.0
+TIMEOUT_S = 10.0
+PAUSE_S = 0.1
+"""Of each step, as in the baseline of Ray Train."""
+
+
+def replica(number: int, lighthouse: str, model_config: dict[str, Any], directory: str) -> None:
+    """One worker: trains until it is ended, and writes down each committed step with its time."""
+    import torch
+    from torch.distributed import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.optim import OptimizerWrapper
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = dict(model_config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    inner = torch.optim.AdamW(model.parameters())
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    patience = timedelta(seconds=TIMEOUT_S)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=patience), load_state_dict=load, min_replica_size=1, timeout=patience,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}, rank=0, world_size=1,
+        store_addr="localhost", store_port=store.port, lighthouse_addr=lighthouse, replica_id=f"replica-{number}",
+        hostname="localhost",
+    )  # fmt: skip
+    optimizer = OptimizerWrapper(manager, inner)
+    with Path(directory, f"steps-{number}").open("a", buffering=1) as log:
+        while True:
+            seed = manager.current_step() * NUM_WORKERS + number
+            tokens = torch.randint(0, config["vocab_size"], (2, 65), generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            before = manager.current_step()
+            model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss.backward()
+            for work in [manager.allreduce(each.grad) for each in model.parameters() if each.grad is not None]:
+                work.wait()
+            optimizer.step()
+            time.sleep(PAUSE_S)
+            if manager.current_step() > before:
+                log.write(f"{manager.current_step()} {time.monotonic()} {manager.num_participants()}\n")
+
+
+def steps(directory: Path) -> list[tuple[float, int, int]]:
+    """(time, step, replicas in it) of every committed step of every worker, by time."""
+    lines = [line.split() for path in directory.glob("steps-*") for line in path.read_text().splitlines()]
+    return sorted((float(at), int(step), int(size)) for step, at, size in (line for line in lines if len(line) == 3))
+
+
+def wait_for(directory: Path, size: int, count: int, deadline: float) -> None:
+    """Until `count` steps were committed by `size` replicas."""
+    while len({step for _, step, replicas in steps(directory) if replicas == size}) < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"torchft did not commit {count} steps with {size} replicas")
+        time.sleep(0.1)
+
+
+def measure() -> dict[str, Any]:
+    """One kill. Raises RuntimeError where training did not go on."""
+    from torchft.coordination import LighthouseServer
+
+    model = dict(Job.from_yaml(JOB).model.config or {})
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=HEARTBEAT_MS
+    )
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="torchft-") as directory:
+        workers = [
+            context.Process(target=replica, args=(number, lighthouse.address(), model, directory), daemon=True)
+            for number in range(NUM_WORKERS)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            wait_for(Path(directory), NUM_WORKERS, WARM_STEPS, deadline)
+            struck = time.monotonic()
+            os.kill(workers[-1].pid, signal.SIGKILL)
+            wait_for(Path(directory), NUM_WORKERS - 1, STEPS_AFTER, deadline)
+            after = [at for at, _, _ in steps(Path(directory)) if at >= struck - 1.0]
+            kept = sum(worker.is_alive() for worker in workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+            lighthouse.shutdown()
+    return {"seconds_without_a_step": max(b - a for a, b in pairwise(after)), "survivors_that_kept_their_process": kept}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    runs = [measure() for _ in range(arguments.times)]
+    document = {"runs": runs, "load_average_1min": {"before": load, "after": os.getloadavg()[0]}, **provenance()}
+    print(json.dumps(document, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
