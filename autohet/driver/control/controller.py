@@ -14,7 +14,16 @@ from autohet.driver.control.observation import Observation
 from autohet.driver.control.outlook import gather_s
 from autohet.driver.control.rebuild import Rebuild
 from autohet.driver.control.states import (
-    Building, Closing, Considering, Ended, Quiescing, Sourcing, State, Training, Waiting, drop_search,
+    Building,
+    Closing,
+    Considering,
+    Ended,
+    Quiescing,
+    Sourcing,
+    State,
+    Training,
+    Waiting,
+    drop_search,
 )  # fmt: skip
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
