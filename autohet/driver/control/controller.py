@@ -158,12 +158,9 @@ class Controller(Rebuild):
             return self._on_notice(leaving, seen)
         self._release_idle_leavers(seen)
         state.declined &= seen.nodes.keys()  # who comes again by its old name is asked about again
+        gathering_s = gather_s(self.ledger.changes, self.job.elastic.arrivals_debounce_s)
         arrived = policy.find_arrivals(
-            seen,
-            self.planned_nodes,
-            state.declined,
-            gather_s(self.ledger.changes, self.job.elastic.arrivals_debounce_s),
-            self.timeouts.worker_start_s,
+            seen, self.planned_nodes, state.declined, gathering_s, self.timeouts.worker_start_s
         )
         if arrived:
             return self._on_arrival(state, arrived, seen)
@@ -248,9 +245,8 @@ class Controller(Rebuild):
         if lack := self._lack(seen, usable):
             state.considering = None
             return self._stay(state, trouble, lack)
-        state.considering = Considering(
-            trouble, self.planning.search(self._fleet(seen, usable), self.proposal), seen.now
-        )
+        search = self.planning.search(self._fleet(seen, usable), self.proposal)
+        state.considering = Considering(trouble, search, seen.now)
         return self._weigh(state, state.considering, seen)
 
     def _weigh(self, state: Training, considering: Considering, seen: Observation) -> State:
@@ -358,16 +354,10 @@ class Controller(Rebuild):
             return self._fail(
                 f"{self.ledger.failures_in_a_row} failures in a row and no step between; the last: {change.reason}"
             )
-        gone = (
-            set()
-            if proposal is None
-            else {
-                w
-                for w in proposal.plan.workers
-                if w not in seen.reports or w in seen.losses or seen.node_of(w) in seen.notices
-            }
+        overtaken = proposal is not None and any(
+            w not in seen.reports or w in seen.losses or seen.node_of(w) in seen.notices for w in proposal.plan.workers
         )
-        if proposal is None or gone:
+        if proposal is None or overtaken:
             proposal, why = self._try_plan(seen, policy.usable_nodes(seen), change)
             if proposal is None:
                 return Waiting(why, seen.now, change)
@@ -390,11 +380,9 @@ class Controller(Rebuild):
             error = seen.checkpoint.error
         if seen.now > state.deadline or (error and state.step is not None):
             why = f"step {state.step} is not in durable storage: {error or 'the checkpoint was not finished in time'}"
-            return (
-                self._wait_after(state, seen, why)
-                if state.then_wait
-                else self._ended(f"{state.reason}; {why}", ok=False)
-            )
+            if state.then_wait:
+                return self._wait_after(state, seen, why)
+            return self._ended(f"{state.reason}; {why}", ok=False)
         return state
 
     def _wait_after(self, state: Closing, seen: Observation, trouble: str = "") -> State:
