@@ -84,8 +84,10 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    cells = {name: measured(name, options.steps) for name in options.cells}
-    options.json.write_text(json.dumps({**provenance(), "steps": options.steps, "cells": cells}, indent=2) + "\n")
+    cells: dict[str, Any] = {}
+    for name in options.cells:
+        cells[name] = measured(name, options.steps)
+        options.json.write_text(json.dumps({**provenance(), "steps": options.steps, "cells": cells}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
