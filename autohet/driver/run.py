@@ -39,6 +39,7 @@ from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
+from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
 from autohet.driver.control.states import Training, drop_search
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
@@ -92,6 +93,7 @@ class JobRun:
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
         record: RunRecord | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.job, self.events, self.fleet = job, events, fleet
         config = load_config(job.model)
@@ -103,7 +105,7 @@ class JobRun:
             {"seed": job.training.seed},
             job.checkpoint.keep,
         )
-        planning = AsidePlanning(planning_inputs(job))
+        self.planning = planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(
             job,
             run_id(job),
@@ -115,7 +117,9 @@ class JobRun:
         )
         pace = paces_of if job.emulation is not None else None
         self.orders = OrderBook(job, config, pace, self.durable.lease.driver)
-        self.controller = Controller(job, self.workforce, planning, self.orders, events)
+        asked = planning if recorder is None else RecordedPlanning(planning, recorder)
+        self.controller = Controller(job, self.workforce, asked, self.orders, events)
+        self.controller.recorder = recorder
         self.rehearsal = Rehearsal(
             job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
         )
@@ -136,6 +140,9 @@ class JobRun:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
             self.controller.ledger.go_on_from(found.manifest.step)
             logger.info("Going on from step %d of %s", found.step, found.uri)
+        if self.controller.recorder is not None:
+            begun = {"generation": self.controller.generation, "first_step": self.controller.ledger.committed_steps}
+            self.controller.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit(
             "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri
         )
@@ -143,8 +150,7 @@ class JobRun:
     def buy(self, request: FleetRequest | None) -> None:
         """Keep what the autoscaler is asked for as the job wants it; a job that names its nodes has no other wishes."""
         if request is not None and request.bundles and self.job.elastic.request_nodes is None:
-            planning, give_back = self.controller.planning, self.workforce.give_back
-            self.buyer = Buyer(self.job, planning, request, self.events, give_back)
+            self.buyer = Buyer(self.job, self.planning, request, self.events, self.workforce.give_back)
 
     def tick(self) -> Observation:
         seen = self.controller.tick()
@@ -311,15 +317,20 @@ def train_on(
     directory = Path(".") if events_path is None else events_path.parent
     dispatch = EventDispatch([RayMetrics(job.name), *make_callbacks(job.trackers, job.name, directory), *callbacks])
     copies = RunCopies(job, events_path)
+    recorder = recorder_beside(events_path) if job.elastic.record_observations else None
 
     def tell(event: Mapping[str, Any]) -> None:
         copies.note(event)
+        if recorder is not None:
+            recorder.note(event)
         dispatch(event)
 
     events = EventLog(events_path, listener=tell)
     try:
-        return _train(job, cluster, fleet, events, show, copies, request)
+        return _train(job, cluster, fleet, events, show, copies, request, recorder)
     finally:
+        if recorder is not None:
+            recorder.close()
         events.close()
         dispatch.close()
         leave_report(events_path)
@@ -328,10 +339,10 @@ def train_on(
 
 def _train(
     job: Job, cluster: Cluster | None, fleet: EmulatedFleet | None, events: EventLog, show: Show, copies: RunCopies,
-    request: FleetRequest | None = None,
+    request: FleetRequest | None = None, recorder: Recorder | None = None,
 ) -> Outcome:  # fmt: skip
     try:
-        run = JobRun(job, cluster, fleet, events, record=copies.record)
+        run = JobRun(job, cluster, fleet, events, record=copies.record, recorder=recorder)
         run.buy(request)
         run.start()
     except (StorageError, LeaseHeld) as error:

@@ -16,6 +16,7 @@ SURFACE = {
     "bench": ["--json"],
     "checkpoint": ["--storage", "--json"],
     "status": ["--address", "--json"],
+    "replay": ["--json"],
     "report": ["--events", "--out", "--json"],
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autohet.driver.replay_run import replay_run
 from recovery.checkpoint.commit import newest_checkpoint
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
@@ -94,6 +95,8 @@ def _fleet_cell(
         assert result.ok, result.reason
     assert result.struck_at_step is not None, f"the run never came to {strike.point}"
     assert result.complaints == []
+    if strike.mode == "notice":  # what the driver saw decides the same again
+        assert replay_run(run.observations, paced=False).difference is None
     check_outcome(tmp_path, scene.reference, result.events)
     check_survivors(strike, result)
     changes = result.summary["reconfigurations"]

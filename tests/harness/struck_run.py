@@ -18,6 +18,7 @@ from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
+from autohet.driver.control.recording import RecordedPlanning, Recorder
 from autohet.driver.control.states import Training
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
@@ -98,10 +99,14 @@ class StruckRun:
         self.fleet = fleet(
             job, "run", self.durable, directory / "logs", () if point is None else (point,), self.at_point
         )
-        self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
+        self.observations = directory / f"observations-{time.monotonic_ns()}.jsonl"
+        recorder = Recorder(self.observations)
+        self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl", listener=recorder.note)
         self.planning = make_planning(job)
         self.orders = OrderBook(job, config, driver=self.durable.lease.driver)
-        self.controller = Controller(job, self.fleet, self.planning, self.orders, self.events)
+        asked = RecordedPlanning(self.planning, recorder)
+        self.controller = Controller(job, self.fleet, asked, self.orders, self.events)
+        self.controller.recorder = self.recorder = recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
         self._wrap_driver()
@@ -171,6 +176,8 @@ class StruckRun:
         self.controller.generation = found.ancestry.newest or 0
         if found.manifest is not None:
             self.controller.generation = max(self.controller.generation, found.manifest.generation)
+        begun = {"generation": self.controller.generation, "first_step": 0}
+        self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit("started", self.controller.generation, job=self.job.name, step=found.step or 0)
         self.fleet.await_agents()
 
@@ -221,6 +228,7 @@ class StruckRun:
         self.fleet.close(forget_snapshots=forget)
         self.durable.close()
         self.events.close()
+        self.recorder.close()
 
 
 def losses_by_step(events: list[dict[str, Any]]) -> list[float]:

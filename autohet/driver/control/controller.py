@@ -36,9 +36,10 @@ class Controller(Rebuild):
         """One round: observe, decide, execute. Returns what was seen, for whoever shows it."""
         seen = self.workforce.observe()
         try:
-            self.decide(seen)
+            with self._recorded(seen):
+                self.decide(seen)
         finally:
-            self.execute()
+            self.execute()  # what was decided before an error came is done, too
         return seen
 
     def execute(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from autohet.driver.control import policy
@@ -15,6 +16,7 @@ from autohet.driver.control.observation import Observation, Workforce
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
+from autohet.driver.control.recording import Recorder
 from autohet.driver.control.states import Building, Closing, Ended, State, Waiting
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
@@ -39,6 +41,7 @@ class Desk:
         self.outlook = Outlook()
         self.actions: deque[Action] = deque()
         """Decided, and not executed yet."""
+        self.recorder: Recorder | None = None
         self.generation = 0
         self.members: tuple[str, ...] = ()
         self.planned_nodes: frozenset[str] = frozenset()
@@ -62,6 +65,21 @@ class Desk:
 
     def _act(self, action: Action) -> None:
         self.actions.append(action)
+
+    @contextmanager
+    def _recorded(self, seen: Observation) -> Iterator[None]:
+        """What is decided in the block is recorded, with the error that ends it, where this run is recorded at all."""
+        left, error = len(self.actions), None
+        if self.recorder is not None:
+            self.recorder.observed(seen)
+        try:
+            yield
+        except Exception as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            if self.recorder is not None:
+                self.recorder.decided(list(self.actions)[left:], type(self.state).__name__, error)
 
     def take(self, seen: Observation) -> None:
         """What the observation adds to the record of the run, and the checkpoints that it completes."""

@@ -124,6 +124,9 @@ class ElasticSection:
     """See `slow_ratio`."""
     slow_forgiven_s: float = 1800.0
     """A slow node that the plan leaves idle is planned on at its type's speed again after this time."""
+    record_observations: bool = False
+    """Write what the driver sees and decides to `observations.jsonl` beside the events, for `autohet replay`: 9 kB a
+    second in the demonstration (seven workers)."""
     script: tuple[ScriptedEvent, ...] = ()
     """Events of a rehearsal, in any order."""
 

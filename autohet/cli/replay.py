@@ -1,0 +1,37 @@
+"""`autohet replay`: a run's recorded observations through the same controller, whose decisions must be the recorded ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "replay",
+        help="a run's recorded observations, decided anew",
+        description="Feeds what a run's driver has seen (observations.jsonl, written where the job says elastic.record_observations: true)"
+        " to the same controller, without Ray and without a search, and compares its decisions with the recorded ones, bit for bit."
+        " Exit code 1 where they differ; the first difference is shown.",
+    )
+    parser.add_argument("run", metavar="RUN", help="observations.jsonl, or the directory that it lies in")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from autohet.driver.replay_run import replay_run
+
+    path = Path(arguments.run)
+    replayed = replay_run(path / "observations.jsonl" if path.is_dir() else path)
+    if arguments.json:
+        print(json.dumps(asdict(replayed)))
+    elif replayed.difference is None:
+        print(
+            f"the same {replayed.decisions} events and {replayed.actions} actions from {replayed.ticks} observations, bit for bit"
+        )
+    else:
+        print(f"another decision: {replayed.difference}")
+    return 0 if replayed.difference is None else 1

@@ -1,0 +1,180 @@
+"""`observations.jsonl`: what a run's controller has seen, tick by tick, what the planner has answered, and what was decided. From the first
+two the third follows, which `autohet replay` shows.
+
+The first line is the run (`job`, where it went on from). Every other line is a tick: `seen` has the fields of the observation that are
+other than in the tick before (of mappings the keys that are other, and which are `gone`), `answers` those of the planner in order,
+`decided` the events without their time, `actions` with a SHA-256 of each one's whole content, and the `state` that follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.control.actions import Action
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.planning import Answered, Planning, Proposal, Search
+from autohet.driver.control.value_codec import encode
+from planner.cluster import Fleet
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+VERSION = 1
+MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
+FIELDS = tuple(field.name for field in fields(Observation))
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """One answer of the planner about `fleet`: at once, or (`number`) of that search. No plan: `why_not`."""
+
+    fleet: Fleet
+    proposal: Proposal | None
+    why_not: str
+    seconds: float = 0.0
+    number: int | None = None
+
+
+class Recorder:
+    """Writes one run's file. What it cannot write ends the recording with a warning, never the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        self._before: Observation | None = None
+        self._tick: dict[str, Any] | None = None
+
+    def begin(self, **facts: Any) -> None:
+        """The first line: what the controller is made from."""
+        self._write({"version": VERSION, **{name: encode(fact) for name, fact in facts.items()}})
+
+    def observed(self, seen: Observation) -> None:
+        """A tick begins."""
+        try:
+            self._tick = {"seen": difference(self._before, seen), "answers": [], "decided": []}
+        except TypeError as error:
+            self._end(error)
+        self._before = seen
+
+    def answered(self, answer: RecordedAnswer) -> None:
+        if self._tick is not None:
+            made = None if answer.proposal is None else replace(answer.proposal, cost=None)  # type: ignore[arg-type]
+            self._tick["answers"].append(encode(replace(answer, proposal=made)))
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """An event of the run's log: a decision where it comes from within a tick."""
+        if self._tick is not None:
+            self._tick["decided"].append(without_time(event))
+
+    def decided(self, actions: Iterable[Action], state: str, error: str | None) -> None:
+        """A tick ends. error: the class of the exception that ended it."""
+        if self._tick is not None:
+            try:
+                self._write({**self._tick, "actions": [shown(a) for a in actions], "state": state, "error": error})
+            except TypeError as failure:
+                self._end(failure)
+        self._tick = None
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        try:
+            if not self._file.closed:
+                self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._tick = None
+        if not self._file.closed:
+            logger.warning("The observations of this run are not recorded from here on: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("The last observations of this run are not recorded: %s", error)
+
+
+def recorder_beside(events: Path | None) -> Recorder | None:
+    """The recorder of a run that writes these events, if it writes any."""
+    if events is None:
+        return None
+    prefix = "" if events.stem == "events" else f"{events.stem}-"
+    return Recorder(events.with_name(f"{prefix}observations.jsonl"))
+
+
+def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
+    """Fields of `seen` that are other than `before`, encoded."""
+    found: dict[str, Any] = {}
+    for name in FIELDS:
+        new, old = getattr(seen, name), None if before is None else getattr(before, name)
+        if before is not None and (new is old or (name != "checkpoint" and new == old)):
+            continue
+        if name in MAPPINGS:
+            old = old or {}
+            changed = {key: encode(item) for key, item in new.items() if key not in old or old[key] != item}
+            found[name] = {"set": changed, "gone": sorted(old.keys() - new.keys()), "order": list(new)}
+            if found[name]["order"] == list(old):
+                del found[name]["order"]
+        else:
+            found[name] = encode(new)
+    return found
+
+
+def without_time(event: Mapping[str, Any]) -> dict[str, Any]:
+    """As it is read back from JSON."""
+    return dict(json.loads(json.dumps({name: value for name, value in event.items() if name != "time"})))
+
+
+def shown(action: Action) -> dict[str, Any]:
+    """An action's kind, whom it is for, and a digest of all that it says."""
+    whole = json.dumps(encode(action)).encode()
+    content = {
+        name: getattr(action, name) for name in ("workers", "step", "generation", "node") if hasattr(action, name)
+    }
+    plain = {name: list(item) if isinstance(item, tuple) else item for name, item in content.items()}
+    return {"do": type(action).__name__, **plain, "sha256": hashlib.sha256(whole).hexdigest()}
+
+
+class RecordedPlanning(Planning):
+    """A job's planner whose answers are written down."""
+
+    def __init__(self, inner: Planning, recorder: Recorder) -> None:
+        super().__init__(inner.inputs, inner.clock)
+        self._inner, self._recorder = inner, recorder
+        self._searches = 0
+
+    def expect(self, horizon_s: float, move_s: float) -> None:
+        super().expect(horizon_s, move_s)
+        self._inner.expect(horizon_s, move_s)
+
+    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
+        answer = self._inner.ask(fleet, current, redundant=redundant)
+        self._recorder.answered(RecordedAnswer(fleet, answer.proposal, answer.why_not, answer.seconds))
+        return answer
+
+    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+        self._searches += 1
+        return _RecordedSearch(self._inner.search(fleet, current), fleet, self._searches, self._recorder)
+
+
+class _RecordedSearch:
+    def __init__(self, inner: Search, fleet: Fleet, number: int, recorder: Recorder) -> None:
+        self._inner, self._fleet, self._number, self._recorder = inner, fleet, number, recorder
+
+    def proposal(self) -> Proposal | None:
+        try:
+            found = self._inner.proposal()
+        except ConfigError as error:
+            self._recorder.answered(RecordedAnswer(self._fleet, None, str(error), number=self._number))
+            raise
+        if found is not None:
+            self._recorder.answered(RecordedAnswer(self._fleet, found, "", number=self._number))
+        return found
+
+    def drop(self) -> None:
+        self._inner.drop()

@@ -1,0 +1,182 @@
+"""A recorded run's observations through the same controller: its decisions must be the recorded ones, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from autohet.driver.control.controller import Controller
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Observation, Workforce
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import Answered, Planning, Proposal, Search
+from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, shown, without_time
+from autohet.driver.control.value_codec import decode
+from planner.cluster import Fleet
+from planner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """How far a replay came: `difference` is None where every decision was the recorded one."""
+
+    ticks: int
+    decisions: int
+    actions: int
+    difference: str | None
+
+
+class OtherQuestion(Exception):
+    """The controller asked the planner something that the recorded run did not ask at this point."""
+
+
+class AnsweredPlanning(Planning):
+    """The planner of a replay: gives the recorded answers, to the recorded questions alone."""
+
+    def __init__(self, planning: Planning) -> None:
+        super().__init__(planning.inputs, planning.clock)
+        self._planning = planning
+        self.answers: list[RecordedAnswer] = []
+        self._searches = 0
+
+    def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
+        answer = self._next(fleet, None)
+        return Answered(self._made(answer), answer.why_not, answer.seconds)
+
+    def search(self, fleet: Fleet, current: Proposal | None) -> Search:
+        self._searches += 1
+        return _AnsweredSearch(self, fleet, self._searches)
+
+    def found(self, fleet: Fleet, number: int) -> Proposal | None:
+        """What that search has found by this tick."""
+        if not self.answers or self.answers[0].number != number:
+            return None
+        answer = self._next(fleet, number)
+        if answer.proposal is None:
+            raise ConfigError(answer.why_not)
+        return self._made(answer)
+
+    def _next(self, fleet: Fleet, number: int | None) -> RecordedAnswer:
+        if not self.answers or self.answers[0].number != number:
+            raise OtherQuestion(f"the planner is asked about {[node.name for node in fleet.nodes]}, and was not then")
+        answer = self.answers.pop(0)
+        if answer.fleet != fleet:
+            raise OtherQuestion(f"the planner is asked about {fleet}, and was asked about {answer.fleet}")
+        return answer
+
+    def _made(self, answer: RecordedAnswer) -> Proposal | None:
+        return (
+            None if answer.proposal is None else replace(answer.proposal, cost=self._planning.make_cost(answer.fleet))
+        )
+
+
+class _AnsweredSearch:
+    def __init__(self, planning: AnsweredPlanning, fleet: Fleet, number: int) -> None:
+        self._planning, self._fleet, self._number = planning, fleet, number
+
+    def proposal(self) -> Proposal | None:
+        return self._planning.found(self._fleet, self._number)
+
+    def drop(self) -> None:
+        """Nothing goes on."""
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a record. Raises ConfigError where the file cannot be read; a last line that is cut off (its driver was killed) counts
+    as not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the observations '{path}': {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise ConfigError(f"line {number} of '{path}' is not JSON") from None
+
+
+def next_observation(before: Observation | None, document: Mapping[str, Any]) -> Observation:
+    """The observation that differs from `before` by what was recorded."""
+    found: dict[str, Any] = {}
+    for name, item in document.items():
+        if name not in MAPPINGS:
+            found[name] = decode(item)
+            continue
+        old = {} if before is None else dict(getattr(before, name))
+        new = {key: value for key, value in old.items() if key not in item["gone"]}
+        new |= {key: decode(value) for key, value in item["set"].items()}
+        found[name] = {key: new[key] for key in item.get("order", new)}
+    return Observation(**found) if before is None else replace(before, **found)
+
+
+def replay(controller: Controller, planning: AnsweredPlanning, path: Path) -> Replayed:
+    """Feed the ticks of a record to a controller that stands as the recorded one did at its start; stops at the first difference."""
+    log: list[dict[str, Any]] = []
+    controller.events = controller.ledger.events = EventLog(
+        None, listener=lambda event: log.append(without_time(event))
+    )
+    seen: Observation | None = None
+    ticks = decisions = actions = 0
+    for line in lines_of(path):
+        if "seen" not in line:
+            continue
+        seen, planning.answers = next_observation(seen, line["seen"]), [decode(answer) for answer in line["answers"]]
+        log.clear()
+        made = _decided(controller, seen, log)
+        ticks, decisions, actions = ticks + 1, decisions + len(log), actions + len(made["actions"])
+        for name in ("error", "decided", "actions", "state"):
+            if made[name] != line[name]:
+                what = f"tick {ticks} (at {seen.now:.3f} s): {name} {first_difference(line[name], made[name])}"
+                return Replayed(ticks, decisions, actions, what)
+        if planning.answers:
+            return Replayed(ticks, decisions, actions, f"tick {ticks}: the planner was asked more then")
+    return Replayed(ticks, decisions, actions, None)
+
+
+def _decided(controller: Controller, seen: Observation, log: list[dict[str, Any]]) -> dict[str, Any]:
+    error = None
+    try:
+        controller.decide(seen)
+    except Exception as failure:  # noqa: BLE001  (a recorded tick may have failed: then this one must, too)
+        error = type(failure).__name__ if not isinstance(failure, OtherQuestion) else str(failure)
+    made = [shown(action) for action in controller.actions]
+    controller.actions.clear()
+    return {"error": error, "decided": list(log), "actions": made, "state": type(controller.state).__name__}
+
+
+def first_difference(then: Any, now: Any) -> str:
+    """Where two lists differ first, else the two values."""
+    if isinstance(then, list) and isinstance(now, list):
+        for index in range(max(len(then), len(now))):
+            old, new = (items[index] if index < len(items) else None for items in (then, now))
+            if old != new:
+                return f"{index}: {json.dumps(old)} then, {json.dumps(new)} now"
+    return f"{json.dumps(then)} then, {json.dumps(now)} now"
+
+
+def load_header(path: Path) -> dict[str, Any]:
+    """The first line's facts. Raises ConfigError where the file is none of this version."""
+    first = next(lines_of(path), {})
+    if first.get("version") != VERSION:
+        raise ConfigError(f"'{path}' is no record of a run's observations (version {VERSION})")
+    return {name: decode(fact) for name, fact in first.items() if name != "version"}
+
+
+class Nobody:
+    """In place of a workforce: deciding calls none."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"deciding called the workforce's {name}")
+
+
+def controller_at_start(header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook) -> Controller:
+    """The recorded run's controller as it stood before its first tick."""
+    controller = Controller(header["job"], cast(Workforce, Nobody()), planning, orders, EventLog(None))
+    controller.generation = header["generation"]
+    if header["first_step"]:
+        controller.ledger.go_on_from(header["first_step"])
+    return controller

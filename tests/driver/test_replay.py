@@ -1,0 +1,113 @@
+"""A recorded run's observations give the same decisions again, bit for bit; a controller that decides otherwise is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autohet.driver.control import policy
+from autohet.driver.control.controller import Controller
+from autohet.driver.control.events import EventLog
+from autohet.driver.control.orders import OrderBook
+from autohet.driver.control.planning import make_planning
+from autohet.driver.control.recording import RecordedPlanning, Recorder
+from autohet.driver.control.value_codec import decode, encode
+from autohet.driver.emulate.pacing import paces_of
+from autohet.driver.replay_run import replay_run
+from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from autohet.runtime.models import load_config
+from recovery.state.layout import ShardId
+from tests.driver.test_controller import KIND, causes, run, trained
+from tests.harness.fake_job import fake_job
+from tests.harness.scripted_workforce import ScriptedWorkforce
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a notice, a death and an arrival."""
+    path = tmp_path_factory.mktemp("run") / "observations.jsonl"
+    job = fake_job(steps=60, elastic={"step_timeout_s": 30, "debounce_s": 0.2})
+    workforce, recorder = ScriptedWorkforce(KIND), Recorder(path)
+    for index in range(4):
+        workforce.join(f"small-{index}")
+    planning = RecordedPlanning(make_planning(job), recorder)
+    events = EventLog(None, listener=recorder.note)
+    controller = Controller(job, workforce, planning, OrderBook(job, load_config(job.model), paces_of, "me"), events)
+    controller.recorder = recorder
+    recorder.begin(job=job, driver="me", generation=0, first_step=0)
+    run(controller, trained(controller, 5))
+    leaver = controller.members[0].split("/")[0]
+    workforce.warn(leaver, 60)
+    run(controller, lambda: leaver in workforce.released)
+    run(controller, trained(controller, controller.ledger.committed_steps + 3))
+    del workforce.nodes[leaver], workforce.notices[leaver]
+    workforce.kill(controller.members[0].split("/")[0])
+    run(controller, lambda: controller.generation == 3)
+    run(controller, trained(controller, controller.ledger.committed_steps + 3))
+    workforce.join("small-9")
+    run(controller, lambda: controller.ended is not None)
+    assert controller.ended is not None
+    assert controller.ended.ok
+    assert causes(controller)[:2] == ["notice", "death"]
+    recorder.close()
+    return path
+
+
+def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_hashes(record: Path) -> None:
+    """Sets of names come in another order there: nothing that is decided may hang on it."""
+    command = [sys.executable, "-m", "autohet.cli.main", "replay", str(record.parent), "--json"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    lines = [json.loads(line) for line in record.read_text().splitlines()[1:]]
+    assert found["difference"] is None
+    assert found["ticks"] == len(lines) > 50
+    assert found["actions"] == sum(len(line["actions"]) for line in lines)
+    kinds = {action["do"] for line in lines for action in line["actions"]}
+    assert kinds >= {"Hire", "ClaimGeneration", "Begin", "RequestStop", "Interrupt", "ReleaseNode", "CommitCheckpoint"}
+    assert {"notice", "death", "arrival"} <= {event["kind"] for line in lines for event in line["decided"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "told"),
+    [
+        ("find_deaths", lambda seen, members: None, "Interrupt"),
+        ("find_leavers", lambda seen, members: None, "RequestStop"),
+        ("find_arrivals", lambda *arguments: (), "small-9"),
+    ],
+)
+def test_a_controller_that_decides_otherwise_is_shown(
+    record: Path, name: str, wrong: object, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, name, wrong)
+    found = replay_run(record)
+    assert found.difference is not None
+    assert told in found.difference or "decid" in found.difference
+    assert found.ticks > 5
+
+
+def test_a_line_that_was_changed_is_shown(record: Path, tmp_path: Path) -> None:
+    lines = record.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if '"Interrupt"' in line)
+    lines[at] = lines[at].replace('"now": ', '"now": 1')
+    changed = tmp_path / "observations.jsonl"
+    changed.write_text("\n".join(lines))
+    assert replay_run(changed).difference is not None
+
+
+def test_values_come_back_as_they_were() -> None:
+    record = StepRecord(3, 0.1 + 0.2, 1e-320, 64, 0.25, 2, 12345.678901234567, {"compute": 0.1})
+    report = WorkerReport("a/0", 1, 2, Phase.HALTED, 4, 2, vote=(3, ("x", 1)), steps=(record,), error="gone")
+    for value in (report, frozenset({ShardId("w", 1), ShardId("v", 0)}), {1: b"bytes", "one": [float("inf")]}):
+        assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+def test_only_values_of_this_distribution_are_made_from_a_record() -> None:
+    for name in ("subprocess:Popen", "autohet.driver.control.events:EventLog", "autohet.driver.control.events:json"):
+        with pytest.raises(ValueError, match="no class of a recorded value"):
+            decode({"@": name})
