@@ -2,6 +2,7 @@
 
 For a plan with step time t that needs m seconds to move to and is expected to last h seconds, the useful work is
 (h - m) / t steps of one batch each. m counts the bytes that workers must fetch because they do not hold them yet.
+Where the previous plan cannot go on, what every move takes is not counted against h.
 """
 
 import math
@@ -90,6 +91,8 @@ def replan(
     request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
     held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
+    if not set(previous.workers) <= alive:
+        horizon_s += migration.fixed_s  # every candidate pays it; there may be less left to train than it takes
     begin, judged = request.clock(), _Judged(previous, request, held, horizon_s, migration)
     scored = judged.scores([*_candidates(previous, request, alive, judged), *known])
     if thorough is None:

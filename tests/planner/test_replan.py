@@ -51,6 +51,17 @@ def test_an_arrival_is_taken_when_the_horizon_pays_for_it_and_not_otherwise() ->
 
 
 @pytest.mark.thorough
+def test_a_move_that_must_be_made_is_made_to_a_fast_plan_also_where_little_is_left_to_train() -> None:
+    """Nothing earns the fixed part of a move within three seconds, and every candidate pays it."""
+    whole = fleet(*DEMO)
+    previous = plan_with("autohet", request(whole, 24)).plan
+    asked, migration = request(without(whole, "a10g-1"), 24), MigrationCost(fixed_s=5, bytes_per_s=1e15)
+    later, soon = (replan(previous, asked, horizon_s=h, migration=migration) for h in (3600, 3))
+    assert soon.useful_sequences > 0
+    assert soon.answer.prediction.step_time_s <= 1.02 * later.answer.prediction.step_time_s
+
+
+@pytest.mark.thorough
 def test_the_same_fleet_stays() -> None:
     asked = request(fleet(*DEMO), 24)
     previous = plan_with("autohet", asked).plan
