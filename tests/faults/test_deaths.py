@@ -86,6 +86,7 @@ def test_a_killed_and_a_frozen_process_are_replaced_on_their_node(fleet: Emulate
     assert not Path(f"/proc/{frozen[0]}").exists()
 
 
+@pytest.mark.slow
 def test_deaths_in_a_row_and_a_fleet_below_its_minimum(fleet: EmulatedFleet, tmp_path: Path) -> None:
     """A node dies; another worker dies while the rest rebuilds; then a node too many, and a new one joins."""
     adjust(fleet, small=4)
@@ -104,6 +105,7 @@ def test_deaths_in_a_row_and_a_fleet_below_its_minimum(fleet: EmulatedFleet, tmp
     assert sum(change["bytes_by_tier"]["s3"] for change in outcome.summary["reconfigurations"]) == 0
 
 
+@pytest.mark.slow
 def test_the_only_holder_dies(fleet: EmulatedFleet, tmp_path: Path) -> None:
     """One pipeline, no copies: the middle stage's node dies. Back to the committed step; from storage only what nobody has."""
     adjust(fleet, big=1, small=2)
