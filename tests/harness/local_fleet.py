@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,11 @@ def job_document(directory: Path, **sections: Mapping[str, Any]) -> dict[str, An
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that no connection of another process is given before it is used: below those that Linux hands out, above Ray's workers'."""
+    while True:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return int(listener.getsockname()[1])
 
 
 def make_job(directory: Path, **sections: Mapping[str, Any]) -> Job:
