@@ -20,6 +20,7 @@ from autohet.runtime.models import load_config
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Plan
+from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout
 from tests.harness import toy_model  # noqa: F401  registers the exact model
 from tests.harness.deferred_group import DeferredGroup
@@ -61,6 +62,9 @@ class Seat:
     groups: GenerationGroups | None = None
     trainer: StageTrainer | None = None
     losses: list[float] = field(default_factory=list)
+    lent: BorrowedState | None = None
+    """The state, from one update to the next: a snapshot may be reading it."""
+
     raised_at: float = 0.0
     blocked: Any = None
 
@@ -111,18 +115,24 @@ def build(
     config = case.config()
     held = local_state(case, layout_of_plan(plan, config), me) if state is None else state
     SEAT.trainer = StageTrainer(
-        config, plan, me, SEAT.groups, case.section(), CPU, held, step, phase_hook=_hook, overlap=case.overlap
-    )
-    SEAT.losses = []
+        config, plan, me, SEAT.groups, case.section(), CPU, held, step, phase_hook=_hook, overlap=case.overlap,
+        before_update=_check_lent_state,
+    )  # fmt: skip
+    SEAT.losses, SEAT.lent = [], None
     return generation
 
 
+def _check_lent_state() -> None:
+    assert SEAT.lent is None or not SEAT.lent.changed, "the state was written to outside of an update"
+
+
 def train(case: Case, steps: int) -> list[tuple[float, float]]:
-    """Train; losses and gradient norms by step."""
+    """Train; losses and gradient norms by step. Nothing may write to the state but the updates."""
     assert SEAT.trainer is not None
     results = []
     try:
         for _ in range(steps):
+            SEAT.lent = BorrowedState(SEAT.trainer.state)
             result = SEAT.trainer.train_step(rows_of(case))
             results.append((result.loss, result.gradient_norm))
     finally:

@@ -49,6 +49,7 @@ class ComputeWeights:
         self._local, self._state, self._dtype, self._device = local, state, dtype, device
         self.tensors: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._gathered: set[str] = set()
         for name, units in local.units.items():
             if local.owned.get(name) == units:
                 master = state[state_name("param", name)]
@@ -56,6 +57,7 @@ class ComputeWeights:
                 if master.dtype != dtype:
                     self._copies.append((self.tensors[name], master))
             else:
+                self._gathered.add(name)
                 shape = local_shape(local.specs[name], units)
                 self.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
         built = {members: groups.group(members) for members in local.groups}  # all, in the order that all workers have
@@ -82,7 +84,7 @@ class ComputeWeights:
     @torch.no_grad()
     def gather(self) -> None:
         """Take what others own, and send what this worker does: every worker of the plan calls it, in the same state. Ended for the stream.
-        Raises PeerLost, Interrupted; the masters are as they were.
+        Nothing is written to the masters, which a snapshot may be reading. Raises PeerLost, Interrupted.
         """
         under_way: deque[tuple[_Parcel, Group, Tensor, Work | None]] = deque()
         for parcel, group in self._parcels:
@@ -107,7 +109,7 @@ class ComputeWeights:
         group.wait_on_stream(work)
         if self._local.me in self._local.buffers[parcel.buffer].holders:
             for piece, view in parcel.views(flat):
-                for run in self._local.runs(piece):
+                for run in self._local.runs(piece) if piece.parameter in self._gathered else ():
                     run.of(self.tensors[piece.parameter]).copy_(run.of_piece(view))
 
 
