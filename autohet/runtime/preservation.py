@@ -213,7 +213,7 @@ class Preservation:
 
     def _await_snapshot(self) -> None:
         writer = self._snapshots
-        if writer is None or not writer.ready:
+        if writer is None:
             return
         try:
             writer.wait(self._timeout_s)

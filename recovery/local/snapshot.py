@@ -9,6 +9,7 @@ no clone is made.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import urllib.parse
@@ -50,8 +51,8 @@ class SnapshotWriter:
         this worker wrote under older layouts is removed once two snapshots stand or, with `keep_older`, once
         `release_older` is called.
 
-        Making files costs the kernel a quarter of a second a GB. With `in_background` the thread does that, snapshots
-        begin once it is done, and a lack of room is raised by the first `start` after it.
+        Making files costs the kernel a quarter of a second a GB. With `in_background` the thread does that before its first
+        snapshot, and a lack of room is that snapshot's error.
 
         Raises:
             SnapshotError: no room for the files.
@@ -96,11 +97,6 @@ class SnapshotWriter:
         return SnapshotBuffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._local_units)
 
     @property
-    def ready(self) -> bool:
-        """Whether the files are made; before that no snapshot is taken."""
-        return bool(self._buffers)
-
-    @property
     def busy(self) -> bool:
         """Whether a snapshot is under way."""
         return self._job is not None
@@ -138,8 +134,7 @@ class SnapshotWriter:
         return SnapshotLease(self, step)
 
     def start(self, step: int, state: Mapping[str, torch.Tensor] | SnapshotLease, timeout_s: float = 60.0) -> None:
-        """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied` returns. Before the writer is
-        `ready`, nothing is done.
+        """Begin the snapshot of `step` and return. The tensors must not change until `wait_copied` returns.
 
         `state` maps each state name to the worker's local tensor, on the CPU or on CUDA (read behind the current
         stream's work). Or it is a lease of the same worker's snapshot in another place, which is copied as it is, with its
@@ -149,10 +144,6 @@ class SnapshotWriter:
             SnapshotError: the snapshot before failed, or is not done after `timeout_s`.
         """
         self.wait(timeout_s)
-        if not self.ready:
-            if isinstance(state, SnapshotLease):
-                state.release()
-            return
         with self._changed:
             assert not self._closed, "start() after close()"
             self._copied = isinstance(state, SnapshotLease)
@@ -189,12 +180,9 @@ class SnapshotWriter:
 
     def _prepare(self) -> None:
         """Make the files, if that is left to the thread, and map their pages: the first copy is then as fast as any."""
-        try:
-            if not self._buffers:
+        if not self._buffers:
+            with contextlib.suppress(SnapshotError):  # the first snapshot tries again, and says so
                 self._make_buffers()
-        except SnapshotError as error:
-            with self._changed:
-                self._error = error
         for buffer in list(self._buffers):
             buffer.file.populate(lambda: self._closed or self.busy)
 
@@ -209,6 +197,8 @@ class SnapshotWriter:
             error: RecoveryError | None = None
             buffer: SnapshotBuffer | None = None
             try:
+                if not self._buffers:
+                    self._make_buffers()
                 buffer = self._free_buffer(step)
                 if buffer is not None:
                     self._take(buffer, step, borrowed)

@@ -26,11 +26,11 @@ DEADLINE_S = 60.0
 NO_CHECKPOINT = {"every_steps": 1000}
 """None before the last step: what is lost is in no storage."""
 CELLS = {
-    "vote-worker-kill": 0, "gradient_sync-worker-notice": 0, "gather-worker-kill": 8, "backward-worker-kill": 8, "apply-worker-kill": 8,
-    "mid_update-worker-kill": 8,
+    "vote-worker-kill": 0, "gradient_sync-worker-notice": 0, "gather-worker-kill": 1, "backward-worker-kill": 1, "apply-worker-kill": 1,
+    "mid_update-worker-kill": 1,
 }  # fmt: skip
-"""Strikes, and how many steps they cost at the most. Whoever votes has its snapshot of the step before; earlier in a step it may still be
-written, and what all have besides is the newest step of a complete round of copies."""
+"""Strikes, and how many steps they cost at the most. Whoever votes has its snapshot of the step before; earlier in a step that may still
+be written, and all have the one before it. In the update others may be a step further than the snapshot of whoever dies."""
 IN_CI = ("vote-worker-kill", "apply-worker-kill")
 
 

@@ -86,11 +86,6 @@ def keep(preservation, step):
     until(lambda: preservation.snapshot_step == step)
 
 
-def begin(preservation, what):
-    preservation.begin(what)
-    until(lambda: preservation._snapshots.ready)
-
-
 def round_of(preservation, step):
     """A round that this worker and its agent end."""
     keep(preservation, step)
@@ -105,7 +100,7 @@ def steps(store):
 
 def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, agent, peer):
     endpoint, there = peer
-    begin(preservation, order(endpoint))
+    preservation.begin(order(endpoint))
     assert preservation.status() == PreservationStatus(), "no round is open"
     round_of(preservation, 1)
     assert steps(there) == {(1, 1)}
@@ -125,7 +120,7 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
         SnapshotBuffer, "copy_from", lambda *given: copying.set() or (copied.wait(20) and copy(*given))
     )
     monkeypatch.setattr(checkpoint_upload, "write_views", lambda *given: stored.wait(20) and write(*given))
-    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
     assert copying.wait(20)
     updating = threading.Thread(target=preservation.before_update)
@@ -146,7 +141,7 @@ def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preser
     """Who passes the vote overwrites the snapshot before that one: were all to end then, no step would be kept by all."""
     copied, commit = threading.Event(), SnapshotFileWriter.commit
     monkeypatch.setattr(SnapshotFileWriter, "commit", lambda *given: copied.wait(20) and commit(*given))
-    begin(preservation, order(peer[0]))
+    preservation.begin(order(peer[0]))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=False)
     seen = []
     voting = threading.Thread(target=lambda: (preservation.status(), seen.append(preservation.snapshot_step)))
@@ -159,7 +154,7 @@ def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preser
 
 
 def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):
-    begin(preservation, order(peer[0]))
+    preservation.begin(order(peer[0]))
     for step in (1, 2, 3):
         keep(preservation, step)
         assert preservation.status() == PreservationStatus(pending=True)
@@ -168,7 +163,7 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
 
 
 def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(preservation, agent, peer):
-    begin(preservation, order(replace(peer[0], port=1)))
+    preservation.begin(order(replace(peer[0], port=1)))
     keep(preservation, 1)
     until(lambda: preservation.status() == PreservationStatus(failed=True))
     preservation.settle(pending=False, failed=True)
@@ -177,12 +172,12 @@ def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(pr
 
 
 def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_its_own(preservation, agent, peer):
-    begin(preservation, order(peer[0]))
+    preservation.begin(order(peer[0]))
     round_of(preservation, 1)
     for step in range(2, 8):
         keep(preservation, step)
         preservation.settle(pending=True, failed=False)
-    begin(preservation, order(peer[0], 2, start_step=7))
+    preservation.begin(order(peer[0], 2, start_step=7))
     assert steps(agent) == {(1, 1), (1, 2), (1, 6), (1, 7)}, "2 is the open round's"
     keep(preservation, 8)
     keep(preservation, 9)
@@ -195,10 +190,10 @@ def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_i
 
 
 def test_a_run_that_goes_back_forgets_the_rounds_it_has_left(preservation, agent, peer):
-    begin(preservation, order(peer[0]))
+    preservation.begin(order(peer[0]))
     for step in (1, 2, 3, 4):
         round_of(preservation, step)
-    begin(preservation, order(peer[0], 2, start_step=2))
+    preservation.begin(order(peer[0], 2, start_step=2))
     assert preservation._complete is None
     assert {step for generation, step in steps(agent) if generation == 1} <= {1, 2}
 
@@ -228,7 +223,7 @@ def stored(monkeypatch):
 
 def test_a_slow_storage_holds_up_no_step_and_the_newest_state_takes_the_next_turn(preservation, peer, stored):
     may, uploads = stored
-    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     turns = []
 
     def step(number):
@@ -262,7 +257,7 @@ def test_the_last_step_is_stored_although_the_one_before_failed(preservation, pe
         return write(storage, step, *given)
 
     monkeypatch.setattr(checkpoint_upload, "write_views", flaky)
-    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
     preservation.before_update()
     threading.Timer(0.2, may.set).start()
@@ -280,7 +275,7 @@ def test_a_durable_step_reads_the_state_once(preservation, peer, monkeypatch):
     readings = []
     reading = BorrowedState.reading
     monkeypatch.setattr(BorrowedState, "reading", lambda state: readings.append(1) or reading(state))
-    begin(preservation, replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     for step in (1, 2):
         keep(preservation, step)
     state = {SPEC.name: torch.full((64,), 3.0)}
