@@ -180,9 +180,13 @@ class Preservation:
                 self._do_without(writer, error)
 
     def _do_without(self, writer: SnapshotWriter, error: RecoveryError) -> None:
-        """A copy that cannot be written is no reason to stop: the run goes on with what others keep. Host memory is tried again later:
-        what an older generation has left there goes in time.
+        """A copy that cannot be written is no reason to stop: the run goes on with what others keep. One snapshot that failed is left
+        out. Where files cannot be made, or do not get done, host memory is tried again later: what an older generation has left there
+        goes in time.
         """
+        if writer is self._snapshots and writer.has_files and not writer.busy:
+            logger.warning("a snapshot is left out: %s", error)
+            return
         if writer is self._snapshots:
             logger.warning(
                 "no snapshots in this node's memory for the next %d steps: %s", TRY_AGAIN_AFTER * self._every, error

@@ -97,6 +97,11 @@ class SnapshotWriter:
         return SnapshotBuffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._local_units)
 
     @property
+    def has_files(self) -> bool:
+        """Whether there was room for them: what fails from then on is one snapshot."""
+        return bool(self._buffers)
+
+    @property
     def busy(self) -> bool:
         """Whether a snapshot is under way."""
         return self._job is not None

@@ -153,6 +153,25 @@ def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preser
     assert seen == [1]
 
 
+def test_one_snapshot_that_fails_costs_no_other(preservation, peer, monkeypatch):
+    """Ten more were left out: with a sole holder a death then lost them all."""
+    copy, fails = SnapshotBuffer.copy_from, [True]
+
+    def once(*given):
+        if fails:
+            raise ValueError(fails.pop())
+        copy(*given)
+
+    monkeypatch.setattr(SnapshotBuffer, "copy_from", once)
+    preservation.begin(order(peer[0]))
+    state = {SPEC.name: torch.ones(64)}
+    preservation.keep(1, state, durable=False)
+    assert preservation.status() == PreservationStatus(failed=True)
+    preservation.settle(pending=False, failed=True)
+    keep(preservation, 2)
+    assert preservation.snapshot_step == 2
+
+
 def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):
     preservation.begin(order(peer[0]))
     for step in (1, 2, 3):
