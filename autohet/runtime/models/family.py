@@ -119,6 +119,10 @@ class Family:
         }
         return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(module_path, pattern)), None)
 
+    def split_dim(self, config: PreTrainedConfig, module_path: str, module: nn.Module, kind: str) -> int | None:
+        """The dimension along which tensor parallelism cuts a module's parameter `kind` ("weight", "bias"); None: every rank has all."""
+        return _split_dim(self.style(config, module_path), module, kind)
+
     def max_tp_degree(self, config: PreTrainedConfig) -> int:
         """The finest TP degree: the largest power of two, at most 8, that divides the attention heads, and that divides the key-value
         heads or is a multiple of them.
@@ -208,11 +212,9 @@ def _spec(
 ) -> ParameterSpec:
     style = family.style(config, path)
     layer = family.layer_of(name)
-    if style in PARTIAL:
-        return ParameterSpec(name, shape, layer, partial_gradient=True)
-    split_dim = _split_dim(style, module, kind)
+    split_dim = family.split_dim(config, path, module, kind)
     if split_dim is None:
-        return ParameterSpec(name, shape, layer)
+        return ParameterSpec(name, shape, layer, partial_gradient=style in PARTIAL)
     groups = family.packed_groups if style == "packed_colwise" else 1
     if family.is_key_value(path):
         finest = family.key_value_units(config)
@@ -221,7 +223,7 @@ def _spec(
 
 def _split_dim(style: str | None, module: nn.Module, kind: str) -> int | None:
     """The dimension along which a parameter of a module of this style is cut. Linear stores (out, in), Conv1D (in, out)."""
-    if style is None:
+    if style is None or style in PARTIAL:
         return None
     output, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
     if style == "vocabulary":

@@ -85,7 +85,10 @@ def _spec(name: str, config: Any, module: Any, precision: str) -> ModelSpec:
     tied = _is_tied(module)
     found = {id(p) for block in blocks for p in block.parameters()}
     embedding, head = _outside(module, blocks_name, found, tied)
-    specs = [_block_spec(block, config, hidden, heads, kv_heads, head_size, precision) for block in blocks]
+    specs = [
+        _block_spec(block, f"{blocks_name}.{index}", config, hidden, heads, kv_heads, head_size, precision)
+        for index, block in enumerate(blocks)
+    ]
     family = FAMILIES.get(config.model_type)
     vocab = int(config.vocab_size)
     return ModelSpec(
@@ -176,12 +179,11 @@ def _outside(module: Any, blocks_name: str, in_blocks: set[int], tied: bool) -> 
 
 
 def _block_spec(
-    block: Any, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, precision: str
+    block: Any, path: str, config: Any, hidden: int, heads: int, kv_heads: int, head_size: int, precision: str
 ) -> LayerSpec:
     """Parameters by kind, and the activations that one token leaves for backward (Korthikanti et al. 2022, section
     4.1, without dropout)."""
     parameters = sum(p.numel() for p in block.parameters())
-    vectors = sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
     products = sum(_used_per_token(p, config) for p in block.parameters() if p.dim() >= 2)
     width = _widest(block, hidden)
     inner = int(_first_or(config, width, "intermediate_size", "n_inner"))
@@ -192,7 +194,7 @@ def _block_spec(
     feed_forward = (4 if gated else 2) * width * experts
     return LayerSpec(
         parameters=parameters,
-        replicated_parameters=vectors,
+        replicated_parameters=_replicated(block, path, config, hidden),
         matmul_parameters=int(products),
         attention_width=heads * head_size,
         split_activation_values=float(attention + feed_forward),
@@ -201,6 +203,20 @@ def _block_spec(
         autograd=kept_of_block(str(config.model_type), hidden, heads, kv_heads, head_size, inner, precision),
         key_value_parameters=key_value_parameters,
         key_value_units=key_value_units,
+    )
+
+
+def _replicated(block: Any, path: str, config: Any, hidden: int) -> int:
+    """Scalars of a block that every tensor-parallel rank holds whole: as its family splits it; where that is not known, vectors of the
+    hidden size."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return sum(p.numel() for p in block.parameters() if p.dim() == 1 and p.numel() == hidden)
+    return sum(
+        parameter.numel()
+        for inner, module in block.named_modules(prefix=path)
+        for kind, parameter in module.named_parameters(recurse=False)
+        if family.split_dim(config, inner, module, kind) is None
     )
 
 
