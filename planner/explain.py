@@ -159,7 +159,7 @@ def _searched(request: Request, seed: Plan) -> Answer | None:
 def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float] | None:
     """The quickest plan with the type's groups elsewhere, layers cut and microbatches shared anew: in words, and its step time."""
     tables = tables_of(request)
-    moves = Moves(tables, request.deepest(tables.num_blocks), random.Random(0), request.mixed_microbatch)
+    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     found = [
         (words, step_s)
         for words, change in _changes(request.fleet, kind)

@@ -6,6 +6,7 @@ Where the previous plan cannot go on, what every move takes is not counted again
 """
 
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +19,7 @@ from planner.redundancy import layers_of
 from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
-from planner.search.improve import Improver, Judge, tries_for, walker
+from planner.search.improve import Improver, Judge, tries_for
 from planner.search.judge import costed, least_ahead, unacceptable
 from planner.search.memory import cost_like, search_with_memory
 from planner.search.moves import Group, Moves, groups_of
@@ -170,7 +171,7 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
         out.append(previous)
     sizes = sorted({pipeline.microbatch_sequences for pipeline in previous.pipelines})
     tables = tables_of(request, sizes)
-    moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
+    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     repaired = [repair(previous, request, alive), recut(previous, request, alive, moves)]
     out += [request.cost.working_ahead(plan) for plan in repaired if plan is not None]
     cost = request.cost
@@ -198,7 +199,7 @@ def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Pl
         made += [] if anew is None else [anew]
         left += groups if anew is None else []
     pipelines = [replace(pipeline, most_in_flight=()) for pipeline in made]
-    several = moves.cut(left[: moves.deepest], previous.microbatch_sequences) if left else None
+    several = moves.cut(left[: moves.tables.deepest], previous.microbatch_sequences) if left else None
     pipelines += [] if several is None else [several]
     plan = replace(previous, global_batch_sequences=request.global_batch_sequences)
     return moves.shared(plan, pipelines) if pipelines else None

@@ -1,5 +1,6 @@
 """The strategy `autohet`: drafts of near-equal pipelines, placed, the best of them improved under the prediction."""
 
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from planner.search import limits
 from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import tables_of
 from planner.search.families import Proposal, proposals_for
-from planner.search.improve import Improver, Judge, tries_for, walker
+from planner.search.improve import Improver, Judge, tries_for
 from planner.search.judge import Costed, choose, idle_workers, plainest, rank, seconds_of, slower, why_infeasible
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
@@ -68,10 +69,11 @@ def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[C
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
     if ranked and not any(each.lacks_memory for each in rejected):
         return ranked, rejected
-    roomy = tables.with_less_memory(request.cost.parameters.communicator_bytes)
-    deepest = min(request.deepest(tables.num_blocks), len(request.fleet.workers))
+    further = request.cost.parameters.communicator_bytes
+    rows = tuple(replace(row, limit_bytes=row.limit_bytes - further) for row in tables.rows)
+    deepest = min(tables.deepest, len(request.fleet.workers))
     for stages in range(deepest, deepest // 2, -max(1, deepest // limits.FEW)):
-        found, refused = rank(request, _placed(replace(request, max_stages=stages), roomy))
+        found, refused = rank(request, _placed(request, replace(tables, rows=rows, deepest=stages)))
         ranked, rejected = [*ranked, *found], [*rejected, *refused]
         if found:
             break
@@ -83,19 +85,17 @@ def _placed(request: Request, tables: Tables) -> Iterator[Plan]:
     """The drafts proposed, on the fleet's workers."""
     parts = {1, request.min_node_disjoint_holders}
     for proposal in proposals_for(request, tables):
-        yield from placements(tables, proposal, request.spec.name, request.global_batch_sequences, request.sequence_length, parts)
+        yield from placements(tables, proposal, parts)
 
 
-def placements(
-    tables: Tables, proposal: Proposal, model: str, batch: int, length: int, parts: Iterable[int]
-) -> Iterator[Plan]:
+def placements(tables: Tables, proposal: Proposal, parts: Iterable[int]) -> Iterator[Plan]:
     """Each pipeline on nodes of its own; or the same stages of all side by side, or of as many as are in each of so many parts."""
     draft = proposal.draft
     if not proposal.side_by_side:
-        plans = [place(tables, draft, model, batch, length)]
+        plans = [place(tables, draft)]
     else:
         possible = [number for number in parts if number <= len(draft.pipelines)]
-        plans = [place_by_stage(tables, draft, number, model, batch, length) for number in possible]
+        plans = [place_by_stage(tables, draft, number) for number in possible]
     yield from (plan for plan in plans if plan is not None)
 
 
@@ -105,7 +105,7 @@ def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[P
     for each in ranked:
         if each.step_time_s <= limits.FAR_BEHIND * ranked[0].step_time_s and len(starts) < limits.WALKS:
             starts.setdefault(tuple(sorted(len(p.stages) for p in each.plan.pipelines)), each.plan)
-    moves = Moves(tables, request.deepest(tables.num_blocks), walker(), request.mixed_microbatch)
+    moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)
     improver = Improver(moves, judge)

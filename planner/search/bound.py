@@ -87,10 +87,9 @@ class Interval:
 class Bound:
     """The bound for plans of at least `least` pipelines of one fleet."""
 
-    def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int, least: int = 1):
-        self.batch, self.supply = batch, supply.astype(float)
-        sizes = sorted({row.microbatch for row in tables.rows})
-        self.relaxed = [PricedStages(tables, size, max_stages, supply, least) for size in sizes]
+    def __init__(self, tables: Tables, least: int = 1):
+        self.batch, self.supply = tables.batch, np.array([float(resource.num_gpus) for resource in tables.resources])
+        self.relaxed = [PricedStages(tables, size, least) for size in tables.sizes]
         self.intervals = [
             Interval(size, begin, end, *depths, *stages.sync_range)
             for size, stages in enumerate(self.relaxed)
@@ -102,8 +101,8 @@ class Bound:
         self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
         self.fewest: list[float] = []  # microbatches of a pipeline that pays until a price falls far, by size
         self.speed = self._speed()
-        self.best = batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
-        self.centre = np.zeros(len(supply))  # the best prices so far
+        self.best = self.batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
+        self.centre = np.zeros(len(self.supply))  # the best prices so far
 
     def seconds(self, target: float = np.inf, needed: float = 0.0) -> float:
         """The bound, or any number from `target` on once that is reached, or what is proved once `needed` is out of
@@ -280,9 +279,9 @@ class Bound:
 class BoundAlone(Bound):
     """The bound for plans of one pipeline, whose number of microbatches is known. Prices are seconds of a GPU."""
 
-    def __init__(self, tables: Tables, batch: int, supply: Ints, max_stages: int):
-        super().__init__(tables, batch, supply, max_stages)
-        self.further = [batch / stages.microbatch - 1 for stages in self.relaxed]
+    def __init__(self, tables: Tables):
+        super().__init__(tables)
+        self.further = [self.batch / stages.microbatch - 1 for stages in self.relaxed]
 
     def _depths(self, most: int) -> list[tuple[int, int]]:
         return [(1, most)]
@@ -326,16 +325,13 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
     return list(itertools.pairwise([*ends, np.inf]))
 
 
-def lower_bound_s(
-    tables: Tables, batch: int, supply: Sequence[int] | Ints, max_stages: int, pipelines: int = 1, needed: float = 0.0,
-) -> float:  # fmt: skip
+def lower_bound_s(tables: Tables, pipelines: int = 1, needed: float = 0.0) -> float:
     """The least step time of any plan of so many `pipelines` or more; one alone, which sums nothing, is a case of its own. Zero where no
     pipeline holds the model; something lower where `needed` is out of reach."""
-    fleet = np.asarray(supply)
-    least = Bound(tables, batch, fleet, max_stages, max(2, pipelines)).seconds(needed=needed)
+    least = Bound(tables, max(2, pipelines)).seconds(needed=needed)
     if pipelines > 1:
         return least
-    alone = BoundAlone(tables, batch, fleet, max_stages).seconds(least, needed)
+    alone = BoundAlone(tables).seconds(least, needed)
     return min(least, alone) if least > 0 else alone
 
 
@@ -354,16 +350,7 @@ NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
 def prove(request: Request, tables: Tables, step_s: float) -> Proof:
     """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is never clipped: one above the plan is an
     error of the bound's, which the proof says, and a gap above `limits.WIDEST_GAP` is no proof."""
-    supply = [resource.num_gpus for resource in tables.resources]
-    depth = min(request.deepest(tables.num_blocks), sum(supply))
-    bound_s = lower_bound_s(
-        tables,
-        request.global_batch_sequences,
-        supply,
-        depth,
-        request.min_node_disjoint_holders,
-        step_s / (1 + limits.WIDEST_GAP),
-    )
+    bound_s = lower_bound_s(tables, request.min_node_disjoint_holders, step_s / (1 + limits.WIDEST_GAP))
     return proof_of(bound_s, step_s)
 
 

@@ -26,14 +26,14 @@ class Families:
         return Families(self.number[index], self.rows[index], self.groups[index])
 
 
-def families(tables: Tables, batch: int, deepest: int, mixed_tp: bool) -> Families:
+def families(tables: Tables, mixed_tp: bool) -> Families:
     """All of them."""
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows] + [0])
     counts = np.array([tables.kinds[row.kind].count for row in tables.rows] + [0])
     supply = [resource.num_gpus for resource in tables.resources]
     node = max(resource.node_type.num_gpus for resource in tables.resources)
     found = []
-    for size in sorted({row.microbatch for row in tables.rows}):
+    for size in tables.sizes:
         options = [[-1] for _ in supply]
         for r, row in enumerate(tables.rows):
             if row.microbatch == size:
@@ -46,9 +46,9 @@ def families(tables: Tables, batch: int, deepest: int, mixed_tp: bool) -> Famili
         rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
         for number in _numbers(supply, node):
             total = counts[rows].sum(axis=1)
-            enough = np.flatnonzero(total >= number) if number * size <= batch else np.zeros(0, dtype=np.int64)
+            enough = np.flatnonzero(total >= number) if number * size <= tables.batch else np.zeros(0, dtype=np.int64)
             # no pipeline deeper than asked: the same share of each node type is left idle
-            share = np.minimum(1.0, number * deepest / np.maximum(total[enough], 1))[:, None]
+            share = np.minimum(1.0, number * tables.deepest / np.maximum(total[enough], 1))[:, None]
             groups = np.floor(counts[rows[enough]] * share + 1e-9).astype(np.int64)
             some = np.flatnonzero(groups.any(axis=1))
             chosen = np.where(groups > 0, rows[enough], -1)[some]
@@ -70,16 +70,16 @@ def _numbers(supply: list[int], node: int) -> list[int]:
     return sorted(found - {0})
 
 
-def roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: Sync) -> Floats:
-    """(n,) a step if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least sync first;
-    infinite where all stages hold too few blocks."""
+def roughly_s(tables: Tables, sequences: float, some: Families, sync: Sync) -> Floats:
+    """(n,) a step of so many sequences if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least
+    sync first; infinite where all stages hold too few blocks."""
     used, rows, counts = some.rows >= 0, some.rows, some.groups / some.number[:, None]
     blocks, block = tables.num_blocks, np.where(used, _a_block(tables.time_sums, rows), 1e30)
     hop = np.where(used, tables.busiest_hop[rows], 0.0)
     toll = 2 * tables.boundary_share * hop
     # microbatches that a stage not far from the end keeps beside its own
-    ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), deepest - 1)
-    most = np.where(used, tables.fitting(deepest)[rows, ahead, 1] - 1, 0)
+    ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), tables.deepest - 1)
+    most = np.where(used, tables.last_layer_that_fits[rows, ahead, 1] - 1, 0)
     alive = ((counts * most).sum(axis=1) >= blocks) & ((most > 0) | ~used).all(axis=1)
     one = np.where(used, block + toll, 0.0).max(axis=1)  # each stage holds a block
     low = np.maximum(1.0 / np.where(used, counts / block, 0.0).sum(axis=1), one)
@@ -91,7 +91,7 @@ def roughly_s(tables: Tables, batch: float, deepest: int, some: Families, sync: 
     held = _blocks(high, toll, block, most)
     fill = (counts * (np.where(used, held * block, 0.0) + hop)).sum(axis=1)
     size = np.array([row.microbatch for row in tables.rows])[rows.max(axis=1)]
-    further = np.maximum(batch / some.number / size, 1.0) - 1
+    further = np.maximum(sequences / some.number / size, 1.0) - 1
     share = np.where(used, tables.forward_share[rows], 1.0).min(axis=1)
     hidden = share * np.minimum((tables.begun_ahead - 1) * np.maximum(counts.sum(axis=1) - 1, 0.0) / 2, further)
     after = _least_sync(tables, some, np.maximum(1.0, counts), held, sync)

@@ -35,6 +35,7 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
     return Tables(
+        request.spec.name, request.global_batch_sequences, request.sequence_length, request.deepest,
         resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
         stage_overhead_s=2 * cost.stage_overhead_s,
         crossing_s=_crossing(cost, resources, kinds, rows), least_boundary_s=_least_boundary(cost, resources, kinds, rows),

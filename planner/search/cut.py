@@ -30,11 +30,11 @@ class Cuts:
 
 
 class Balancer:
-    """Cuts pipelines over one set of tables. `max_stages` is the deepest pipeline asked for."""
+    """Cuts pipelines over one set of tables."""
 
-    def __init__(self, tables: Tables, max_stages: int):
+    def __init__(self, tables: Tables):
         self.tables = tables
-        self.fits = tables.fitting(max_stages)
+        self.fits = tables.last_layer_that_fits
         sums = tables.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()

@@ -56,14 +56,13 @@ class _Cut:
 
 def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     """The best drafts of either placement for a request, fastest first."""
-    batch, deepest = request.global_batch_sequences, request.deepest(tables.num_blocks)
-    every, holders = families(tables, batch, deepest, request.mixed_tp), request.min_node_disjoint_holders
+    every, holders = families(tables, request.mixed_tp), request.min_node_disjoint_holders
     found = list[Proposal]()
     for side_by_side in (True, False):
         some = every.take(np.flatnonzero(every.number >= max(holders, 1 + side_by_side)))
         sync = SideBySide(request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1))))
         found += Drafter(
-            tables, some, batch, deepest, sync, side_by_side=side_by_side, mixed_sizes=request.mixed_microbatch,
+            tables, some, sync, side_by_side=side_by_side, mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
         ).proposals()  # fmt: skip
     return sorted(found, key=lambda proposal: proposal.seconds)
@@ -74,18 +73,16 @@ class Drafter:
     or each on nodes of its own; only then may unlike families train beside each other. keep: drafts at most."""
 
     def __init__(
-        self, tables: Tables, every: Families, batch: int, deepest: int, sync: Sync, *, side_by_side: bool = False,
-        mixed_sizes: bool = True, keep: int = limits.DRAFTS,
+        self, tables: Tables, every: Families, sync: Sync, *, side_by_side: bool = False, mixed_sizes: bool = True,
+        keep: int = limits.DRAFTS,
     ):  # fmt: skip
-        self.tables, self.batch, self.deepest, self.sync = tables, batch, deepest, sync
+        self.tables, self.sync, self.estimator = tables, sync, Estimator(tables)
         self.families, self.together, self.mixed_sizes, self.keep = every, side_by_side, mixed_sizes, keep
-        self.estimator = Estimator(tables)
-        tables.fitting(deepest)  # once for all
 
     def proposals(self) -> list[Proposal]:
         """The best, fastest first."""
         some = self.families
-        seconds = roughly_s(self.tables, self.batch, self.deepest, some, self.sync)
+        seconds = roughly_s(self.tables, self.tables.batch, some, self.sync)
         order, found = np.argsort(seconds, kind="stable"), list[Proposal]()
         for begin in range(0, len(order), limits.FAMILIES):
             best_s = min((proposal.seconds for proposal in found), default=np.inf)
@@ -93,7 +90,7 @@ class Drafter:
             first = first[np.isfinite(seconds[first]) & (seconds[first] <= best_s * limits.FAR_BEHIND)]
             if not first.size or begin >= limits.MOST_FAMILIES:
                 break
-            arranged = [list(self._arranged(some, f, self.batch)) for f in first.tolist()]
+            arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first.tolist()]
             best = self._quickest(arranged)
             changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.FEW]]
             found += self._proposed([*best, *self._quickest(changed)])
@@ -129,19 +126,19 @@ class Drafter:
         not divide well, or more memory than early stages need."""
         tables, depth = self.tables, max(len(rows) for rows, _ in arranged.pipelines)
         for row, larger in itertools.product(dict.fromkeys(arranged.pipelines[0][0]), (False, True)):
-            of, kind = tables.rows[row], tables.kinds[tables.rows[row].kind]
+            of, kind = tables.rows[row], tables.kind(row)
             degree = kind.tp_degree * 2 if larger else kind.tp_degree // 2
-            other = tables.row_of.get((tables.resources[kind.resource].node_type, degree, of.microbatch))
+            other = tables.row_by_use.get((tables.resources[kind.resource].node_type, degree, of.microbatch))
             if other is None:
                 continue
             for many, first in itertools.product(_steps(depth), (False, True)):
                 changed = [(_with_groups(rows, row, other, many, larger, first), n) for rows, n in arranged.pipelines]
-                if all(rows is not None and len(rows) <= self.deepest for rows, _ in changed):
+                if all(rows is not None and len(rows) <= tables.deepest for rows, _ in changed):
                     yield replace(arranged, pipelines=tuple((rows, n) for rows, n in changed if rows is not None))
 
     def _proposal(self, shapes: list[Shape]) -> Proposal | None:
         shapes = self._with_odd_one(shapes)
-        draft = assign_microbatches(self.estimator, shapes, self.batch) if shapes else None
+        draft = assign_microbatches(self.estimator, shapes, self.tables.batch) if shapes else None
         if draft is None or not draft_fits(self.estimator, draft):
             return None
         seconds = max(self.estimator.pipeline_s(*pipeline) for pipeline in set(draft.pipelines))
@@ -153,10 +150,10 @@ class Drafter:
 
     def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
         """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it."""
-        tables, size = self.tables, self.tables.rows[shapes[0].rows[0]].microbatch
-        if self.batch % size == 0:
+        tables, size = self.tables, self.estimator.microbatch(shapes[0])
+        if tables.batch % size == 0:
             return shapes
-        smaller = [b for b in sorted({row.microbatch for row in tables.rows}) if b < size and self.batch % b == 0]
+        smaller = [b for b in tables.sizes if b < size and tables.batch % b == 0]
         if not smaller or not self.mixed_sizes or len(shapes) == 1:
             return []
         of_kind = {(row.kind, row.microbatch): r for r, row in enumerate(tables.rows)}
@@ -169,7 +166,7 @@ class Drafter:
         number, groups = int(some.number[f]), some.groups[f].tolist()
         speeds = {r: 1.0 / float(self.tables.time_sums[some.rows[f, r], -1]) for r in used}
         shares = Counter(_shares(number, {r: groups[r] for r in used}, {} if self.together else speeds))
-        if any(not 0 < sum(share) <= self.deepest for share in shares):
+        if any(not 0 < sum(share) <= self.tables.deepest for share in shares):
             return
         for order in itertools.islice(itertools.permutations(range(len(used))), limits.FEW):
             rows = {
@@ -191,8 +188,8 @@ class Drafter:
         for block in (b for n in range(1, number_of) for b in itertools.combinations(range(number_of), n)):
             exactly = (self.families.rows >= 0) == np.isin(np.arange(number_of), block)
             some = self.families.take(np.flatnonzero(exactly.all(axis=1)))
-            sequences = self.batch * float(speed[list(block)].sum() / speed.sum())
-            seconds = roughly_s(tables, sequences, self.deepest, some, self.sync)
+            sequences = tables.batch * float(speed[list(block)].sum() / speed.sum())
+            seconds = roughly_s(tables, sequences, some, self.sync)
             best: dict[int, int] = {}  # of as many pipelines, or up to twice as many
             for i in np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()].tolist():
                 best.setdefault(int(some.number[i]).bit_length(), i)
@@ -202,8 +199,7 @@ class Drafter:
 
     def _combined(self, cuts: list[_Cut]) -> list[_Cut]:
         """All of them that use different node types, two or more together, fastest first."""
-        of_kind = [kind.resource for kind in self.tables.kinds]
-        used = [{of_kind[self.tables.rows[row].kind] for shape in cut.shapes for row in shape.rows} for cut in cuts]
+        used = [{self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows} for cut in cuts]
         found = list[_Cut]()
 
         def extend(chosen: list[int], taken: set[int]) -> None:
@@ -219,7 +215,7 @@ class Drafter:
     def _beside(self, cuts: list[_Cut]) -> _Cut:
         """One of several, with the whole batch."""
         pipelines = tuple(pipeline for cut in cuts for pipeline in cut.arranged.pipelines)
-        arranged = _Arranged(sum(n for _, n in pipelines), pipelines, self.batch)
+        arranged = _Arranged(sum(n for _, n in pipelines), pipelines, self.tables.batch)
         shapes = tuple(shape for cut in cuts for shape in cut.shapes)
         return _Cut(self._about_s(arranged, shapes), arranged, shapes)
 
@@ -235,7 +231,7 @@ class Drafter:
         begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
         sequences = np.array([each.sequences / each.number for each in arranged for _ in each.pipelines])
         microbatches = np.maximum(sequences / [self.tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
-        cuts = Balancer(self.tables, self.deepest).cut_each(pipelines, microbatches if ahead else None)
+        cuts = Balancer(self.tables).cut_each(pipelines, microbatches if ahead else None)
 
         def shapes(i: int) -> list[Shape]:
             mine = range(begins[i], begins[i + 1])

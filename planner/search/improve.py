@@ -7,7 +7,6 @@ equal plan.
 """
 
 import math
-import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -64,11 +63,6 @@ class Improver:
         if plan not in self.timed:
             self.timed[plan] = self.judge.score(plan) if self.judge.at_least(plan) <= most_s else math.inf
         return self.timed[plan]
-
-
-def walker(seed: int = 0) -> random.Random:
-    """The stream of random numbers of a search."""
-    return random.Random(seed)
 
 
 def tries_for(gpus: int) -> int:

@@ -24,15 +24,13 @@ Pipelines = list[Pipeline]
 
 
 class Moves:
-    """Of plans over one set of tables. deepest: stages of a pipeline at most; mixed_sizes: whether pipelines may differ in microbatches."""
+    """Of plans over one set of tables. mixed_sizes: whether pipelines may differ in the size of their microbatches."""
 
-    def __init__(self, tables: Tables, deepest: int, rng: random.Random, mixed_sizes: bool = True):
-        self.tables, self.deepest, self.rng, self.mixed_sizes = tables, deepest, rng, mixed_sizes
-        self.estimator, self.balancer = Estimator(tables), Balancer(tables, deepest)
-        self.sizes = sorted({row.microbatch for row in tables.rows})
+    def __init__(self, tables: Tables, rng: random.Random, mixed_sizes: bool = True):
+        self.tables, self.rng, self.mixed_sizes = tables, rng, mixed_sizes
+        self.estimator, self.balancer = Estimator(tables), Balancer(tables)
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
-        self._types = {name: resource.node_type for resource in tables.resources for name in resource.node_names}
-        self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in self._types.items()))
+        self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in tables.node_types.items()))
         self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
@@ -53,12 +51,9 @@ class Moves:
         """With microbatches so that the slowest pipeline ends earliest by the tables; None where sizes cannot meet the batch."""
         shapes = [self.shape(pipeline) for pipeline in pipelines]
         known = [shape for shape in shapes if shape is not None]
-        draft = (
-            assign_microbatches(self.estimator, known, plan.global_batch_sequences)
-            if len(known) == len(shapes)
-            else None
-        )
-        if draft is None:
+        if len(known) < len(shapes):
+            return None
+        if (draft := assign_microbatches(self.estimator, known, plan.global_batch_sequences)) is None:
             return None
         counted = [replace(p, num_microbatches=k) for p, (_, k) in zip(pipelines, draft.pipelines, strict=True)]
         return replace(plan, pipelines=tuple(counted))
@@ -70,19 +65,14 @@ class Moves:
         return None if rows is None else Shape(rows, (*ends[:-1], ends[-1] + 1))
 
     def rows(self, groups: Sequence[Group], microbatch: int) -> tuple[int, ...] | None:
-        """The table row of each group; None where one would leave its node or is not in the tables."""
-        rows = []
-        for group in groups:
-            node = node_of(group[0])
-            row = self.tables.row_of.get((self._types[node], len(group), microbatch))
-            if row is None or any(node_of(worker) != node for worker in group[1:]):
-                return None
-            rows.append(row)
-        return tuple(rows)
+        """The table row of each group; None where one has none."""
+        rows = [self.tables.row_of(group, microbatch) for group in groups]
+        found = tuple(row for row in rows if row is not None)
+        return found if len(found) == len(rows) else None
 
     def cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
         """A pipeline of these groups in this order; None where it cannot hold the model."""
-        rows = self.rows(groups, size) if 0 < len(groups) <= self.deepest else None
+        rows = self.rows(groups, size) if 0 < len(groups) <= self.tables.deepest else None
         if rows is None:
             return None
         sloped = self.tables.begun_ahead > 1 and self.rng.random() < 0.5
@@ -101,7 +91,7 @@ class Moves:
         return [i for i, look in looks.items() if look == wanted]
 
     def _type_of(self, group: Group) -> NodeType:
-        return self._types[node_of(group[0])]
+        return self.tables.node_types[node_of(group[0])]
 
     def _with_groups(self, pipeline: Pipeline, groups: list[Group]) -> Pipeline | None:
         """With the cut as it is, where the stages are as many, or anew."""
@@ -191,7 +181,7 @@ class Moves:
 
     def _resize(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
         """Microbatches of another size, with the cut as it is or anew."""
-        size, keep = self.rng.choice(self.sizes), self.rng.random() < 0.5
+        size, keep = self.rng.choice(self.tables.sizes), self.rng.random() < 0.5
         made = list(pipelines)
         for i in chosen if self.mixed_sizes else range(len(pipelines)):
             groups = groups_of(pipelines[i])
@@ -216,7 +206,7 @@ class Moves:
             return self._each(pipelines, chosen[:1], lambda groups: self._doubled(groups, free))
         if way < 0.35:
             several = list(itertools.chain.from_iterable(_split(of, degree) for of in idle))
-            new = self.cut(several[: self.deepest], pipelines[chosen[0]].microbatch_sequences)
+            new = self.cut(several[: self.tables.deepest], pipelines[chosen[0]].microbatch_sequences)
             return None if new is None else [*pipelines, new]
         return self._each(pipelines, chosen[:1], lambda groups: [*groups[:place], free[:degree], *groups[place:]])
 

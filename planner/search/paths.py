@@ -16,23 +16,20 @@ class PricedStages:
     """Stages of one microbatch size with times that no neighbour, node, place in the model or schedule can beat.
 
     Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and last (with the head). room[band]: whether
-    memory allows the stage with `BANDS[band]` stages after it. supply: GPUs of each resource. pipelines: at least so many share the model.
+    memory allows the stage with `BANDS[band]` stages after it. pipelines: at least so many share the model.
     """
 
     busy: Floats
     sync_s: Floats
     sync_range: tuple[float, float]
 
-    def __init__(self, tables: Tables, microbatch: int, max_stages: int, supply: Ints, pipelines: int):
+    def __init__(self, tables: Tables, microbatch: int, pipelines: int):
         self.tables, self.microbatch, self.blocks = tables, microbatch, tables.num_blocks
-        self.stages = min(max_stages, tables.num_blocks)
-        kinds = [tables.kinds[row.kind] for row in tables.rows]
-        held = [
-            row.microbatch == microbatch and supply[k.resource] >= k.tp_degree for row, k in zip(tables.rows, kinds)
-        ]
-        self.rows = np.flatnonzero(held)
-        self.resource = np.array([kinds[row].resource for row in self.rows], dtype=np.int64)
-        self.degree = np.array([kinds[row].tp_degree for row in self.rows], dtype=np.int64)
+        self.stages = min(tables.deepest, sum(resource.num_gpus for resource in tables.resources))
+        self.rows = np.flatnonzero([row.microbatch == microbatch for row in tables.rows])
+        kinds = [tables.kind(row) for row in self.rows.tolist()]
+        self.resource = np.array([kind.resource for kind in kinds], dtype=np.int64)
+        self.degree = np.array([kind.tp_degree for kind in kinds], dtype=np.int64)
         self.speed = self.microbatch / (tables.time_sums[self.rows, -1] * self.degree)
         self.begun_ahead = tables.begun_ahead
         start, size = np.arange(self.blocks)[:, None], np.arange(1, self.blocks + 1)[None, :]
@@ -50,7 +47,7 @@ class PricedStages:
 
     def _room_of(self, first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
         """Of each band whether memory holds layers [first, last) on each row."""
-        fits = self.tables.fitting(min(self.stages, self.blocks))[self.rows]
+        fits = self.tables.last_layer_that_fits[self.rows]
         return [(fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed for depth in limits.BANDS]
 
     def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_], pipelines: int) -> None:

@@ -40,47 +40,45 @@ class Nodes:
         return self._by_free[size][-1]
 
 
-def place(tables: Tables, draft: Draft, model: str, batch: int, sequence_length: int) -> Plan | None:
+def place(tables: Tables, draft: Draft) -> Plan | None:
     """The plan of a draft, each pipeline on nodes of its own as far as can be; None if the groups cannot be packed into nodes.
 
     Pipelines with larger groups go first, so that powers of two leave no hole; neighbouring stages share a node where
     they can.
     """
     shapes = [shape for shape, _ in draft.pipelines]
-    degrees = [[_degree(tables, row) for row in shape.rows] for shape in shapes]
+    degrees = [[tables.kind(row).tp_degree for row in shape.rows] for shape in shapes]
     first = sorted(range(len(shapes)), key=lambda i: (-max(degrees[i]), -sum(degrees[i]), i))
     in_order = [(i, s) for i in first for s in range(len(degrees[i]))]
     of_all = sorted(in_order, key=lambda at: (-degrees[at[0]][at[1]], *at))
     placed = _filled(tables, shapes, in_order) or _filled(tables, shapes, of_all)
-    return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
+    return None if placed is None else plan_on(tables, draft, placed)
 
 
-def place_by_stage(
-    tables: Tables, draft: Draft, parts: int, model: str, batch: int, sequence_length: int
-) -> Plan | None:
+def place_by_stage(tables: Tables, draft: Draft, parts: int) -> Plan | None:
     """The plan of a draft divided into so many parts of equally deep pipelines, one after the other: the same stage of all pipelines of a
     part lies side by side."""
     shapes = [shape for shape, _ in draft.pipelines]
     several = parted(len(shapes), parts)
     order = [(i, s) for part in several for s, i in itertools.product(range(len(shapes[part[0]].rows)), part)]
     placed = _filled(tables, shapes, order, together=True)
-    return None if placed is None else _plan(tables, draft, placed, model, batch, sequence_length)
+    return None if placed is None else plan_on(tables, draft, placed)
 
 
 def _filled(
     tables: Tables, shapes: Sequence[Shape], order: Iterable[tuple[int, int]], *, together: bool = False
-) -> dict[int, list[tuple[str, ...]]] | None:
+) -> list[list[tuple[str, ...]]] | None:
     """Workers of each pipeline, whose stages (pipeline, stage) are placed in this order; None where nodes have no room. together: all fill
     one node of their type after the other; else each pipeline goes on where its last stage of that type lies."""
     nodes = [Nodes(r.node_names, r.node_type.num_gpus) for r in tables.resources]
     last, wanted = dict[tuple[int, int], int](), Counter[tuple[int, int]]()
     for i, shape in enumerate(shapes):
-        for row in shape.rows:
-            wanted[i, _resource(tables, row)] += _degree(tables, row)
-    placed: dict[int, list[tuple[str, ...]]] = {i: [()] * len(shape.rows) for i, shape in enumerate(shapes)}
+        for kind in map(tables.kind, shape.rows):
+            wanted[i, kind.resource] += kind.tp_degree
+    placed: list[list[tuple[str, ...]]] = [[()] * len(shape.rows) for shape in shapes]
     for i, s in order:
-        row = shapes[i].rows[s]
-        resource, degree = _resource(tables, row), _degree(tables, row)
+        kind = tables.kind(shapes[i].rows[s])
+        resource, degree = kind.resource, kind.tp_degree
         key = (0, resource) if together else (i, resource)
         found = nodes[resource].take(degree, last.get(key), 0 if together else wanted[key])
         if found is None:
@@ -96,23 +94,13 @@ def parted(number: int, parts: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _plan(
-    tables: Tables, draft: Draft, placed: dict[int, list[tuple[str, ...]]], model: str, batch: int, sequence_length: int
-) -> Plan:
+def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[tuple[str, ...]]]) -> Plan:
+    """The plan of a draft on the groups of each pipeline."""
     sizes = [tables.rows[shape.rows[0]].microbatch for shape, _ in draft.pipelines]
     common = min(sizes, key=lambda b: (-sizes.count(b), b))
-    pipelines = tuple(
-        Pipeline(stages_on(tables, shape, placed[i]), k, sizes[i]) for i, (shape, k) in enumerate(draft.pipelines)
-    )
-    return Plan(model, batch, common, sequence_length, pipelines)
-
-
-def _degree(tables: Tables, row: int) -> int:
-    return tables.kinds[tables.rows[row].kind].tp_degree
-
-
-def _resource(tables: Tables, row: int) -> int:
-    return tables.kinds[tables.rows[row].kind].resource
+    drafted = zip(draft.pipelines, groups, sizes, strict=True)
+    pipelines = tuple(Pipeline(stages_on(tables, shape, mine), k, size) for (shape, k), mine, size in drafted)
+    return Plan(tables.model, tables.batch, common, tables.sequence_length, pipelines)
 
 
 def stages_on(tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]) -> tuple[Stage, ...]:

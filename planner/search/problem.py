@@ -1,7 +1,7 @@
 """What a search is asked and what it answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.cluster import Fleet
@@ -56,9 +56,10 @@ class Request:
     prove: bool = True
     spmd: bool = False
 
-    def deepest(self, num_blocks: int) -> int:
+    @property
+    def deepest(self) -> int:
         """The most stages that a pipeline may have."""
-        return max(1, min(self.max_stages or num_blocks, num_blocks))
+        return min(self.max_stages or self.spec.num_layers, self.spec.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,7 @@ class SearchReport:
     proof: str = "nothing is proved by this strategy"
 
     def to_document(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "plans_evaluated": self.plans_evaluated,
-            "lower_bound_s": self.lower_bound_s,
-            "gap": self.gap,
-            "proof": self.proof,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,18 @@
 """What the searches read: layer times, memory and link seconds as arrays, whatever cost model they came from.
 
-A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The arrays have one
-entry a
-layer, with the embedding first, then the blocks, then the head (`num_layers = num_blocks + 2`); they are summed once
-so that
-the cost of any contiguous range is one subtraction.
+A *kind* is one way to use the GPUs of one node type: `tp_degree` of them together on one node. The arrays have one entry a layer, with
+the embedding first, then the blocks, then the head (`num_layers = num_blocks + 2`); they are summed once so that the cost of any
+contiguous range is one subtraction.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import NodeType
+from planner.cluster import NodeType, node_of
 from planner.cost.schedule import Transfers
 from planner.in_flight import MOST_AHEAD
 
@@ -71,14 +69,17 @@ class Row:
 class Tables:
     """All that a search needs of a request.
 
-    boundary_s(row, row): seconds that a boundary between two neighbouring stages costs a microbatch, activation and gradient
-    together; `transfers` says whom they occupy. crossing_s(row): a boundary between two groups of one row on two nodes; None where
-    boundary_s says it all. least_boundary_s: as boundary_s, wherever the two lie.
-
-    least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a
-    worker of a group of that degree, with so many gradient bytes, where at least so many pipelines share the model.
+    batch: sequences a step, of `sequence_length` tokens. deepest: stages of a pipeline at most. boundary_s(row, row): seconds that a
+    boundary between two neighbouring stages costs a microbatch, activation and gradient together; `transfers` says whom they occupy.
+    crossing_s(row): a boundary between two groups of one row on two nodes; None where boundary_s says it all. least_boundary_s: as
+    boundary_s, wherever the two lie. least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a worker of
+    a group of that degree, with so many gradient bytes, where at least so many pipelines share the model.
     """
 
+    model: str
+    batch: int
+    sequence_length: int
+    deepest: int
     resources: tuple[Resource, ...]
     kinds: tuple[Kind, ...]
     rows: tuple[Row, ...]
@@ -88,6 +89,27 @@ class Tables:
     crossing_s: Callable[[int], float] | None = None
     least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
     least_boundary_s: Callable[[int, int], float] | None = None
+
+    def kind(self, row: int) -> Kind:
+        """The kind of a row."""
+        return self.kinds[self.rows[row].kind]
+
+    def row_of(self, group: Sequence[str], microbatch: int) -> int | None:
+        """The row of a tensor-parallel group at a microbatch size; None where it would leave its node or no row is known."""
+        node = node_of(group[0])
+        if any(node_of(worker) != node for worker in group[1:]):
+            return None
+        return self.row_by_use.get((self.node_types[node], len(group), microbatch))
+
+    @cached_property
+    def node_types(self) -> dict[str, NodeType]:
+        """Of each node."""
+        return {name: resource.node_type for resource in self.resources for name in resource.node_names}
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Microbatch sizes of the rows, ascending."""
+        return sorted({row.microbatch for row in self.rows})
 
     @cached_property
     def num_layers(self) -> int:
@@ -183,34 +205,18 @@ class Tables:
         return np.array([max(1, most // kind.tp_degree) for most, kind in zip(gpus, kinds, strict=True)])
 
     @cached_property
-    def row_of(self) -> dict[tuple[NodeType, int, int], int]:
-        """The row of a node type, TP degree and microbatch size."""
+    def row_by_use(self) -> dict[tuple[NodeType, int, int], int]:
+        """By node type, TP degree and microbatch size."""
         kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
         return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows)}
 
-    def fitting(self, max_in_flight: int) -> Ints:
-        """`last_layer_that_fits`, computed once for each number."""
-        if max_in_flight not in self._fitting:
-            self._fitting[max_in_flight] = self.last_layer_that_fits(max_in_flight)
-        return self._fitting[max_in_flight]
-
     @cached_property
-    def _fitting(self) -> dict[int, Ints]:
-        return {}
-
-    def with_less_memory(self, num_bytes: float) -> "Tables":
-        """The same where each worker has so many bytes less."""
-        rows = (replace(row, limit_bytes=row.limit_bytes - num_bytes) for row in self.rows)
-        return replace(self, rows=tuple(rows))
-
-    def last_layer_that_fits(self, max_in_flight: int) -> Ints:
-        """(rows, max_in_flight, num_layers + 1): the largest end of a stage that starts there with so many
-        microbatches in flight.
-        """
+    def last_layer_that_fits(self) -> Ints:
+        """(rows, deepest, num_layers + 1): the largest end of a stage that starts there with one microbatch in flight, two and so on."""
         n = self.num_layers
-        out = np.zeros((len(self.rows), max_in_flight, n + 1), dtype=np.int64)
+        out = np.zeros((len(self.rows), self.deepest, n + 1), dtype=np.int64)
         for r, row in enumerate(self.rows):
-            for depth in range(1, max_in_flight + 1):
+            for depth in range(1, self.deepest + 1):
                 sums = np.concatenate([[0.0], np.cumsum(row.state_bytes + depth * row.activation_bytes)])
                 room = row.limit_bytes - row.fixed_bytes
                 out[r, depth - 1] = np.searchsorted(sums, sums + room, side="right") - 1

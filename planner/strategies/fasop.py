@@ -10,17 +10,17 @@ does). Added: the best cuts are predicted.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from planner.cluster import Fleet, Node, NodeType
 from planner.search import limits
 from planner.search.cost_tables import tables_of
-from planner.search.draft import Estimator
 from planner.search.judge import answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import Group, Groups, Shortlist, Staged, Stager, ends_of
+from planner.strategies.staged import Group, Groups, Shortlist, Staged, ends_of
 from planner.strategies.symmetric import equal_split
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
@@ -32,12 +32,11 @@ def search_fasop(request: Request, most_orders: int | None = None) -> Answer:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    stager = Stager(tables, request.fleet)
-    shortlist = Shortlist(request, stager, Estimator(tables))
+    shortlist = Shortlist(request, tables)
     tried = 0
     for whole in (True, False):
         for nodes in node_orders(request.fleet, most_orders) if shortlist.is_empty else ():
-            tried += _try_order(request, tables, stager, shortlist, nodes, whole)
+            tried += _try_order(request, tables, shortlist, nodes, whole)
             if request.clock() - begin > request.time_limit_s:
                 break
     return answer_of("fasop", request, tables, shortlist.plans(), begin, tried)
@@ -55,22 +54,20 @@ def node_orders(fleet: Fleet, most: int | None = None) -> Iterator[tuple[Node, .
             yield order
 
 
-def _try_order(
-    request: Request, tables: Tables, stager: Stager, shortlist: Shortlist, nodes: tuple[Node, ...], whole: bool
-) -> int:
+def _try_order(request: Request, tables: Tables, shortlist: Shortlist, nodes: tuple[Node, ...], whole: bool) -> int:
     """All grids on one order of the nodes; returns their number. `whole`: only grids that use every GPU."""
     sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
         gpus = [w for node in nodes for w in (node.workers if whole else node.workers[: _multiple(node, tp)])]
-        groups = Groups(stager, gpus)
-        for depth, width, microbatch in _grids(request, tables, len(gpus), tp, whole):
+        groups = Groups(tables, gpus)
+        for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
             tried += 1
             staged = groups.stages([tp * width] * depth, width, microbatch)
             if staged is None or not shortlist.promising(staged, microbatch):
                 continue
             seconds = transfers.seconds(staged, microbatch)
-            for ends in cuts(sums, stager.slowest(staged), seconds, kinds_change(sums[0])):
-                shortlist.add(staged, ends, microbatch)
+            for ends in cuts(sums, staged.slowest(tables), seconds, kinds_change(sums[0])):
+                shortlist.add(staged, ends)
     return tried
 
 
@@ -78,15 +75,15 @@ def _multiple(node: Node, tp: int) -> int:
     return node.node_type.num_gpus // tp * tp
 
 
-def _grids(request: Request, tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:
+def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:
     """(stages, pipelines, microbatch) of every DP and microbatch that the GPUs and the batch allow. FASOP takes those that
     divide both (`whole`); where none does, as with five GPUs or a prime batch, some GPUs stay idle and counts differ."""
-    batch, deepest = request.global_batch_sequences, request.deepest(tables.num_blocks)
+    batch, deepest = tables.batch, tables.deepest
     for width in range(1, gpus // tp + 1):
         depth = gpus // (tp * width)
         if whole and (gpus % (tp * width) or depth > deepest):
             continue
-        for microbatch in sorted({row.microbatch for row in tables.rows}):
+        for microbatch in tables.sizes:
             if batch % (width * microbatch) == 0 or (
                 not whole and batch % microbatch == 0 and batch >= width * microbatch
             ):
@@ -194,17 +191,10 @@ def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
     for node in fleet.nodes:
         by_type.setdefault(node.node_type, []).append(node)
     steps = [list(range(len(nodes) + 1)) for nodes in by_type.values()]
-    while _product(steps) > most and max(map(len, steps)) > 3:
+    while math.prod(map(len, steps)) > most and max(map(len, steps)) > 3:
         widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
         steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
     for counts in itertools.product(*steps):
         if sum(counts):
             chosen = [node for count, nodes in zip(counts, by_type.values(), strict=True) for node in nodes[:count]]
             yield Fleet(fleet.generation, tuple(chosen))
-
-
-def _product(steps: list[list[int]]) -> int:
-    total = 1
-    for step in steps:
-        total *= len(step)
-    return total

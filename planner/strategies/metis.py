@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 
 from planner.search import limits
 from planner.search.cost_tables import tables_of
-from planner.search.draft import Estimator
 from planner.search.judge import answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import Groups, Shortlist, Staged, Stager
+from planner.strategies.staged import Groups, Shortlist, Staged
 
 
 def search_metis(request: Request) -> Answer:
@@ -26,14 +25,12 @@ def search_metis(request: Request) -> Answer:
     check_request(request)
     begin = request.clock()
     tables = tables_of(request)
-    stager = Stager(tables, request.fleet)
-    shortlist = Shortlist(request, stager, Estimator(tables))
-    tried = 0
+    shortlist, tried = Shortlist(request, tables), 0
     used, laid_out = sum(resource.num_gpus for resource in tables.resources), False
     while used > 0 and not laid_out:
         for gpus in gpu_orders(tables):
-            arranger = Arranger(request, stager, shortlist, gpus[:used])
-            for sizes in arrangements(used, request.deepest(tables.num_blocks)):
+            arranger = Arranger(tables, shortlist, gpus[:used])
+            for sizes in arrangements(used, tables.deepest):
                 tried += 1
                 arranger.try_sizes(sizes)
                 if request.clock() - begin > request.time_limit_s:
@@ -102,11 +99,10 @@ class Arranger:
     """Tries arrangements along one order of the GPUs; what they share is computed once. laid_out: whether one had all its
     groups inside nodes."""
 
-    def __init__(self, request: Request, stager: Stager, shortlist: Shortlist, gpus: Sequence[str]) -> None:
-        self._batch, self._tables, self._stager = request.global_batch_sequences, stager.tables, stager
-        self._shortlist, self._groups = shortlist, Groups(stager, gpus)
-        self._microbatches = [b for b in sorted({row.microbatch for row in self._tables.rows}) if self._batch % b == 0]
-        self._seconds: list[list[float]] = self._tables.time_sums.tolist()
+    def __init__(self, tables: Tables, shortlist: Shortlist, gpus: Sequence[str]) -> None:
+        self._tables, self._shortlist, self._groups = tables, shortlist, Groups(tables, gpus)
+        self._microbatches = [size for size in tables.sizes if tables.batch % size == 0]
+        self._seconds: list[list[float]] = tables.time_sums.tolist()
         self.laid_out = False
 
     def try_sizes(self, sizes: tuple[int, ...]) -> None:
@@ -120,14 +116,14 @@ class Arranger:
         """Whether any degree fits, or was slower by its bound than what is known."""
         width, fits = min(sizes), False
         while width >= 1:
-            staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._batch else None
+            staged = self._groups.stages(sizes, width, microbatch) if width * microbatch <= self._tables.batch else None
             self.laid_out |= staged is not None
             if staged is not None and not self._shortlist.promising(staged, microbatch):
                 fits = True
             elif staged is not None:
                 ends = self.balance(staged)
                 if ends is not None:
-                    self._shortlist.add(staged, ends, microbatch)
+                    self._shortlist.add(staged, ends)
                     return True
             width //= 2
         return fits
@@ -135,7 +131,7 @@ class Arranger:
     def balance(self, staged: Staged) -> tuple[int, ...] | None:
         """Ends of the stages: layers in proportion to capacity (speed of the slowest replica); over-full stages give
         capacity away. None where that does not help."""
-        rows = self._stager.slowest(staged)
+        rows = staged.slowest(self._tables)
         depth, sums = len(rows), self._seconds[rows[0]]
         speeds = [1.0 / self._seconds[row][-1] for row in rows]
         capacity = [speed / sum(speeds) for speed in speeds]

@@ -1,8 +1,7 @@
 """Symmetric grids: `megatron` (TP x PP x DP, equal split of the layers) and `varuna` (no TP, cuts balanced by compute).
 
-Both treat the GPUs as equal, in the fleet's order; the grid is chosen under our cost model. Narayanan et al.,
-"Efficient
-large-scale language model training on GPU clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
+Both treat the GPUs as equal, in the fleet's order; the grid is chosen under our cost model. Narayanan et al., "Efficient large-scale
+language model training on GPU clusters using Megatron-LM", SC'21; Athlur et al., "Varuna", EuroSys'22.
 """
 
 from collections.abc import Iterator
@@ -10,11 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from planner.search.cost_tables import tables_of
-from planner.search.draft import Estimator
 from planner.search.judge import answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import Groups, Shortlist, Stager, ends_of
+from planner.strategies.staged import Groups, Shortlist, ends_of
 
 
 def search_megatron(request: Request) -> Answer:
@@ -31,30 +29,27 @@ def _search_grids(name: str, request: Request, max_tp: int, *, balanced: bool) -
     check_request(request)
     begin, tried = request.clock(), 0
     tables = tables_of(request)
-    stager = Stager(tables, request.fleet)
-    shortlist = Shortlist(request, stager, Estimator(tables))
-    for tp in sorted({d for d in (tables.kinds[row.kind].tp_degree for row in tables.rows) if d <= max_tp}):
+    shortlist = Shortlist(request, tables)
+    for tp in sorted({kind.tp_degree for kind in tables.kinds if kind.tp_degree <= max_tp}):
         gpus = [w for node in request.fleet.nodes for w in node.workers[: node.node_type.num_gpus // tp * tp]]
-        groups = Groups(stager, gpus)
-        for split, width, size in _grids(request, tables, len(gpus) // tp, tp, balanced):
+        groups = Groups(tables, gpus)
+        for split, width, size in _grids(tables, len(gpus) // tp, tp, balanced):
             tried += 1
             staged = groups.stages([tp * width] * len(split), width, size)
             if staged is not None and shortlist.promising(staged, size):
-                shortlist.add(staged, ends_of(split), size)
+                shortlist.add(staged, ends_of(split))
     return answer_of(name, request, tables, shortlist.plans(), begin, tried)
 
 
-def _grids(request: Request, tables: Tables, groups: int, tp: int, balanced: bool) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def _grids(tables: Tables, groups: int, tp: int, balanced: bool) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """(blocks of each stage, pipelines, microbatch) of every grid that fills most of the groups and whose data-parallel degree divides the
     batch."""
-    batch = request.global_batch_sequences
-    for depth in range(1, min(groups, request.deepest(tables.num_blocks)) + 1):
+    for depth in range(1, min(groups, tables.deepest) + 1):
         split = _balanced_split(tables, depth, tp) if balanced else equal_split(tables.num_blocks, depth)
-        for size in sorted({row.microbatch for row in tables.rows}):
-            total = batch // size
-            widths = range(min(groups // depth, total), 0, -1)
-            width = next((d for d in widths if total % d == 0), 0) if batch % size == 0 else 0
-            if width > 0:
+        for size in tables.sizes:
+            total, rest = divmod(tables.batch, size)
+            width = next((d for d in range(min(groups // depth, total), 0, -1) if total % d == 0), 0)
+            if width > 0 and not rest:
                 yield split, width, size
 
 
@@ -65,8 +60,7 @@ def equal_split(blocks: int, depth: int) -> tuple[int, ...]:
 
 def _balanced_split(tables: Tables, depth: int, tp: int) -> tuple[int, ...]:
     """Cuts nearest to equal shares of one device's time, every stage at least one block."""
-    row = next(i for i, r in enumerate(tables.rows) if tables.kinds[r.kind].tp_degree == tp)
-    sums = tables.time_sums[row]
+    sums = next(sums for row, sums in enumerate(tables.time_sums) if tables.kind(row).tp_degree == tp)
     blocks = tables.num_blocks
     cuts = [0]
     for i in range(1, depth):

@@ -1,5 +1,7 @@
 """What moves, walks and families keep: whole plans, tensor-parallel groups inside nodes, the batch, every group shared out."""
 
+import random
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -8,7 +10,7 @@ from planner.plan import check_plan
 from planner.search.autohet import placements
 from planner.search.cost_tables import tables_of
 from planner.search.families import _shares, proposals_for
-from planner.search.improve import Improver, Judge, walker
+from planner.search.improve import Improver, Judge
 from planner.search.moves import Moves
 from tests.planner.cases import fleet, model, request
 
@@ -23,7 +25,7 @@ def _start(types, batch):
     asked = request(fleet(*types), batch, model(6))
     tables = tables_of(asked)
     proposals = proposals_for(asked, tables)
-    plans = (plan for each in proposals for plan in placements(tables, each, asked.spec.name, batch, 128, (1,)))
+    plans = (plan for each in proposals for plan in placements(tables, each, (1,)))
     return asked, tables, next(plans)
 
 
@@ -31,7 +33,7 @@ def _start(types, batch):
 @given(types=fleets, batch=st.integers(2, 40), seed=st.integers(0, 99))
 def test_a_moved_plan_is_whole_and_meets_the_batch_with_groups_inside_nodes(types: list, batch: int, seed: int) -> None:
     asked, tables, plan = _start(types, batch)
-    moves, made = Moves(tables, 6, walker(seed)), 0
+    moves, made = Moves(tables, random.Random(seed)), 0
     for _ in range(150):
         drawn = moves.draw(plan)
         if drawn is None:
@@ -49,7 +51,7 @@ def test_a_walk_ends_no_worse_than_it_began_and_the_same_each_time() -> None:
     def walked() -> tuple[float, str]:
         cost = asked.cost
         judge = Judge(lambda p: cost.predict(p).step_time_s, cost.pipelines_at_least_s)
-        found = Improver(Moves(tables, 6, walker()), judge).best_of([plan], 200)
+        found = Improver(Moves(tables, random.Random(0)), judge).best_of([plan], 200)
         return cost.predict(found).step_time_s, found.to_json()
 
     assert walked() == walked()

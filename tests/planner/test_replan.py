@@ -1,6 +1,7 @@
 """Replanning: what leaves is replaced, what stays is kept, and a move that does not pay is not made."""
 
 import dataclasses
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,14 +11,13 @@ from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.replan import MigrationCost, recut, replan
 from planner.search.cost_tables import tables_of
-from planner.search.improve import walker
 from planner.search.moves import Moves
 from planner.strategies import Request, plan_with
 from tests.planner.cases import DEMO, fleet, request
 
 
 def moves_of(asked: Request) -> Moves:
-    return Moves(tables_of(asked), 8, walker())
+    return Moves(tables_of(asked), random.Random(0))
 
 
 def without(of: Fleet, *names: str) -> Fleet:

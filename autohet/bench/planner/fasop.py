@@ -23,7 +23,7 @@ from planner.profile import Measurement, ProfileTable
 from planner.search.cost_tables import tables_of
 from planner.strategies import Request, plan_with
 from planner.strategies.fasop import Transfers, cuts, kinds_change
-from planner.strategies.staged import Groups, Staged, Stager
+from planner.strategies.staged import Groups, Staged
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -171,11 +171,10 @@ def partition_row(entries: Sequence[Row], case: Case) -> Row:
     size, tp, dp, published = PUBLISHED[case.model]
     asked = request(entries, case, fleet(1, case.nodes - 1))
     tables = tables_of(asked)
-    stager = Stager(tables, asked.fleet)
-    staged = Groups(stager, asked.fleet.workers).stages([tp * dp] * len(published), dp, size)
+    staged = Groups(tables, asked.fleet.workers).stages([tp * dp] * len(published), dp, size)
     assert staged is not None
     sums = tables.time_sums.tolist()
-    tried = cuts(sums, stager.slowest(staged), Transfers(asked).seconds(staged, size), kinds_change(sums[0]))
+    tried = cuts(sums, staged.slowest(tables), Transfers(asked).seconds(staged, size), kinds_change(sums[0]))
     ends = min(tried, key=lambda cut: asked.cost.predict(_plan(case, staged, cut, size)).step_time_s)
     theirs = tuple(itertools.accumulate(published[:-1]))
     offset = [end - (1 if case.model == "T5" and end > 25 else 0) for end in theirs]

@@ -17,6 +17,7 @@ GIB = 2**30
 GPUS = ("A100-40", "V100-16")
 MODELS = {"OPT-350": 1024, "GPT-Neo-2.7": 2048}
 SEQUENCE_LENGTH = 2048
+MOST_STAGES = 32
 # A100 GPUs, V100 GPUs -> Sailor's own step time under its own simulator, by model (its plans, its CPU seconds of search)
 SAILOR = {
     (16, 0): {"OPT-350": (15.156, 0.02), "GPT-Neo-2.7": (89.14, 0.05)},
@@ -43,7 +44,7 @@ def load_judge(measurements: Path) -> ModuleType:
     return module
 
 
-def sailor_tables(judge: Any, counts: tuple[int, ...], gpus: tuple[str, ...] = GPUS) -> Tables:
+def sailor_tables(judge: Any, model: str, batch: int, counts: tuple[int, ...], gpus: tuple[str, ...] = GPUS) -> Tables:
     """Times, memory and links of the judge's formulas for so many GPUs of each type, four a node."""
     resources = tuple(
         Resource(NodeType(gpu, gpu, 4, judge_memory(gpu), 1e11, 1e10), tuple(f"{gpu}-{i}" for i in range(count // 4)))
@@ -58,7 +59,7 @@ def sailor_tables(judge: Any, counts: tuple[int, ...], gpus: tuple[str, ...] = G
         if (row := _row(judge, resources[kind.resource].node_type.gpu_type, k, kind.tp_degree, mbs)) is not None
     )
     return Tables(
-        resources, kinds, rows, _boundary(judge, resources, kinds, rows), "receiver",
+        model, batch, SEQUENCE_LENGTH, MOST_STAGES, resources, kinds, rows, _boundary(judge, resources, kinds, rows), "receiver",
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ class SailorSync:
         self._names = [resource.node_type.gpu_type for resource in tables.resources]
 
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
-        kinds = [self._tables.kinds[self._tables.rows[row].kind] for row in shape.rows]
+        kinds = [self._tables.kind(row) for row in shape.rows]
         stages = zip(shape.rows, shape.starts, shape.ends, kinds, strict=True)
         size = max(self._tables.stage_sync_bytes(row, start, end) * kind.tp_degree for row, start, end, kind in stages)
         used = sorted({kind.resource for kind in kinds})

@@ -19,7 +19,7 @@ from typing import Any
 
 from autohet.bench.planner.accuracy import measurements_folder
 from autohet.bench.planner.fleets import fleet_rows
-from autohet.bench.planner.sailor import MODELS, SAILOR, SEQUENCE_LENGTH, SailorSync, load_judge, sailor_tables, verdict
+from autohet.bench.planner.sailor import MODELS, SAILOR, SailorSync, load_judge, sailor_tables, verdict
 from autohet.bench.planner.synthetic import GPT_26, LLAMA_70B, cpu_seconds, fleet_of, model_spec, request_of, tied
 from planner.cluster import Fleet
 from planner.errors import InfeasibleError
@@ -31,14 +31,13 @@ from planner.search.bound import lower_bound_s
 from planner.search.closed_form import families
 from planner.search.cost_tables import tables_of
 from planner.search.families import Drafter
-from planner.search.improve import Improver, Judge, tries_for, walker
+from planner.search.improve import Improver, Judge, tries_for
 from planner.search.moves import Moves
 from planner.search.tables import Tables
 from planner.strategies import Answer, Request, plan_with
 
 Row = dict[str, Any]
 _RUNS = 3
-_SAILOR_STAGES = 32
 
 
 def search_rows(
@@ -91,7 +90,7 @@ def sailor_rows() -> Iterator[Row]:
     for model, batch in MODELS.items():
         judge = module.Judge(folder / "data" / "sailor", model)
         for counts, theirs in SAILOR.items():
-            search = partial(_under_sailors_formulas, module, judge, sailor_tables(judge, counts), model, batch)
+            search = partial(_under_sailors_formulas, module, judge, sailor_tables(judge, model, batch, counts))
             best, cost = timed(search)
             sailor_s, sailor_cpu_s = theirs[model]
             yield {
@@ -101,19 +100,18 @@ def sailor_rows() -> Iterator[Row]:
             } | cost  # fmt: skip
 
 
-def _under_sailors_formulas(module: Any, judge: Any, tables: Tables, model: str, batch: int) -> float | None:
+def _under_sailors_formulas(module: Any, judge: Any, tables: Tables) -> float | None:
     """The step time by Sailor's formulas of the best plan that our search finds where these are the judge."""
 
     def seconds(plan: Plan) -> float:
         found = verdict(module, judge, plan.to_document())
         return float(found["step_time_s"]) if found["fits"] else math.inf
 
-    every = families(tables, batch, _SAILOR_STAGES, mixed_tp=True)
-    proposals = Drafter(tables, every, batch, _SAILOR_STAGES, SailorSync(judge, tables)).proposals()
-    plans = [plan for each in proposals for plan in placements(tables, each, model, batch, SEQUENCE_LENGTH, (1,))]
+    proposals = Drafter(tables, families(tables, mixed_tp=True), SailorSync(judge, tables)).proposals()
+    plans = [plan for each in proposals for plan in placements(tables, each, (1,))]
     starts = sorted(plans, key=seconds)[: limits.WALKS]
     tries = tries_for(sum(resource.num_gpus for resource in tables.resources))
-    improver = Improver(Moves(tables, _SAILOR_STAGES, walker()), Judge(seconds))
+    improver = Improver(Moves(tables, random.Random(0)), Judge(seconds))
     found = seconds(improver.best_of(starts, tries)) if starts else math.inf
     return found if math.isfinite(found) else None
 
@@ -195,9 +193,7 @@ def _against_every_plan(what: str, case: Callable[[random.Random], Request], cas
 def proved_s(request: Request) -> float:
     """The bound as it is, however far below any plan."""
     tables = tables_of(request)
-    supply = [resource.num_gpus for resource in tables.resources]
-    depth = min(request.deepest(tables.num_blocks), sum(supply))
-    return lower_bound_s(tables, request.global_batch_sequences, supply, depth, request.min_node_disjoint_holders)
+    return lower_bound_s(tables, request.min_node_disjoint_holders)
 
 
 def small_case(rng: random.Random, is_tied: bool = False) -> Request:
