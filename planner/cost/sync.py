@@ -12,6 +12,9 @@ from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage
 
+Kind = tuple[str, float]
+"""A node type's name and slowdown: nodes of one type may stand in several zones at several prices."""
+
 
 @dataclass(frozen=True, slots=True)
 class SyncJob:
@@ -162,13 +165,17 @@ def side_by_side(
     return events
 
 
+def _kind(of: NodeType) -> Kind:
+    return of.name, of.slowdown
+
+
 class _Rings:
     """All-reduces by themselves. A node's NIC carries a ring once, however many members are there; between those, each one's own link
     does."""
 
     def __init__(self, fleet: Fleet, links: Links):
         self._fleet, self._links = fleet, links
-        self._known: dict[tuple[object, ...], tuple[float, dict[NodeType, float], dict[NodeType, float]]] = {}
+        self._known: dict[tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]] = {}
 
     def of(self, job: SyncJob) -> Ring:
         by_node: dict[Node, list[str]] = {}
@@ -178,21 +185,21 @@ class _Rings:
         link_s, link_of = dict[str, float](), dict[str, str]()
         for node, mine in by_node.items():
             if len(mine) > 1:
-                link_s |= dict.fromkeys(mine, own_s[node.node_type])
+                link_s |= dict.fromkeys(mine, own_s[_kind(node.node_type)])
             if len(by_node) > 1:
-                link_s[node.name] = nic_s[node.node_type]
+                link_s[node.name] = nic_s[_kind(node.node_type)]
             link_of |= {worker: worker if len(by_node) == 1 else node.name for worker in mine}
         return Ring(seconds, link_s, link_of)
 
     def _seconds(
         self, nodes: list[tuple[NodeType, int]], num_bytes: float
-    ) -> tuple[float, dict[NodeType, float], dict[NodeType, float]]:
+    ) -> tuple[float, dict[Kind, float], dict[Kind, float]]:
         """Of a ring over so many members on each node: all, of a NIC and of a link inside by node type."""
-        key = (num_bytes, *sorted((kind.name, kind.slowdown, count) for kind, count in nodes))
+        key = (num_bytes, *sorted((*_kind(kind), count) for kind, count in nodes))
         if key not in self._known:
             members = [(str(i), kind) for i, (kind, count) in enumerate(nodes) for _ in range(count)]
             nic_s, own_s = (
-                {kind: self._links.ring_link_s(kind, inside, len(members), num_bytes) for kind, _ in nodes}
+                {_kind(kind): self._links.ring_link_s(kind, inside, len(members), num_bytes) for kind, _ in nodes}
                 for inside in (False, True)
             )
             self._known[key] = self._links.all_reduce_s(members, num_bytes), nic_s, own_s

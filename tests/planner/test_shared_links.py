@@ -153,3 +153,14 @@ def test_a_ring_waits_for_as_many_latencies_as_it_has_hops() -> None:
     members = [(str(i), kind) for i in range(9)]
     assert links.all_reduce_s(members, 1e-3) == pytest.approx(16 * links.latency(False), rel=1e-3)
     assert links.all_reduce_s(members[:2], 1e-3) == pytest.approx(2 * links.latency(False), rel=1e-3)
+
+
+def test_zones_and_prices_change_no_ring() -> None:
+    """Live nodes of one type stand in several zones, at several prices; in some the metadata service says none."""
+    plain = fleet((SMALL, 4, 1))
+    zones = zip(plain.nodes, ("", "a", "b", "a"), strict=True)
+    live = Fleet(0, tuple(replace(n, node_type=replace(n.node_type, zone=zone, usd_per_hour=0.3)) for n, zone in zones))
+    jobs = [SyncJob((f"t4-{i}/0", f"t4-{j}/0"), 1e9) for i, j in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    ready = {worker: 0.0 for worker in plain.workers}
+    links = request(live, 8, model(2)).cost.links
+    assert simulate_sync(jobs, ready, ready, live, links) == simulate_sync(jobs, ready, ready, plain, links)
