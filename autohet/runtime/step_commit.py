@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.batches import Batch
-from autohet.runtime.groups import GenerationGroups, Group, PeerLost
-from autohet.runtime.job import TrainingSection
+from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.groups import Group, PeerLost
 from autohet.runtime.messages import Parted
 from autohet.runtime.replica_check import ReplicaCheck, ReplicasParted
-from recovery.peers.replication_rounds import PreservationStatus
 
 MOST_REPAIRS = 2
 PHASES = ("forward", "backward", "gradient_sync", "vote", "apply")
-PhaseHook = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -107,23 +105,22 @@ class StepResult:
 class Trainer(ABC):
     """Owns the training state of one worker for one generation. `train_step` is called from one thread.
 
-    state: local slices of masters and moments by state name, updated in place. A step whose summed gradient is not finite is
-    committed without an update, by all workers alike. counts_loss: whether this worker's losses and targets are the vote's: of all
-    workers that have the same ones, one.
+    A step whose summed gradient is not finite is committed without an update, by all workers alike.
+
+    world: all workers of the plan, for the vote. counts_loss: whether this worker's losses and targets are the vote's: of all workers
+    that have the same ones, one.
     """
 
     def __init__(
-        self, training: TrainingSection, state: dict[str, Tensor], step: int, groups: GenerationGroups, world: Group, device: torch.device,
-        counts_loss: bool, phase_hook: PhaseHook | None = None, before_update: Callable[[], None] | None = None,
-        preservation_status: Callable[[], PreservationStatus] | None = None,
+        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks, world: Group, *, counts_loss: bool
     ) -> None:  # fmt: skip
-        self.training, self.state, self.version = training, state, StateVersion(step)
+        self.training, self._device = setup.training, setup.device
+        self.state, self.version = generation.state, StateVersion(generation.step)
+        self._groups, self._world, self._clock = generation.groups, world, generation.groups.back_end.clock
+        self._hooks, self._counts_loss = hooks, counts_loss
         self.prepared: int | None = None
         self.last_vote: tuple[int, Vote] | None = None
         self.phase = "idle"
-        self._hook, self._before_update, self._preservation_status = phase_hook, before_update, preservation_status
-        self._device, self._groups, self._world, self._clock = device, groups, world, groups.back_end.clock
-        self._counts_loss = counts_loss
         self._applying = threading.Lock()  # a roll-forward comes from another thread than the step
         self._stop, self._checkpoint = threading.Event(), threading.Event()
         self.replicas: ReplicaCheck | None = None
@@ -221,8 +218,8 @@ class Trainer(ABC):
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        if self._hook is not None:
-            self._hook(phase, self.step)
+        if self._hooks.on_phase is not None:
+            self._hooks.on_phase(phase, self.step)
 
     def _cast_vote(self, squares: Tensor, loss: Tensor, num_targets: Tensor) -> Vote:
         """One all-reduce over all workers: it decides the step. Loss and tokens come from workers that count them."""
@@ -231,8 +228,8 @@ class Trainer(ABC):
         mine[1], mine[2] = (loss, num_targets) if self._counts_loss else (0.0, 0.0)
         mine[3], mine[4] = float(self._stop.is_set()), float(self._checkpoint.is_set())
         mine[5:6].copy_(self._groups.alive, non_blocking=True)  # last, when all before it in the stream has ended
-        if self._preservation_status is not None:
-            status = self._preservation_status()
+        if self._hooks.preservation_status is not None:
+            status = self._hooks.preservation_status()
             mine[6], mine[7], mine[8] = float(status.pending), float(status.failed), float(status.writing)
         mine[9] = 0.0 if self.replicas is None else self.replicas.contribution(self.step)
         self.prepared = self.step  # before anything leaves: whoever sees the result may count on it
@@ -269,8 +266,8 @@ class Trainer(ABC):
             assert vote is not None, "without the vote's result the step did not happen"
             self.last_vote = (self.step, vote)
             self._enter("apply")
-            if self._before_update is not None:
-                self._before_update()
+            if self._hooks.before_update is not None:
+                self._hooks.before_update()
             if vote.is_finite:
                 # From the first tensor on it is not whole until this call says so.
                 self.version = StateVersion(self.step, whole=False)
@@ -281,4 +278,4 @@ class Trainer(ABC):
             return vote.is_finite
 
 
-__all__ = ["PHASES", "HalfUpdated", "PhaseHook", "StateVersion", "StepResult", "Trainer", "Vote"]
+__all__ = ["PHASES", "HalfUpdated", "StateVersion", "StepResult", "Trainer", "Vote"]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from autohet.runtime.batches import Batch
-from autohet.runtime.groups import GenerationGroups, Group
-from autohet.runtime.job import TrainingSection
+from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
+from autohet.runtime.groups import Group
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models import COMPUTE_DTYPES, EMBEDDING, HEAD, TensorParallel, build_stage, family_of
 from autohet.runtime.models.kernels import compile_blocks, use_library
 from autohet.runtime.models.stage import StageModel
-from autohet.runtime.pacing import Pace, Pacer
+from autohet.runtime.pacing import Pacer
+from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.executor import Executor
@@ -26,80 +26,83 @@ from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.replica_check import ReplicaCheck
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import clip_factor
-from autohet.runtime.step_commit import PhaseHook, Trainer, Vote
+from autohet.runtime.step_commit import Trainer, Vote
 from planner.communicators import num_border_groups
-from planner.plan import Plan
-from recovery.peers.replication_rounds import PreservationStatus
 
 logger = logging.getLogger("autohet.worker")
 
 
-class StageTrainer(Trainer):
-    """Owns a stage, its optimizer state and its groups, for one generation."""
+@dataclass(frozen=True)
+class StageGroups:
+    """The groups that one worker's stage is in, but those of gradient sums. `world`: all workers of the plan, for the vote; it starts after
+    the last message of a step, so that a group of borders serves for it: one communicator fewer.
+    """
 
-    def __init__(
-        self, config: PreTrainedConfig, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection, device: torch.device,
-        state: dict[str, Tensor], step: int, pace: Pace | None = None, phase_hook: PhaseHook | None = None,
-        before_update: Callable[[], None] | None = None, overlap: bool | None = None,
-        preservation_status: Callable[[], PreservationStatus] | None = None,
-    ) -> None:  # fmt: skip
-        place = place_of(plan, me)
-        assert place is not None, f"{me} is not in the plan"
-        self.place: Place = place
-        self.plan = plan
-        dtype = COMPUTE_DTYPES[training.precision]
-        tensor = self._tensor_group(groups)
-        self._tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
+    tensor: Group | None
+    forward: list[Group]
+    backward: list[Group]
+
+    @property
+    def world(self) -> Group:
+        return self.backward[0]
+
+    @classmethod
+    def build(cls, generation: WorkerGeneration, place: Place) -> StageGroups:
+        """Every worker builds those that it is in, in the order of the plan."""
+        groups, plan, stage = generation.groups, generation.plan, place.stage
+        tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
         borders = ("even", "odd") if num_border_groups(plan) > 2 else ("even", "even")
         forward, backward = (
             [groups.group(plan.workers, f"{direction}/{border}") for border in borders]
             for direction in ("forward", "backward")
         )
-        world = backward[0]  # for the vote: it starts after the last message of a step; one communicator fewer
-        super().__init__(
-            training, state, step, groups, world, device, place.is_last and place.tp_rank == 0, phase_hook, before_update,
-            preservation_status,
-        )  # fmt: skip
-        if training.kernels == "liger" and (why_not := use_library(str(config.model_type), device)) is not None:
-            logger.info(why_not)
-        build = getattr(
-            family_of(config), "build_stage", build_stage
-        )  # a family may bring stages of its own (the tests' exact model)
-        self.stage: StageModel = build(
-            config,
-            place.stage.first_layer,
-            place.stage.num_layers,
-            self._tp,
-            device,
-            dtype,
-            place.stage.recompute or training.stage_recompute,
+        return cls(tensor, forward, backward)
+
+
+class StageTrainer(Trainer):
+    """Owns a stage, its optimizer state and its groups, for one generation.
+
+    A step gathers compute weights that others own (`_weights`), runs the stage's passes (`_executor` over `stage`), sums gradients over
+    their holders (`_sync`), and, once it is committed, updates masters and moments (`_optimizer`) and what is computed with.
+    """
+
+    def __init__(self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS) -> None:
+        plan, me, back_end = generation.plan, generation.worker, generation.groups.back_end
+        place = place_of(plan, me)
+        assert place is not None, f"{me} is not in the plan"
+        self.plan, self.place = plan, place
+        groups = StageGroups.build(generation, place)
+        super().__init__(setup, generation, hooks, groups.world, counts_loss=place.is_last and place.tp_rank == 0)
+        self.stage = _build_stage(setup, place, groups.tensor)
+        local = LocalBuffers(plan, setup.config, me, back_end.max_sync_groups(plan))
+        self._optimizer = FlatOptimizer(local, self.state)  # before gradients and compute copies take memory
+        self._weights = ComputeWeights(
+            local, generation.groups, self.state, COMPUTE_DTYPES[setup.training.precision], setup.device
         )
-        local = LocalBuffers(plan, config, me, groups.back_end.max_sync_groups(plan))
-        self._optimizer = FlatOptimizer(local, state)  # before gradients and compute copies take memory
-        self._weights = ComputeWeights(local, groups, state, dtype, device)
         self._gathering: tuple[Any, Any] | None = None  # marks of the stream before and after
         self.stage.load_parameters(self._weights.tensors)
-        if training.compile_blocks:
+        if setup.training.compile_blocks:
             compile_blocks(self.stage)
         # Groups that run in the order of streams need one order on all workers, which overlap with 1F1B does not give.
-        overlap = not groups.back_end.in_stream_order if overlap is None else overlap
-        self._sync = GradientSync(local, groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap)
-        shape = (place.pipeline.microbatch_sequences, training.sequence_length, int(config.hidden_size))
-        pacer = None if pace is None else Pacer(pace, lambda: groups.interrupted)
-        self._executor = Executor(
-            place, self.stage, forward, backward, tensor, shape, dtype, device, pacer, groups.check, self._clock
+        overlap = not back_end.in_stream_order if setup.overlap is None else setup.overlap
+        self._sync = GradientSync(
+            local, generation.groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap
         )
-        if training.replica_check_steps:
-            ends = {EMBEDDING: "embedding", HEAD: "head"}
-            specs = family_of(config).parameter_specs(config)
-            layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
-            layout = layout_of_plan(plan, config)
-            self.replicas = ReplicaCheck(me, layout, state, world, training.replica_check_steps, layers)
+        self._executor = self._build_executor(setup, generation, groups)
+        if setup.training.replica_check_steps:
+            self.replicas = _replica_check(setup, generation, groups.world)
 
-    def _tensor_group(self, groups: GenerationGroups) -> Group | None:
-        """The ranks of this worker's stage, where it has several. Every worker builds the one that it is in, in plan order."""
-        stage = self.place.stage
-        return groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
+    def _build_executor(self, setup: TrainingSetup, generation: WorkerGeneration, groups: StageGroups) -> Executor:
+        pace, over = generation.pace, generation.groups
+        shape = (
+            self.place.pipeline.microbatch_sequences,
+            setup.training.sequence_length,
+            int(setup.config.hidden_size),
+        )
+        hidden = HiddenStates(shape, COMPUTE_DTYPES[setup.training.precision], setup.device)
+        borders = Borders(self.place, groups.forward, groups.backward, groups.tensor, hidden)
+        pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
+        return Executor(borders, self.stage, pacer, over.check, self._clock)
 
     def _gradients_of(
         self, batch: Callable[[int, range], Batch]
@@ -147,4 +150,27 @@ class StageTrainer(Trainer):
             self._weights.refresh()
 
 
-__all__ = ["StageTrainer"]
+def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> StageModel:
+    """This worker's slice of the model, without weights."""
+    config, training, stage = setup.config, setup.training, place.stage
+    if training.kernels == "liger" and (why_not := use_library(str(config.model_type), setup.device)) is not None:
+        logger.info(why_not)
+    build = getattr(
+        family_of(config), "build_stage", build_stage
+    )  # a family may bring stages of its own (the tests' exact model)
+    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
+    dtype, recompute = COMPUTE_DTYPES[training.precision], stage.recompute or training.stage_recompute
+    built: StageModel = build(config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute)
+    return built
+
+
+def _replica_check(setup: TrainingSetup, generation: WorkerGeneration, world: Group) -> ReplicaCheck:
+    ends = {EMBEDDING: "embedding", HEAD: "head"}
+    specs = family_of(setup.config).parameter_specs(setup.config)
+    layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
+    layout = layout_of_plan(generation.plan, setup.config)
+    every = setup.training.replica_check_steps
+    return ReplicaCheck(generation.worker, layout, generation.state, world, every, layers)
+
+
+__all__ = ["StageGroups", "StageTrainer"]

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 
 from autohet.runtime.batches import Batches
 from autohet.runtime.data import prepare_dataset
+from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
@@ -37,7 +38,7 @@ from autohet.runtime.preservation import Preservation
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.live import Live
 from autohet.runtime.state.state_source import StateSource
-from autohet.runtime.step_commit import PhaseHook, StateVersion, StepResult, Trainer
+from autohet.runtime.step_commit import StateVersion, StepResult, Trainer
 from autohet.runtime.trainer import StageTrainer
 from planner.errors import ConfigError
 from recovery.errors import Cancelled, RecoveryError, RestoreError
@@ -66,7 +67,8 @@ class Worker:
         self._batches = Batches(dataset, job.training.seed, job.training.global_batch_sequences, self.device)
         self._storage = open_storage(job.checkpoint_storage)  # one client for checkpoints and restores
         self._preservation = Preservation(place, job, self._storage)
-        self._hook = phase_hook
+        self._setup = TrainingSetup(self.config, job.training, self.device)
+        self._hooks = TrainerHooks(phase_hook, self._preservation.before_update, self._preservation.status)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
         self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
@@ -284,10 +286,8 @@ class Worker:
     def _train(self, order: GenerationOrder, groups: GenerationGroups, state: dict[str, Tensor]) -> Phase:
         self._preservation.begin(order)
         kind = StageTrainer if order.plan.spmd is None else SpmdTrainer
-        trainer: Trainer = kind(
-            self.config, order.plan, self.place.worker, groups, self.job.training, self.device, state, order.start_step, order.pace,
-            self._hook, self._preservation.before_update, preservation_status=self._preservation.status,
-        )  # fmt: skip
+        generation = WorkerGeneration(order.plan, self.place.worker, groups, state, order.start_step, order.pace)
+        trainer: Trainer = kind(self._setup, generation, self._hooks)
         with self._lock:
             assert self._live is not None
             self._live.trainer = trainer

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from autohet.driver.emulate.namespaces import namespace_network, why_no_namespaces
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.pacing import Pace, Pacer
+from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.place import place_of
 from planner.cluster import Fleet, Node, NodeType
@@ -138,7 +139,8 @@ def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], o
     assert place is not None
     ranks = groups.group(place.stage.workers) if case.ranks > 1 else None
     pacer = Pacer(Pace(FORWARD_S, BACKWARD_S), lambda: False)
-    executor = Executor(place, _Identity(), [everyone] * 2, [everyone] * 2, ranks, HIDDEN, torch.float32, CPU, pacer)
+    borders = Borders(place, [everyone] * 2, [everyone] * 2, ranks, HiddenStates(HIDDEN, torch.float32, CPU))
+    executor = Executor(borders, _Identity(), pacer)
     tokens = torch.zeros(HIDDEN[:2], dtype=torch.int64)
     return lambda: executor.run(lambda m: (tokens, tokens), lambda phase: None)
 

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 from autohet.bench.step.sides import random_rows, state_of
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.emulate.pacing import paces_of
+from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
@@ -108,7 +109,9 @@ def predicted_and_measured(of: PacedFleet, plan: Plan, steps: int, timeout_s: fl
     cost = of.cost()
     prediction = cost.predict(plan)
     paces = paces_of(Proposal(plan, prediction, cost))
-    by_rank = run_distributed(_train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps, timeout_s=timeout_s)
+    by_rank = run_distributed(
+        _train, len(plan.workers), of.job(), plan.to_json(), dict(paces), steps, timeout_s=timeout_s
+    )
     return prediction.step_time_s, statistics.median(by_rank[0])
 
 
@@ -123,7 +126,8 @@ def _train(
     everyone = groups.group(plan.workers, "measured")
     state = state_of(job, layout_of_plan(plan, config), me, cpu)
     kind = StageTrainer if plan.spmd is None else SpmdTrainer
-    trainer = kind(config, plan, me, groups, job.training, cpu, state, 0, paces[me])
+    generation = WorkerGeneration(plan, me, groups, state, pace=paces[me])
+    trainer = kind(TrainingSetup(config, job.training, cpu), generation)
     rows, seconds = random_rows(job, cpu), []
     for _ in range(1 + steps):
         everyone.all_reduce(torch.zeros(1))

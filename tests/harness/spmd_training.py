@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
+from transformers import PreTrainedConfig
 
+from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import state_name
@@ -21,7 +23,13 @@ from tests.harness.spmd_models import spmd_case
 from tests.harness.spmd_programs import given_plan, random_program
 
 TRAINING = TrainingSection(
-    global_batch_sequences=6, sequence_length=8, steps=100, precision="fp32", learning_rate=1e-2, min_learning_rate_ratio=1.0, clip_norm=0.3
+    global_batch_sequences=6,
+    sequence_length=8,
+    steps=100,
+    precision="fp32",
+    learning_rate=1e-2,
+    min_learning_rate_ratio=1.0,
+    clip_norm=0.3,
 )
 
 
@@ -45,7 +53,9 @@ def one_process(name: str, steps: int) -> tuple[list[float], list[float], dict[s
 
 
 def uneven_cluster(count: int, link_bytes_per_s: float = 1e9) -> SpmdCluster:
-    devices = tuple(Device(f"n{rank}", speed * 1e9, 1e12) for rank, speed in zip(range(count), (4.0, 1.0, 2.0, 3.0), strict=False))
+    devices = tuple(
+        Device(f"n{rank}", speed * 1e9, 1e12) for rank, speed in zip(range(count), (4.0, 1.0, 2.0, 3.0), strict=False)
+    )
     return SpmdCluster(devices, ring_collectives(count, link_bytes_per_s, 1e-6))
 
 
@@ -70,13 +80,15 @@ def train(
 ) -> list[tuple[list[float], list[float], float]]:
     """For each plan: losses, norms, and the largest difference of this rank's weights from one process's, over the largest weight."""
     expected, found, cpu = one_process(name, steps)[2], [], torch.device("cpu")
-    for generation, seed in enumerate(seeds, 1):
+    for number, seed in enumerate(seeds, 1):
         model, batch = spmd_case(name, torch.float32)
         model.reduction = "sum"  # type: ignore[assignment]
         captured = capture(model, batch)
-        groups = GenerationGroups(store, generation, f"w{rank}", cpu, 30.0, 30.0)
+        groups = GenerationGroups(store, number, f"w{rank}", cpu, 30.0, 30.0)
         placed = some_plan(captured, size, seed)
-        trainer = SpmdTrainer(None, as_plan(size), f"w{rank}", groups, TRAINING, cpu, None, 0, captured=captured, placed=placed)
+        setup = TrainingSetup(PreTrainedConfig(), TRAINING, cpu)
+        generation = WorkerGeneration(as_plan(size), f"w{rank}", groups, {})
+        trainer = SpmdTrainer(setup, generation, captured=captured, placed=placed)
         done = [trainer.train_step(lambda step, sequences, batch=batch: batch) for _ in range(steps)]  # type: ignore[misc]
         worst = 0.0
         for parameter, layout in placed.program.storage.items():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
+from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, GlooGroup, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.layout import layout_of_plan
@@ -62,7 +63,7 @@ class Seat:
     groups: GenerationGroups | None = None
     trainer: StageTrainer | None = None
     losses: list[float] = field(default_factory=list)
-    lent: BorrowedState | None = None
+    borrowed: BorrowedState | None = None
     """The state, from one update to the next: a snapshot may be reading it."""
 
     raised_at: float = 0.0
@@ -114,16 +115,15 @@ def build(
     SEAT.groups.meet(plan.workers)
     config = case.config()
     held = local_state(case, layout_of_plan(plan, config), me) if state is None else state
-    SEAT.trainer = StageTrainer(
-        config, plan, me, SEAT.groups, case.section(), CPU, held, step, phase_hook=_hook, overlap=case.overlap,
-        before_update=_check_lent_state,
-    )  # fmt: skip
-    SEAT.losses, SEAT.lent = [], None
+    setup = TrainingSetup(config, case.section(), CPU, case.overlap)
+    generation_part = WorkerGeneration(plan, me, SEAT.groups, held, step)
+    SEAT.trainer = StageTrainer(setup, generation_part, TrainerHooks(_hook, _check_borrowed_state))
+    SEAT.losses, SEAT.borrowed = [], None
     return generation
 
 
-def _check_lent_state() -> None:
-    assert SEAT.lent is None or not SEAT.lent.changed, "the state was written to outside of an update"
+def _check_borrowed_state() -> None:
+    assert SEAT.borrowed is None or not SEAT.borrowed.changed, "the state was written to outside of an update"
 
 
 def train(case: Case, steps: int) -> list[tuple[float, float]]:
@@ -132,7 +132,7 @@ def train(case: Case, steps: int) -> list[tuple[float, float]]:
     results = []
     try:
         for _ in range(steps):
-            SEAT.lent = BorrowedState(SEAT.trainer.state)
+            SEAT.borrowed = BorrowedState(SEAT.trainer.state)
             result = SEAT.trainer.train_step(rows_of(case))
             results.append((result.loss, result.gradient_norm))
     finally:
@@ -219,7 +219,7 @@ def raised_at() -> float:
     return SEAT.raised_at
 
 
-def standing() -> tuple[int, int | None, Any, str]:
+def progress() -> tuple[int, int | None, Any, str]:
     """(committed step, prepared step, last vote, phase)."""
     trainer = SEAT.trainer
     assert trainer is not None

@@ -91,7 +91,7 @@ def go_on_alone(bench: tuple[WorkerPool, int], undisturbed: dict[int, dict[str, 
     """The one-stage worker holds the whole model: a new generation in its process, up to step 4, equals the undisturbed run."""
     pool, port = bench
     survivor = pool.processes[3]
-    step = survivor.call(case_of.standing)[0]
+    step = survivor.call(case_of.progress)[0]
     check_bits(survivor.call(case_of.show_state), undisturbed[step])
     survivor.call(case_of.rebuild, SMALL, "c/0", port, next(GENERATIONS))
     survivor.call(case_of.train, SMALL, 4 - step)
@@ -129,7 +129,7 @@ def test_survivors_are_woken_and_go_on(bench: Any, undisturbed: Any, number: sig
     try:
         latencies = disturb(pool, 0, number, phase)
         print(f"{number.name} in {phase}: raised after {[f'{1000 * s:.0f} ms' for s in latencies.values()]}")
-        step, _, vote, _ = pool.processes[3].call(case_of.standing)
+        step, _, vote, _ = pool.processes[3].call(case_of.progress)
         assert step == FAULT_STEP, "a step whose vote the lost worker had not joined was committed"
         assert vote is None or vote[0] == FAULT_STEP - 1
         go_on_alone(bench, undisturbed)
@@ -185,7 +185,7 @@ def test_an_update_that_had_begun_is_finished(bench: Any, undisturbed: Any, numb
         tasks = [process.start(case_of.train, CASE, 4) for process in pool.processes]
         pool.processes[0].call(case_of.wait_held)
         pool.processes[3].call(case_of.wait_held)
-        assert pool.processes[3].call(case_of.standing)[:2] == (FAULT_STEP, FAULT_STEP)
+        assert pool.processes[3].call(case_of.progress)[:2] == (FAULT_STEP, FAULT_STEP)
         pool.processes[0].send_signal(number)
         for index in (1, 2, 3):
             pool.processes[index].call(case_of.interrupt)
@@ -193,9 +193,9 @@ def test_an_update_that_had_begun_is_finished(bench: Any, undisturbed: Any, numb
         for index in (1, 2, 3):
             with pytest.raises(TaskFailed):
                 pool.processes[index].result(tasks[index], 20)
-        assert pool.processes[2].call(case_of.standing)[0] == FAULT_STEP + 1
+        assert pool.processes[2].call(case_of.progress)[0] == FAULT_STEP + 1
         # the update had begun when the interrupt came: it was finished
-        assert pool.processes[3].call(case_of.standing)[:2] == (FAULT_STEP + 1, None)
+        assert pool.processes[3].call(case_of.progress)[:2] == (FAULT_STEP + 1, None)
         go_on_alone(bench, undisturbed)
     finally:
         pool.replace(0)
@@ -211,10 +211,10 @@ def test_roll_forward_with_the_vote_that_another_saw(bench: Any, undisturbed: An
     for index in (0, 1, 2):
         with pytest.raises(TaskFailed):
             pool.processes[index].result(tasks[index], 20)
-    step, prepared, vote, _ = pool.processes[3].call(case_of.standing)
+    step, prepared, vote, _ = pool.processes[3].call(case_of.progress)
     assert (step, prepared) == (FAULT_STEP, FAULT_STEP)
     assert vote[0] == FAULT_STEP - 1
-    seen = pool.processes[2].call(case_of.standing)[2]
+    seen = pool.processes[2].call(case_of.progress)[2]
     assert seen[0] == FAULT_STEP
     assert pool.processes[3].call(case_of.roll_forward, seen[1]) == FAULT_STEP + 1
     go_on_alone(bench, undisturbed)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autohet.runtime.pacing import Pace, Pacer
+from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.executor import Executor
 from autohet.runtime.parallel.place import Place, place_of
 from planner.plan import Pipeline, Plan, Stage
@@ -90,7 +91,8 @@ def first_stage_of(before: int, nodes: str, gathered: list[Tensor] | None) -> tu
     place = two_stages(before, 4, nodes)["a/0"]
     layer = torch.nn.Linear(5, 8)
     wires = [Wire()] * 2, [Wire()] * 2, Wire(gathered)
-    return Executor(place, layer, *wires, (3, 4, 8), torch.float32, torch.device("cpu")), layer  # type: ignore[arg-type]
+    borders = Borders(place, *wires, HiddenStates((3, 4, 8), torch.float32, torch.device("cpu")))  # type: ignore[arg-type]
+    return Executor(borders, layer), layer
 
 
 @pytest.mark.parametrize(("before", "nodes"), [(1, "aa"), (2, "aa"), (1, "ab"), (2, "ab")])
@@ -102,7 +104,7 @@ def test_between_nodes_slices_go_over_the_wire_and_elsewhere_the_whole(before: i
     started = time.perf_counter()
     executor.run(lambda m: (tokens[m], torch.zeros(3, 4, dtype=torch.int64)), lambda phase: None)
     took = time.perf_counter() - started
-    forward, backward = executor._activations_to, executor._gradients_from
+    forward, backward = executor.borders.forward[0], executor.borders.backward[0]
     served = range(4 // before)
     for number, (to, tag, sent) in enumerate(forward.sent):  # type: ignore[attr-defined]
         m, j = divmod(number, len(served))
@@ -130,7 +132,8 @@ def test_what_was_sent_leaves_memory_before_its_gradient_comes() -> None:
         made.append(StorageWeakRef(out.untyped_storage()))
         return out
 
-    executor = Executor(place, stage, [Wire()] * 2, [Wire()] * 2, None, (1, 4, 8), torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    hidden = HiddenStates((1, 4, 8), torch.float32, torch.device("cpu"))
+    executor = Executor(Borders(place, [Wire()] * 2, [Wire()] * 2, None, hidden), stage)  # type: ignore[arg-type, list-item]
     executor.run(lambda m: (torch.randn(1, 4, 5), torch.zeros(1, 4, dtype=torch.int64)), lambda phase: None)
     assert alive == [0, 1, 2, 2, 2, 2], "only those whose send may be under way"
     assert layer.weight.grad is not None

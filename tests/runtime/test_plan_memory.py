@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models.model_spec import model_spec_from_config
@@ -54,7 +55,8 @@ def counted(case: Case) -> dict[str, int]:
         groups = GenerationGroups(store, 1, me, CPU, 30.0, 30.0)
         with LiveMemory() as memory:
             state = local_state(case, layout_of_plan(plan, config), me)
-            trainer = StageTrainer(config, plan, me, groups, case.section(), CPU, state, 0)
+            generation = WorkerGeneration(plan, me, groups, state)
+            trainer = StageTrainer(TrainingSetup(config, case.section(), CPU), generation)
             trainer.train_step(rows_of(case))
             memory.peak_bytes = memory.bytes
             trainer.train_step(rows_of(case))
@@ -98,7 +100,9 @@ def check(family: str, precision: str, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plan_of_shared_optimizer_state_needs_what_the_planner_predicts(precision: str) -> None:
     """Four workers hold all layers, so each keeps a quarter of masters and moments: most of what a worker has, with a batch so small."""
-    stages = [[{"first_layer": 0, "num_layers": LAYERS, "workers": [f"n{n}/0"], "shard_optimizer": True}] for n in range(4)]
+    stages = [
+        [{"first_layer": 0, "num_layers": LAYERS, "workers": [f"n{n}/0"], "shard_optimizer": True}] for n in range(4)
+    ]
     plan = {
         "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 1, "sequence_length": LENGTH,
         "pipelines": [{"num_microbatches": 1, "stages": each} for each in stages],

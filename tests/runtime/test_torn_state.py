@@ -120,7 +120,8 @@ def test_a_roll_forward_that_is_late_never_changes_what_the_next_generation_hold
     live = scene.worker._live
     assert live is not None
     assert live.trainer is not None
-    live.trainer._before_update = lambda: waiting.set() or copied.wait(DEADLINE_S)  # type: ignore[func-returns-value, assignment]
+    wait = lambda: waiting.set() or copied.wait(DEADLINE_S)  # type: ignore[func-returns-value]  # noqa: E731
+    live.trainer._hooks = replace(live.trainer._hooks, before_update=wait)  # type: ignore[arg-type]
     late = threading.Thread(target=scene.worker.roll_forward, args=(1, vote))
     late.start()
     assert waiting.wait(DEADLINE_S)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups, Interrupted
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.trainer import StageTrainer
@@ -32,14 +33,17 @@ def plan_of(microbatches: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trainer_of(model: dict[str, Any], microbatches: int = 2, **options: Any) -> tuple[StageTrainer, Any]:
+def trainer_of(
+    model: dict[str, Any], microbatches: int = 2, hooks: TrainerHooks = NO_HOOKS
+) -> tuple[StageTrainer, Any]:
     document = plan_of(microbatches)
     document["pipelines"][0]["stages"][0]["num_layers"] = model["num_hidden_layers"]
     case = Case(model, document, TRAINING, 4)
     plan, config = Plan.from_document(document), case.config()
     groups = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
     state = local_state(case, layout_of_plan(plan, config), "w")
-    return StageTrainer(config, plan, "w", groups, case.section(), CPU, state, 0, **options), rows_of(case)
+    generation = WorkerGeneration(plan, "w", groups, state)
+    return StageTrainer(TrainingSetup(config, case.section(), CPU), generation, hooks), rows_of(case)
 
 
 def copy_of(trainer: StageTrainer) -> dict[str, torch.Tensor]:
@@ -92,9 +96,8 @@ def test_a_batch_without_counted_targets_is_a_step() -> None:
 
 def test_phases_come_in_order_and_the_update_waits_for_the_snapshot() -> None:
     seen: list[str] = []
-    trainer, rows = trainer_of(
-        TOY_CONFIG, phase_hook=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait")
-    )
+    hooks = TrainerHooks(on_phase=lambda phase, step: seen.append(phase), before_update=lambda: seen.append("wait"))
+    trainer, rows = trainer_of(TOY_CONFIG, hooks=hooks)
     trainer.train_step(rows)
     assert seen == ["forward", "backward"] * 2 + ["gradient_sync", "vote", "apply", "wait"]
 
@@ -118,7 +121,7 @@ def test_an_update_that_was_cut_off_goes_on_to_the_same_bits() -> None:
             cut.clear()
             raise RuntimeError("cut off")
 
-    trainer, rows = trainer_of(TOY_CONFIG, phase_hook=cut_off)
+    trainer, rows = trainer_of(TOY_CONFIG, hooks=TrainerHooks(cut_off))
     before = copy_of(trainer)
     with pytest.raises(RuntimeError, match="cut off"):
         trainer.train_step(rows)

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from autohet.bench.step.sides import random_rows, state_of
+from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
@@ -160,7 +161,8 @@ def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
     groups = GenerationGroups(store, 0, me, device, GROUP_TIMEOUT_S, GROUP_TIMEOUT_S)
     groups.meet(plan.workers)
     state = state_of(job, layout_of_plan(plan, config), me, device)
-    trainer = StageTrainer(config, plan, me, groups, job.training, device, state, 0)
+    setup, generation = TrainingSetup(config, job.training, device), WorkerGeneration(plan, me, groups, state)
+    trainer = StageTrainer(setup, generation)
     rows = random_rows(job, device)
     return lambda: trainer.train_step(rows).loss
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autohet.runtime.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan, parameter_name
@@ -74,7 +75,7 @@ def microbatch_of(job: Job) -> int:
     return job.parallelism.microbatch_sequences or min(8, job.training.global_batch_sequences)
 
 
-def our_trainer(job: Job, device: torch.device, **options: Any) -> StageTrainer:
+def our_trainer(job: Job, device: torch.device, before_update: Callable[[], None] | None = None) -> StageTrainer:
     """The trainer that workers run, on a plan of one worker."""
     config, plan = load_config(job.model), one_worker_plan(job)
     store = torch.distributed.TCPStore(
@@ -82,7 +83,8 @@ def our_trainer(job: Job, device: torch.device, **options: Any) -> StageTrainer:
     )
     groups = GenerationGroups(store, 0, WORKER, device, 60.0, 60.0)
     state = state_of(job, layout_of_plan(plan, config), WORKER, device)
-    return StageTrainer(config, plan, WORKER, groups, job.training, device, state, 0, **options)
+    setup, generation = TrainingSetup(config, job.training, device), WorkerGeneration(plan, WORKER, groups, state)
+    return StageTrainer(setup, generation, TrainerHooks(before_update=before_update))
 
 
 def ours(job: Job, device: torch.device, rows: Any) -> Side:

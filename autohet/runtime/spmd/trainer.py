@@ -4,27 +4,24 @@ committed as `autohet.runtime.step_commit` says."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from autohet.runtime.batches import Batch
-from autohet.runtime.groups import GenerationGroups
-from autohet.runtime.job import TrainingSection
+from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.models import COMPUTE_DTYPES
-from autohet.runtime.pacing import Pace
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
 from autohet.runtime.spmd.executor import Executor
 from autohet.runtime.spmd.language_model import capture_language_model
 from autohet.runtime.state.optimizer import clip_factor, update
-from autohet.runtime.step_commit import PhaseHook, Trainer, Vote
+from autohet.runtime.step_commit import Trainer, Vote
 from planner.plan import Plan
 from planner.spmd.plan import PlacedProgram
-from recovery.peers.replication_rounds import PreservationStatus
 
 BUCKET_BYTES = 64 * 2**20
 """Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves."""
@@ -36,34 +33,44 @@ def initial_state(executor: Executor) -> dict[str, Tensor]:
     for name, layout in executor.plan.program.storage.items():
         if name in executor.captured.parameters:
             part = executor.local_part(executor.captured.parameters[name].detach().float(), name, layout).clone()
-            state |= {state_name(kind, name): part if kind == "param" else torch.zeros_like(part) for kind in STATE_KINDS}
+            state |= {
+                state_name(kind, name): part if kind == "param" else torch.zeros_like(part) for kind in STATE_KINDS
+            }
     return state
+
+
+def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProgram]:
+    """The job's model for one microbatch, on the device, and the plan's program over its graph."""
+    assert plan.spmd is not None, "the plan has no program"
+    training, (pipeline,) = setup.training, plan.pipelines
+    dtype = COMPUTE_DTYPES[training.precision]
+    captured = capture_language_model(setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype)
+    return captured.on(setup.device), plan.spmd.placed(captured.graph)
 
 
 class SpmdTrainer(Trainer):
     """Owns a rank's parts of the state, in the layouts of the plan's program.
 
-    captured, placed: of a model and a program that are not the job's.
+    captured, placed: of a model and a program that are not the setup's and the plan's. Where these are given, a generation without state
+    begins with the captured model's own weights.
     """
 
     def __init__(
-        self, config: PreTrainedConfig | None, plan: Plan, me: str, groups: GenerationGroups, training: TrainingSection,
-        device: torch.device, state: dict[str, Tensor] | None, step: int, pace: Pace | None = None, phase_hook: PhaseHook | None = None,
-        before_update: Callable[[], None] | None = None, *, preservation_status: Callable[[], PreservationStatus] | None = None,
-        captured: Captured | None = None, placed: PlacedProgram | None = None,
+        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS, *, captured: Captured | None = None,
+        placed: PlacedProgram | None = None,
     ) -> None:  # fmt: skip
-        (self._pipeline,) = plan.pipelines
+        (self._pipeline,) = generation.plan.pipelines
+        is_job = captured is None
         if captured is None or placed is None:
-            assert config is not None, "a job's plan needs its model"
-            assert plan.spmd is not None, "the plan has no program"
-            size, dtype = self._pipeline.microbatch_sequences, COMPUTE_DTYPES[training.precision]
-            captured = capture_language_model(config, size, training.sequence_length, dtype).on(device)
-            placed = plan.spmd.placed(captured.graph)
-        world = groups.group(plan.workers, "spmd")
-        self._compute = ComputeClock(lambda: groups.interrupted)
-        self._executor = Executor(captured, placed, ClockedGroup(world, self._compute), self._compute, pace)
-        state = initial_state(self._executor) if state is None else state
-        super().__init__(training, state, step, groups, world, device, True, phase_hook, before_update, preservation_status)
+            captured, placed = _captured_of_job(setup, generation.plan)
+        over = generation.groups
+        world = over.group(generation.plan.workers, "spmd")
+        self._compute = ComputeClock(lambda: over.interrupted)
+        clocked = ClockedGroup(world, self._compute)
+        self._executor = Executor(captured, placed, clocked, self._compute, generation.pace)
+        if not is_job and not generation.state:
+            generation = replace(generation, state=initial_state(self._executor))
+        super().__init__(setup, generation, hooks, world, counts_loss=True)
         self._storage = {name: layout for name, layout in placed.program.storage.items() if name in captured.parameters}
         self._gradients: dict[str, Tensor] = {}
 
@@ -76,11 +83,15 @@ class SpmdTrainer(Trainer):
         """This rank's part of a weight; none of it where its share is nothing."""
         part = self.state.get(state_name("param", name))
         if part is None:
-            part = self._executor.local_part(self._executor.captured.parameters[name].detach().float(), name, self._storage[name])
+            part = self._executor.local_part(
+                self._executor.captured.parameters[name].detach().float(), name, self._storage[name]
+            )
             assert not part.numel(), f"no state of {name}"
         return part.detach().requires_grad_()
 
-    def _gradients_of(self, batch: Callable[[int, range], Batch]) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
+    def _gradients_of(
+        self, batch: Callable[[int, range], Batch]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, Any, Any]]:
         begin = self._clock.mark()
         self._compute.begin()
         leaves = {name: self._leaf(name) for name in self._storage}
@@ -98,7 +109,9 @@ class SpmdTrainer(Trainer):
         self._compute.pause()
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
-        self._gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        self._gradients = {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
+        }
         self._sum_replicated(self._gradients)
         return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.models.model_spec import model_spec_from_config
@@ -52,7 +53,8 @@ def test_two_microbatches_of_a_program_train_as_a_stage_does() -> None:
     config, found = case.config(), []
     for plan, kind in ((plain, StageTrainer), (program, SpmdTrainer)):
         state = local_state(case, layout_of_plan(plan, config), "w")
-        trainer = kind(config, plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0), case.section(), CPU, state, 0)
+        generation = WorkerGeneration(plan, "w", GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0), state)
+        trainer = kind(TrainingSetup(config, case.section(), CPU), generation)
         results = [trainer.train_step(rows_of(case)) for _ in range(3)]
         found.append(([(r.loss, r.gradient_norm, r.tokens) for r in results], trainer.state, trainer.last_vote))
     (stage, stage_state, stage_vote), (spmd, spmd_state, vote) = found
@@ -76,9 +78,11 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
     placed = plan.spmd.placed(captured.graph)
     states = {me: local_state(case, layout, me) for me in workers}  # as is what draws them
 
+    setup = TrainingSetup(config, case.section(), CPU)
+
     def life(me: str) -> SpmdTrainer:
         groups = GenerationGroups(store, 1, me, CPU, 60.0, 60.0)
-        trainer = SpmdTrainer(config, plan, me, groups, case.section(), CPU, states[me], 0, captured=captured, placed=placed)
+        trainer = SpmdTrainer(setup, WorkerGeneration(plan, me, groups, states[me]), captured=captured, placed=placed)
         trainer.results = [trainer.train_step(rows_of(case)) for _ in range(3)]  # type: ignore[attr-defined]
         return trainer
 
@@ -86,7 +90,7 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
         trainers = list(pool.map(life, workers))
     alone = GenerationGroups(HashStore(), 1, "w", CPU, 5.0, 5.0)
     whole = local_state(case, layout_of_plan(plain, config), "w")
-    stage = StageTrainer(config, plain, "w", alone, case.section(), CPU, whole, 0)
+    stage = StageTrainer(setup, WorkerGeneration(plain, "w", alone, whole))
     wanted = [stage.train_step(rows_of(case)) for _ in range(3)]
     for trainer, me in zip(trainers, workers, strict=True):
         for found, result in zip(trainer.results, wanted, strict=True):  # type: ignore[attr-defined]

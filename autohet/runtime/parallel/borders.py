@@ -1,0 +1,151 @@
+"""What crosses the borders of a worker's stage: hidden states on the way forward, their gradients on the way back.
+
+Both are [b, S, H], whole and equal on all ranks of a stage. Between nodes each rank of the receiving stage takes one of t equal slices of
+the flattened tensor, and the stage's own group gathers the whole: t ranks that each took the whole would bring the same bytes t times
+through one NIC (`planner.cost.links`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from autohet.runtime.groups import Group
+from autohet.runtime.parallel.place import Place
+from autohet.runtime.parallel.schedule import CHANNEL_DEPTH
+from planner.cost.links import Transfer
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What the hidden states of one microbatch are: shape (b, S, H), dtype and device; their gradients are the same."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def empty_slice(self, transfer: Transfer) -> Tensor:
+        return torch.empty(self.slice_size(transfer), dtype=self.dtype, device=self.device)
+
+    def slice_size(self, transfer: Transfer) -> int:
+        """Elements of one slice. They are equal: a TP degree divides H."""
+        assert self.shape[2] % transfer.slices == 0, f"{transfer.slices} slices of hidden size {self.shape[2]}"
+        return math.prod(self.shape) // transfer.slices
+
+
+@dataclass(frozen=True)
+class Borders:
+    """One worker's ways to the stages before and after its own, for a generation.
+
+    forward, backward: the groups over which hidden states and gradients cross even and odd borders (border s is behind stage s).
+    tensor_group: the ranks of this worker's stage, in their order; None where it has one.
+    """
+
+    place: Place
+    forward: Sequence[Group]
+    backward: Sequence[Group]
+    tensor_group: Group | None
+    hidden: HiddenStates
+
+    def activation_receives(self) -> Receives:
+        """Of one step, from the stage before; so, too, the three below: new ones for each step."""
+        return self._receives(self.forward[self._before], self.place.takes_forward, first_tag=0)
+
+    def gradient_receives(self) -> Receives:
+        return self._receives(self.backward[self._after], self.place.takes_backward, first_tag=1)
+
+    def activation_sends(self) -> Sends:
+        return Sends(self.forward[self._after], self.place.gives_forward, self.hidden, first_tag=0)
+
+    def gradient_sends(self) -> Sends:
+        return Sends(self.backward[self._before], self.place.gives_backward, self.hidden, first_tag=1)
+
+    @property
+    def _after(self) -> int:
+        return self.place.stage_index % 2
+
+    @property
+    def _before(self) -> int:
+        return (self.place.stage_index - 1) % 2
+
+    def _receives(self, group: Group, transfer: Transfer | None, first_tag: int) -> Receives:
+        return Receives(
+            group, transfer, self.hidden, self.tensor_group, self.place.pipeline.num_microbatches, first_tag
+        )
+
+
+class Receives:
+    """The receives of one step in one direction, in the order of microbatches. The next one is posted ahead: it may come while this one
+    computes.
+    """
+
+    def __init__(
+        self, group: Group, transfer: Transfer | None, hidden: HiddenStates, tensor_group: Group | None, num_microbatches: int,
+        first_tag: int,
+    ) -> None:  # fmt: skip
+        self._group, self._transfer, self._hidden, self._tensor_group = group, transfer, hidden, tensor_group
+        self._num_microbatches, self._first_tag = num_microbatches, first_tag
+        self._posted: tuple[Tensor, Work | None] | None = None
+        self._next = 0
+
+    def take(self, m: int) -> Tensor:
+        """Wait for what microbatch m brings: the whole, [b, S, H]. Where this rank takes a slice of it, all ranks of the stage are in this
+        call, for the same m. Raises PeerLost, Interrupted.
+        """
+        assert m == self._next, f"microbatch {m} is taken before microbatch {self._next}"
+        assert self._transfer is not None, "nothing comes from this side"
+        tensor, work = self._posted or self._post(self._transfer)
+        self._next += 1
+        self._posted = self._post(self._transfer) if self._next < self._num_microbatches else None
+        self._group.wait_on_stream(work)
+        return tensor.view(self._hidden.shape) if self._transfer.slices == 1 else self._gathered(tensor)
+
+    def _post(self, transfer: Transfer) -> tuple[Tensor, Work | None]:
+        tensor = self._hidden.empty_slice(transfer)
+        return tensor, self._group.recv(tensor, transfer.source, self._first_tag + 2 * self._next)
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """The whole of the slices that the ranks of this stage have taken."""
+        assert self._tensor_group is not None
+        whole = self._hidden.empty()
+        self._tensor_group.all_gather(whole, part)
+        return whole
+
+
+class Sends:
+    """The sends of one step in one direction. Each may take until CHANNEL_DEPTH more have started: no more tensors than that are kept (a
+    slice is a view, and keeps its whole tensor).
+    """
+
+    def __init__(self, group: Group, transfers: tuple[Transfer, ...], hidden: HiddenStates, first_tag: int) -> None:
+        self._group, self._transfers, self._hidden, self._first_tag = group, transfers, hidden, first_tag
+        self._pending: deque[tuple[Work | None, Tensor]] = deque()
+
+    def start(self, m: int, tensor: Tensor) -> None:
+        """Start to send the slice of microbatch m that each target takes; `tensor` is whole, [b, S, H], and contiguous."""
+        for transfer in self._transfers:
+            size = self._hidden.slice_size(transfer)
+            part = tensor.view(-1)[transfer.index * size : (transfer.index + 1) * size]
+            self._pending.append((self._group.send(part, transfer.target, self._first_tag + 2 * m), part))
+        self._end_all_but(CHANNEL_DEPTH * len(self._transfers))
+
+    def finish(self) -> None:
+        """Wait until all are taken. Raises PeerLost, Interrupted."""
+        self._end_all_but(0)
+
+    def _end_all_but(self, most: int) -> None:
+        while len(self._pending) > most:
+            work, _ = self._pending.popleft()
+            self._group.wait_on_stream(work)
+
+
+__all__ = ["Borders", "HiddenStates", "Receives", "Sends"]
