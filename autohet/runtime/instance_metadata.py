@@ -106,7 +106,7 @@ class InstanceMetadata:
         return self._required("/latest/meta-data/instance-life-cycle")
 
     def interruption(self) -> InstanceNotice | None:
-        """The interruption notice that stands now, or None."""
+        """The current interruption notice, or None."""
         found = self._document(SPOT_ACTION_PATH)
         if found is None:
             return None
@@ -115,7 +115,7 @@ class InstanceMetadata:
         return InstanceNotice(self.instance_id(), "interruption", action, moment, answer.monotonic(moment))
 
     def rebalance(self) -> InstanceNotice | None:
-        """The rebalance recommendation that stands now, or None."""
+        """The current rebalance recommendation, or None."""
         found = self._document(REBALANCE_PATH)
         if found is None:
             return None
@@ -124,8 +124,8 @@ class InstanceMetadata:
 
     def new_notices(self) -> tuple[InstanceNotice, ...]:
         """Notices that no earlier call of this client returned, the interruption first."""
-        standing = (self.interruption(), self.rebalance())
-        new = tuple(notice for notice in standing if notice is not None and notice not in self._seen)
+        current = (self.interruption(), self.rebalance())
+        new = tuple(notice for notice in current if notice is not None and notice not in self._seen)
         self._seen.update(new)
         return new
 

@@ -41,7 +41,7 @@ TRY_AGAIN_AFTER = 10
 
 
 class Preservation:
-    """Owned by the worker; `begin`, `settle`, `is_turn`, `keep`, `status` and `before_update` are called by the generation's
+    """Owned by the worker; `begin`, `record_vote`, `is_turn`, `keep`, `status` and `before_update` are called by the generation's
     thread, the rest by reports.
     """
 
@@ -240,11 +240,11 @@ class Preservation:
             return PreservationStatus(pending=True)
         return PreservationStatus(failed=pushed.error is not None)
 
-    def settle(self, *, pending: bool, failed: bool) -> None:
+    def record_vote(self, *, pending: bool, failed: bool) -> None:
         """What the step's vote says of the open round."""
         assert self._order is not None
         before = self._rounds.complete
-        self._rounds.settle(pending=pending, failed=failed)
+        self._rounds.record_vote(pending=pending, failed=failed)
         if self._rounds.complete != before and self._rounds.complete is not None:
             self._complete = (self._order.generation, self._rounds.complete)
             if self._snapshots is not None:

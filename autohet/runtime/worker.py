@@ -317,7 +317,7 @@ class Worker:
         with self._lock:
             self._steps.append(record)
         try:
-            self._preservation.settle(pending=result.replicating, failed=result.replication_failed)
+            self._preservation.record_vote(pending=result.replicating, failed=result.replication_failed)
             due = self._preservation.is_turn(trainer.step, writing=result.writing)
             durable = due or result.checkpoint or trainer.step == order.end_step
             self._preservation.keep(trainer.step, trainer.state, durable=durable)

@@ -34,7 +34,7 @@ class Rounds:
     complete: int | None = None
     _last: int | None = field(default=None, repr=False)
 
-    def settle(self, *, pending: bool, failed: bool) -> None:
+    def record_vote(self, *, pending: bool, failed: bool) -> None:
         """Take the sums of a step's vote: the open round is complete if nobody waits, given up if anybody failed."""
         if self.open is None:
             return

@@ -228,7 +228,7 @@ class Reads:
         one is stopped, and only then written to the same memory. Returns what neither gave.
         """
         attempt = _Attempt(source, list(late.left)[::-1], float("inf"), self.cancelled)
-        self._read_beside(attempt, late)
+        self._hedged_read(attempt, late)
         late.ended.wait()
         left = [shard for shard in late.left if shard in attempt.left]
         if left:
@@ -236,8 +236,8 @@ class Reads:
                 self.bad += [(source, shard) for shard in left]
         return left
 
-    def _read_beside(self, attempt: _Attempt, late: _Attempt) -> None:
-        """As `_read`, into memory of its own until the late attempt has stopped."""
+    def _hedged_read(self, attempt: _Attempt, late: _Attempt) -> None:
+        """As `_read`, at the same time as a late attempt: into memory of its own until that one has stopped."""
         source = attempt.source
         try:
             tier = self.tier_of(source, attempt)

@@ -12,13 +12,13 @@ def test_a_round_holds_its_step_and_the_complete_one_until_it_is_complete_itself
     rounds = Rounds(every=1)
     assert rounds.snapshot(1)
     assert not rounds.snapshot(2), "one is open"
-    rounds.settle(pending=True, failed=False)
+    rounds.record_vote(pending=True, failed=False)
     assert rounds.held == {1}
-    rounds.settle(pending=False, failed=False)
+    rounds.record_vote(pending=False, failed=False)
     assert rounds.complete == 1
     assert rounds.snapshot(3)
     assert rounds.held == {1, 3}
-    rounds.settle(pending=False, failed=True)
+    rounds.record_vote(pending=False, failed=True)
     assert (rounds.complete, rounds.held) == (1, {1}), "given up: the complete one stays"
 
 
@@ -26,7 +26,7 @@ def test_rounds_keep_their_distance_and_none_means_none() -> None:
     rounds = Rounds(every=10)
     opened = []
     for step in range(1, 40):
-        rounds.settle(pending=False, failed=False)
+        rounds.record_vote(pending=False, failed=False)
         if rounds.snapshot(step):
             opened.append(step)
     assert opened == [1, 11, 21, 31]
@@ -38,7 +38,7 @@ def test_the_complete_step_never_leaves_the_held_ones(every: int, votes: list[tu
     rounds = Rounds(every)
     newest = -1
     for step, (pending, failed) in enumerate(votes):
-        rounds.settle(pending=pending, failed=failed)
+        rounds.record_vote(pending=pending, failed=failed)
         rounds.snapshot(step)
         assert len(rounds.held) <= 2
         assert rounds.complete is None or rounds.complete in rounds.held

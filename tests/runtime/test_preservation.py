@@ -90,7 +90,7 @@ def round_of(preservation, step):
     """A round that this worker and its agent end."""
     keep(preservation, step)
     until(lambda: preservation.status() == PreservationStatus())
-    preservation.settle(pending=False, failed=False)
+    preservation.record_vote(pending=False, failed=False)
     assert preservation.replicated_step == step
 
 
@@ -105,7 +105,7 @@ def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, a
     round_of(preservation, 1)
     assert steps(there) == {(1, 1)}
     keep(preservation, 2)
-    preservation.settle(pending=True, failed=False)  # somebody else is not done
+    preservation.record_vote(pending=True, failed=False)  # somebody else is not done
     for step in (3, 4, 5, 6):
         keep(preservation, step)
     assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, "the complete one, the open one, the two newest"
@@ -167,7 +167,7 @@ def test_one_snapshot_that_fails_costs_no_other(preservation, peer, monkeypatch)
     state = {SPEC.name: torch.ones(64)}
     preservation.keep(1, state, durable=False)
     assert preservation.status() == PreservationStatus(failed=True)
-    preservation.settle(pending=False, failed=True)
+    preservation.record_vote(pending=False, failed=True)
     keep(preservation, 2)
     assert preservation.snapshot_step == 2
 
@@ -177,7 +177,7 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
     for step in (1, 2, 3):
         keep(preservation, step)
         assert preservation.status() == PreservationStatus(pending=True)
-        preservation.settle(pending=True, failed=False)
+        preservation.record_vote(pending=True, failed=False)
     assert preservation.replicated_step is None
 
 
@@ -185,7 +185,7 @@ def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(pr
     preservation.begin(order(replace(peer[0], port=1)))
     keep(preservation, 1)
     until(lambda: preservation.status() == PreservationStatus(failed=True))
-    preservation.settle(pending=False, failed=True)
+    preservation.record_vote(pending=False, failed=True)
     keep(preservation, 2)
     assert preservation._rounds.open == 2
 
@@ -195,14 +195,14 @@ def test_the_complete_round_of_an_older_generation_stays_until_the_new_one_has_i
     round_of(preservation, 1)
     for step in range(2, 8):
         keep(preservation, step)
-        preservation.settle(pending=True, failed=False)
+        preservation.record_vote(pending=True, failed=False)
     preservation.begin(order(peer[0], 2, start_step=7))
     assert steps(agent) == {(1, 1), (1, 2), (1, 6), (1, 7)}, "2 is the open round's"
     keep(preservation, 8)
     keep(preservation, 9)
     assert {(1, 1), (2, 8), (2, 9)} <= steps(agent)
     until(lambda: preservation.status() == PreservationStatus())
-    preservation.settle(pending=False, failed=False)
+    preservation.record_vote(pending=False, failed=False)
     keep(preservation, 10)
     until(lambda: all(generation == 2 for generation, _ in steps(agent)))
     assert (2, 8) in steps(peer[1])
