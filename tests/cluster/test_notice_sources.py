@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import boto3
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -31,7 +35,8 @@ from tests.harness.local_fleet import (
     trains_at,
     until,
 )
-from tests.harness.notice_sources import Case
+from tests.harness.notice_sources import Case, ec2_event
+from tests.harness.s3_server import s3_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -123,3 +128,52 @@ def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
     assert "EC2 instance metadata" in sources[1]
     assert not [event for event in log if event["kind"] == "death"]
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_source_is_heard_and_decided_on(tmp_path: Path) -> None:
+    """How long from the moment at which a source can be seen to say it until it is taken, and decided on: `pytest -s` shows the figures,
+    which are recorded in scripts/benchmarks/results/notice_latency.json. How often sources are asked has its default."""
+    said: dict[str, float] = {}
+    notices = tmp_path / "notices.jsonl"
+    with s3_server() as server, ImdsServer() as metadata, ImdsServer(instance_id="i-0aaaaaaaaaaaaaaaa") as other:
+        client = boto3.client("sqs", endpoint_url=server.endpoint, region_name="us-east-1")
+        queue = client.create_queue(QueueName="notices")["QueueUrl"]
+        elastic = {"notice_sources": ["ray", "aws", "queue", "file"], "notice_queue": queue, "notice_file": str(notices)}
+        job = make_job(tmp_path, training={"steps": 5000}, elastic=elastic, parallelism={"min_pipelines": 1})
+        body = lambda: ec2_event(  # noqa: E731
+            "EC2 Spot Instance Interruption Warning", "i-0aaaaaaaaaaaaaaaa", "1", **{"instance-action": "terminate"}
+        )
+        actions: dict[str, Callable[[], Any]] = {
+            "drained": lambda: ray_cluster.drain(*node_ids("drained"), "test", 60.0),
+            "interrupted": lambda: metadata.interrupt(time.time() + 60),
+            "queued": lambda: client.send_message(QueueUrl=queue, MessageBody=body()),
+            "filed": lambda: notices.write_text(json.dumps({"node": "filed", "in_s": 60}) + "\n"),
+        }
+
+        def act(name: str) -> Callable[[Any, Any], None]:
+            def say(run: Any, seen: Any) -> None:
+                said[name] = time.time()
+                actions[name]()
+
+            return say
+
+        with local_fleet(big=1) as fleet:
+            fleet.add("big", "drained")
+            fleet.add("big", "filed")
+            for name, service in (("interrupted", metadata), ("queued", other)):
+                own = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.endpoint, "AWS_EC2_METADATA_DISABLED": "false"}
+                fleet.add("big", name, environment=own)
+            events = Interference()
+            for left, name in zip((5, 4, 3, 2), actions, strict=True):
+                events.when(trains_a_while(workers=left), act(name))
+            events.when(trains_a_while(workers=1), stop)
+            outcome, log = run_job(job, fleet, tmp_path, events, timeout_s=500)
+    assert outcome.summary["steps_lost"] == 0
+    for name, at in said.items():
+        taken = next(event["time"] for event in log if event["kind"] == "notice" and event["node"] == name)
+        decided = next(event["time"] for event in log if event["kind"] == "decision" and event["time"] > taken)
+        source = next(event["source"] for event in log if event["kind"] == "notice" and event["node"] == name)
+        print(json.dumps({"source": source, "taken_s": round(taken - at, 2), "decided_s": round(decided - at, 2)}))
+    assert len(said) == len(actions)

@@ -143,6 +143,16 @@ def test_a_command_says_what_a_file_says(tmp_path: Path) -> None:
         source.close()
 
 
+def test_a_file_that_is_not_there_yet_is_read_as_often_as_one_that_is(tmp_path: Path) -> None:
+    source = ScriptNotices(str(tmp_path / "later"), None, 60.0)
+    try:
+        source._watch.wait_for_first(20.0)
+        assert source._watch.answer == 0, "after a failure it would be asked more seldom"
+        assert not source._watch.trouble
+    finally:
+        source.close()
+
+
 def test_errors_of_before_condemn_no_card_and_new_ones_do() -> None:
     fake = FakeNvml(2)
     fake.ecc = [7, None]

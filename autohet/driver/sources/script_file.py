@@ -111,8 +111,11 @@ class ScriptNotices:
 
     def _text(self) -> str:
         if self._file is not None:
-            with Path(self._file).open("rb") as file:
-                return file.read(MAX_BYTES).decode("utf-8", "replace")
+            try:
+                with Path(self._file).open("rb") as file:
+                    return file.read(MAX_BYTES).decode("utf-8", "replace")
+            except FileNotFoundError:
+                return ""  # nothing is said yet: no failure, after which a watch asks more seldom
         done = subprocess.run(self._command, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=True)
         return done.stdout[:MAX_BYTES].decode("utf-8", "replace")
 
