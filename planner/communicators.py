@@ -28,6 +28,8 @@ Members = tuple[str, ...]
 
 def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
     """Who of a stage holds unit `unit` of a tensor that is cut into so many: one worker, or several of a stage with more workers."""
+    if stage.tp_shares:
+        return tuple(worker for rank, worker in enumerate(stage.workers) if unit in stage.share(rank).units(units))
     first = unit * stage.tp_degree // units
     return stage.workers[first : max(first + 1, (unit + 1) * stage.tp_degree // units)]
 
@@ -35,11 +37,11 @@ def workers_of_unit(stage: Stage, unit: int, units: int) -> tuple[str, ...]:
 def holder_sets(plan: Plan, *, tied: bool, key_value_units: int = 0) -> Counter[Members]:
     """Sorted names of two or more workers that hold the same slices, and of how many slices (of blocks, embedding and head) that is.
 
-    A tensor is cut into as many slices as the largest TP degree of the plan; what no rank cuts lies on all ranks. `tied`: the embedding
+    A tensor is cut into as many slices as the stage with the most parts; what no rank cuts lies on all ranks. `tied`: the embedding
     is the head's tensor too. `key_value_units`: of keys and values, if these are cut into fewer than a stage has workers
     (`planner.model_spec.LayerSpec`).
     """
-    slices = max((stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
+    slices = max((stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
     ends = [pipeline.stages[0] for pipeline in plan.pipelines], [pipeline.stages[-1] for pipeline in plan.pipelines]
     num_layers = max(stage.end_layer for stage in ends[1])
     entries: list[list[Stage]] = [ends[0] + ends[1]] if tied else []

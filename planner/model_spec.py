@@ -1,7 +1,9 @@
 """A model as the planner sees it: layers with parameters, FLOPs and activation widths; no weights, no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from planner.plan import TensorShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class LayerSpec:
     parallelism.
     attention_heads: heads whose S x S scores are kept for backward; 0 where the attention is fused.
     key_value_parameters, key_value_units: of key and value projections where tensor parallelism may go beyond the key-value heads: cut in
-    so many parts at most, each held by several ranks (`split_excess`). 0: cut like everything else.
+    so many parts at most, each held by several ranks (`split_excess`). 0: cut like everything else. Of one rank of an uneven group
+    (`ModelSpec.with_share`) it is the inverse of what the rank holds of them, and no whole number.
     autograd: what this project's runtime keeps of a block, whose modules it knows (`autohet.runtime.kept_values`); None: the formula
     above is all that is known.
     """
@@ -47,9 +50,9 @@ class LayerSpec:
     attention_heads: int = 0
     autograd: KeptValues | None = None
     key_value_parameters: int = 0
-    key_value_units: int = 0
+    key_value_units: float = 0
 
-    def split_excess(self, tp_degree: int) -> float:
+    def split_excess(self, tp_degree: float) -> float:
         """What each of `tp_degree` workers has of a key or value beyond its `tp_degree`-th part, as a share of all of it."""
         if not 0 < self.key_value_units < tp_degree:
             return 0.0
@@ -60,12 +63,12 @@ class LayerSpec:
         halved by causality)."""
         return 2.0 * self.matmul_parameters * sequence_length + 4.0 * sequence_length**2 * self.attention_width
 
-    def forward_flops_per_worker(self, sequence_length: int, tp_degree: int) -> float:
+    def forward_flops_per_worker(self, sequence_length: int, tp_degree: float) -> float:
         """FLOPs of one sequence's forward pass on each of `tp_degree` workers."""
         again = 2.0 * self.key_value_parameters * sequence_length * self.split_excess(tp_degree)
         return self.forward_flops(sequence_length) / tp_degree + again
 
-    def parameters_per_worker(self, tp_degree: int) -> float:
+    def parameters_per_worker(self, tp_degree: float) -> float:
         """Scalars that each of `tp_degree` workers holds."""
         cut = (self.parameters - self.replicated_parameters) / tp_degree
         return self.replicated_parameters + cut + self.key_value_parameters * self.split_excess(tp_degree)
@@ -105,7 +108,16 @@ class ModelSpec:
     @property
     def key_value_units(self) -> int:
         """As the blocks' own."""
-        return self.blocks[0].key_value_units
+        return int(self.blocks[0].key_value_units)
+
+    def with_share(self, share: TensorShare) -> "ModelSpec":
+        """As one rank of an uneven tensor-parallel group has it: at TP degree `1 / share.fraction` its keys and values are those of the
+        heads that it overlaps."""
+        units = self.key_value_units
+        if not 0 < units < share.of:
+            return self
+        held = units / len(share.units(units))
+        return replace(self, blocks=tuple(replace(block, key_value_units=held) for block in self.blocks))
 
     @property
     def parameters(self) -> int:

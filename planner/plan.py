@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from planner.documents import check_keys, read_bool, read_int, read_list, read_mapping, read_str
 from planner.errors import ConfigError
@@ -18,10 +18,29 @@ _PLAN_KEYS = frozenset(
 )
 _PIPELINE_KEYS = frozenset({"num_microbatches", "microbatch_sequences", "in_flight", "stages"})
 _STAGE_KEYS = frozenset({"first_layer", "num_layers", "workers"})
-_OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer", "spmd"})
+_OPTIONAL_STAGE_KEYS = frozenset({"recompute", "shard_optimizer", "tp_shares", "spmd"})
+FINEST_TP_DEGREE = 8
+"""Into so many parts tensor parallelism cuts a model at most; where its heads allow fewer, into the largest power of two that they do."""
 Recompute = Literal["none", "selective", "full"]
 """Of a block's activations in the backward pass: all kept; the inner ones of attention and MLP computed again; all but its input."""
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
+
+
+class TensorShare(NamedTuple):
+    """What one rank of a stage has of every tensor that tensor parallelism cuts: of `of` equal parts those from `first` to before `end`."""
+
+    first: int
+    end: int
+    of: int
+
+    @property
+    def fraction(self) -> float:
+        return (self.end - self.first) / self.of
+
+    def units(self, units: int) -> range:
+        """Those that it overlaps, where a tensor is cut into so many: its own, or, where these are fewer than the parts, each that it has
+        some part of."""
+        return range(self.first * units // self.of, -(-self.end * units // self.of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,8 @@ class Stage:
     shard_optimizer: master and moments of its layers are shared out: each worker keeps 1/|H| of a slice's, H the workers of all pipelines
     that hold the slice (ZeRO-1, Rajbhandari et al. 2020). It holds for all who hold such a layer, whatever their own stages say
     (`planner.redundancy.sharded_layers`).
+    tp_shares: of the tensors that tensor parallelism cuts, the parts of each worker, in order; they add up to a power of two of at most
+    FINEST_TP_DEGREE (2, 1, 1: half of the heads on the first of three). Empty: equal parts.
     spmd: the program that its workers run on uneven shares, instead of equal slices.
     """
 
@@ -41,10 +62,23 @@ class Stage:
     recompute: Recompute | None = None
     shard_optimizer: bool = False
     spmd: StageProgram | None = None
+    tp_shares: tuple[int, ...] = ()
 
     @property
     def tp_degree(self) -> int:
         return len(self.workers)
+
+    @property
+    def num_parts(self) -> int:
+        """Equal parts into which its tensors are cut: its TP degree, or more where some worker has several."""
+        return sum(self.tp_shares) or len(self.workers)
+
+    def share(self, rank: int) -> TensorShare:
+        """What one rank has of each tensor that is cut."""
+        if not self.tp_shares:
+            return TensorShare(rank, rank + 1, len(self.workers))
+        first = sum(self.tp_shares[:rank])
+        return TensorShare(first, first + self.tp_shares[rank], self.num_parts)
 
     @property
     def end_layer(self) -> int:
@@ -159,6 +193,8 @@ def _stage_document(stage: Stage) -> dict[str, Any]:
         document["recompute"] = stage.recompute
     if stage.shard_optimizer:
         document["shard_optimizer"] = True
+    if stage.tp_shares:
+        document["tp_shares"] = list(stage.tp_shares)
     if stage.spmd is not None:
         document["spmd"] = stage.spmd.to_document()
     return document
@@ -201,7 +237,21 @@ def _read_stage(document: object, what: str) -> Stage:
         recompute=_read_recompute(stage, what),
         shard_optimizer=read_bool(stage, "shard_optimizer", what) if "shard_optimizer" in stage else False,
         spmd=StageProgram.from_document(stage["spmd"], f"'spmd' of {what}") if "spmd" in stage else None,
+        tp_shares=_read_tp_shares(stage, len(workers), what) if "tp_shares" in stage else (),
     )
+
+
+def _read_tp_shares(stage: Mapping[str, Any], num_workers: int, what: str) -> tuple[int, ...]:
+    shares = read_list(stage, "tp_shares", what)
+    whole = all(isinstance(share, int) and not isinstance(share, bool) and share > 0 for share in shares)
+    if not whole or len(shares) != num_workers or FINEST_TP_DEGREE % sum(shares):
+        raise ConfigError(
+            f"'tp_shares' of {what} is {shares}; it must be a positive whole number for each of its {num_workers} workers, which add up to"
+            f" a power of two of at most {FINEST_TP_DEGREE}, such as [2, 1, 1]"
+        )
+    if "spmd" in stage:
+        raise ConfigError(f"{what} has both 'tp_shares' and 'spmd'; a program has shares of its own: drop 'tp_shares'")
+    return tuple(shares) if len(set(shares)) > 1 else ()
 
 
 def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
@@ -214,16 +264,18 @@ def _read_recompute(stage: Mapping[str, Any], what: str) -> Recompute | None:
     raise ConfigError(f"'recompute' of {what} is '{value}'; expected one of {', '.join(RECOMPUTE_CHOICES)}")
 
 
-def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None:
+def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True, max_tp_degree: int | None = None) -> None:
     """Raises ConfigError unless the plan is whole: each block once per pipeline, in order; a worker at most once.
 
     With `exact_batch` the pipelines must also process the global batch, neither more nor less (published plans round
-    their microbatches up).
+    their microbatches up). With `max_tp_degree`, the model's, its heads must divide into each stage's parts.
     """
     for index, pipeline in enumerate(plan.pipelines):
         _check_layers(pipeline, index, num_layers)
         _check_in_flight(pipeline, index)
     _check_spmd(plan)
+    if max_tp_degree is not None:
+        _check_heads(plan, max_tp_degree)
     worker, count = Counter(plan.workers).most_common(1)[0]
     if count > 1:
         raise ConfigError(f"the plan names worker '{worker}' {count} times; a worker can serve one stage only")
@@ -233,6 +285,16 @@ def check_plan(plan: Plan, num_layers: int, *, exact_batch: bool = True) -> None
             f"the pipelines process {total} sequences a step, but global_batch_sequences is "
             f"{plan.global_batch_sequences}"
         )
+
+
+def _check_heads(plan: Plan, max_tp_degree: int) -> None:
+    for index, pipeline in enumerate(plan.pipelines):
+        for number, stage in enumerate(pipeline.stages):
+            if stage.spmd is None and max_tp_degree % stage.num_parts:
+                raise ConfigError(
+                    f"stage {number} of pipeline {index} cuts the model into {stage.num_parts} parts, but its heads allow"
+                    f" {' or '.join(str(2**i) for i in range(max_tp_degree.bit_length()))}: change its workers or its tp_shares"
+                )
 
 
 def _check_spmd(plan: Plan) -> None:

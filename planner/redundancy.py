@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.cluster import Fleet
+from planner.communicators import workers_of_unit
 from planner.errors import InfeasibleError
 from planner.plan import Plan, Stage
 
@@ -62,7 +63,7 @@ class RedundancyReport:
 
 
 def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
-    """Counts the live holders of each shard. Shards are cut by the plan's largest TP degree."""
+    """Counts the live holders of each shard. Shards are cut as by the stage with the most parts."""
     holders = holders_by_shard(plan, fleet, num_layers)
     nodes = dict.fromkeys(fleet.node_of(worker).name for worker in plan.workers)
     lost = {node: tuple(shard for shard, held in holders.items() if held == {node}) for node in nodes}
@@ -74,13 +75,13 @@ def redundancy(plan: Plan, fleet: Fleet, num_layers: int) -> RedundancyReport:
 
 def holders_by_shard(plan: Plan, fleet: Fleet, num_layers: int) -> dict[Shard, set[str]]:
     """Shard -> names of the nodes that hold it."""
-    parts = max((stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
+    parts = max((stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
     found: dict[Shard, set[str]] = {}
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             for layer in layers_of(stage, index, len(pipeline.stages)):
                 for part in range(parts):
-                    held = stage.workers[part * stage.tp_degree // parts :][:1]
+                    held = workers_of_unit(stage, part, parts)
                     if stage.spmd is not None and stage.spmd.is_whole:
                         held = stage.workers
                     found.setdefault(Shard(layer, part, parts), set()).update(fleet.node_of(worker).name for worker in held)

@@ -14,7 +14,7 @@ from typing import Literal
 from planner.cluster import NodeType
 from planner.cost.model import CostModel, Prediction
 from planner.errors import ConfigError, InfeasibleError
-from planner.plan import Pipeline, Plan, Stage
+from planner.plan import FINEST_TP_DEGREE, Pipeline, Plan, Stage
 from planner.redundancy import layers_of
 from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
@@ -58,14 +58,14 @@ class ReplanDecision:
 
 
 def holders_of(plan: Plan, spec_layers: int) -> dict[str, frozenset[tuple[str, int, int]]]:
-    """Worker -> (layer, first unit, end unit) that it holds under a plan, in eighths of a layer."""
+    """Worker -> (layer, first part, end part) that it holds under a plan, of FINEST_TP_DEGREE parts of a layer."""
     found = {}
     for pipeline in plan.pipelines:
         for index, stage in enumerate(pipeline.stages):
             names = layers_of(stage, index, len(pipeline.stages))
             for rank, worker in enumerate(stage.workers):
-                share = 8 // stage.tp_degree
-                found[worker] = frozenset((name, rank * share, (rank + 1) * share) for name in names)
+                held = stage.share(rank).units(FINEST_TP_DEGREE)
+                found[worker] = frozenset((name, held.start, held.stop) for name in names)
     return found
 
 
@@ -279,28 +279,27 @@ def _missing_bytes(
     has: frozenset[tuple[str, int, int]],
     migration: MigrationCost,
 ) -> float:
-    share = 8 // stage.tp_degree
-    low, high = rank * share, (rank + 1) * share
+    wanted = stage.share(rank).units(FINEST_TP_DEGREE)
     spec = request.spec
     total = 0.0
     covered: dict[str, int] = {}
     for layer, first, end in has:
-        covered[layer] = covered.get(layer, 0) + max(0, min(high, end) - max(low, first))
+        covered[layer] = covered.get(layer, 0) + max(0, min(wanted.stop, end) - max(wanted.start, first))
     for name in layers_of(stage, index, num_stages):
         part = spec.embedding if name == "embedding" else spec.head if name == "head" else spec.blocks[int(name)]
-        total += part.parameters * (share - covered.get(name, 0)) / 8
+        total += part.parameters * (len(wanted) - covered.get(name, 0)) / FINEST_TP_DEGREE
     return total * migration.state_bytes_per_parameter
 
 
 def align(plan: Plan, request: Request, held: Holders) -> Plan:
     """The same plan with equal groups exchanged so that layers stay where they are: each stage takes, among the
     groups of its node type
-    and TP degree, the one that already holds most of it; largest overlaps first."""
-    slots: dict[tuple[NodeType, int], list[tuple[int, int]]] = {}
+    and TP degree (and shares, where these are uneven), the one that already holds most of it; largest overlaps first."""
+    slots: dict[tuple[tuple[NodeType, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            kind = request.fleet.node_of(stage.workers[0]).node_type
-            slots.setdefault((kind, stage.tp_degree), []).append((p, s))
+            kinds = tuple(request.fleet.node_of(worker).node_type for worker in stage.workers)
+            slots.setdefault((kinds, stage.tp_shares), []).append((p, s))
     chosen: dict[tuple[int, int], tuple[str, ...]] = {}
     for places in slots.values():
         groups = [plan.pipelines[p].stages[s].workers for p, s in places]

@@ -222,14 +222,14 @@ def grouped(plan: Plan, fleet: Fleet) -> list[tuple[int, Pipeline]]:
     """Pipelines that look the same counted together, in plan order."""
     found: dict[tuple[object, ...], tuple[int, Pipeline]] = {}
     for pipeline in plan.pipelines:
-        stages = tuple((s.num_layers, s.tp_degree, fleet.gpu_type(s.workers[0])) for s in pipeline.stages)
+        stages = tuple((s.num_layers, s.tp_shares or s.tp_degree, fleet.gpu_type(s.workers[0])) for s in pipeline.stages)
         key = (stages, pipeline.num_microbatches, pipeline.microbatch_sequences)
         found[key] = (found[key][0] + 1 if key in found else 1, found.get(key, (0, pipeline))[1])
     return list(found.values())
 
 
 def bar(pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tuple[str, str]]) -> Text:
-    """One pipeline as coloured segments; a segment shows its blocks, and its TP degree where that is above 1."""
+    """One pipeline as coloured segments; a segment shows its blocks, and its TP degree where that is above 1, or its shares."""
     text = Text()
     total = max(1, pipeline.stages[-1].end_layer)
     at = 0
@@ -246,6 +246,8 @@ def bar(pipeline: Pipeline, fleet: Fleet, width: int, colours: Mapping[str, tupl
 
 
 def segment_label(stage: Stage) -> str:
+    if stage.tp_shares:
+        return f"{stage.num_layers} tp{'+'.join(map(str, stage.tp_shares))}"
     kind = "tp" if stage.spmd is None else "spmd"
     return f"{stage.num_layers}" + (f" {kind}{stage.tp_degree}" if stage.tp_degree > 1 else "")
 

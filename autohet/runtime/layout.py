@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
 from autohet.runtime.models.family import EMBEDDING, HEAD, Family, ParameterSpec
 from autohet.runtime.spmd.layout import program_units
-from planner.plan import Plan
+from planner.plan import Plan, TensorShare
 from planner.redundancy import EMBEDDING as EMBEDDING_LAYER
 from planner.redundancy import HEAD as HEAD_LAYER
 from planner.redundancy import sharded_layers
@@ -54,7 +54,7 @@ def held_units(plan: Plan, config: PreTrainedConfig) -> Iterator[tuple[str, str,
             names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
             for rank, worker in enumerate(stage.workers):
                 for name in names:
-                    yield worker, name, specs[name], local_units(specs[name], rank, stage.tp_degree)
+                    yield worker, name, specs[name], local_units(specs[name], stage.share(rank))
 
 
 def unit_holders(plan: Plan, config: PreTrainedConfig) -> dict[str, dict[int, tuple[str, ...]]]:
@@ -115,12 +115,12 @@ def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
         ids = {worker: [ShardId(state_name(kind, name), u) for name, u in units for kind in STATE_KINDS] for worker, units in held.items()}
         return Layout(tensor_specs(config), {worker: frozenset(shards) for worker, shards in ids.items()})
     owners = unit_owners(plan, config, unit_holders(plan, config)) if sharded_layers(plan) else {}
-    known: dict[tuple[int, int, int, int], frozenset[ShardId]] = {}
+    known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
     shards: dict[str, frozenset[ShardId]] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             for rank, worker in enumerate(stage.workers):
-                part = (stage.first_layer, stage.num_layers, rank, stage.tp_degree)
+                part = (stage.first_layer, stage.num_layers, stage.share(rank))
                 if part not in known:
                     known[part] = _shards_of(specs, config, *part)
                 shards[worker] = _without_others(known[part], owners, worker) if owners else known[part]
@@ -135,12 +135,12 @@ def _without_others(shards: frozenset[ShardId], owners: Mapping[tuple[str, int],
 
 
 def _shards_of(
-    specs: Mapping[str, ParameterSpec], config: PreTrainedConfig, first_layer: int, num_layers: int, rank: int, tp_degree: int
+    specs: Mapping[str, ParameterSpec], config: PreTrainedConfig, first_layer: int, num_layers: int, share: TensorShare
 ) -> frozenset[ShardId]:
     """What one rank of such a stage computes with."""
     return frozenset(
         ShardId(state_name(kind, name), unit)
         for name in stage_parameter_names(config, first_layer, num_layers)
-        for unit in local_units(specs[name], rank, tp_degree)
+        for unit in local_units(specs[name], share)
         for kind in STATE_KINDS
     )

@@ -85,9 +85,7 @@ class StageTrainer(Trainer):
             compile_blocks(self.stage)
         # Groups that run in the order of streams need one order on all workers, which overlap with 1F1B does not give.
         overlap = not back_end.in_stream_order if setup.overlap is None else setup.overlap
-        self._sync = GradientSync(
-            local, generation.groups, self.stage.local_parameters(), place.tp_degree, overlap=overlap
-        )
+        self._sync = GradientSync(local, generation.groups, self.stage.local_parameters(), overlap=overlap)
         self._executor = self._build_executor(setup, generation, groups)
         if setup.training.replica_check_steps:
             self.replicas = _replica_check(setup, generation, groups.world)
@@ -158,7 +156,8 @@ def _build_stage(setup: TrainingSetup, place: Place, tensor: Group | None) -> St
     build = getattr(
         family_of(config), "build_stage", build_stage
     )  # a family may bring stages of its own (the tests' exact model)
-    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree)
+    uneven = place.share if stage.tp_shares else None
+    tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, place.tp_degree, uneven)
     dtype, recompute = COMPUTE_DTYPES[training.precision], stage.recompute or training.stage_recompute
     built: StageModel = build(config, stage.first_layer, stage.num_layers, tp, setup.device, dtype, recompute)
     return built

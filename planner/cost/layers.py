@@ -22,10 +22,11 @@ from planner.cost.memory import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Recompute
+from planner.plan import Recompute, TensorShare
 from planner.profile import Measurement, ProfileKey, ProfileTable, default_profile
 
 Floats = NDArray[np.float64]
+LEAST_OWN = 0.2  # of a layer's measured time, that is its own at the least, whatever the link's model says of its communication
 SELECTIVE_FORWARD = 0.2  # of a block's forward, where the device's memory bandwidth is not known: what `selective` computes again
 
 
@@ -98,7 +99,7 @@ class LayerTimeModel:
     parameters: CostParameters
     tp_communication_s: Callable[[str, int, int], float]
     borrow: bool = True
-    _cache: dict[tuple[str, int, int, Recompute], LayerTimes] = field(default_factory=dict)
+    _cache: dict[tuple[str, int, int, Recompute, float], LayerTimes] = field(default_factory=dict)
     _curves: dict[tuple[ProfileKey, str, bool], Curve] = field(default_factory=dict)
     _sources: dict[ProfileKey, "LayerTimeModel"] = field(default_factory=dict)
 
@@ -109,23 +110,29 @@ class LayerTimeModel:
         elif self.model not in names and len(names) == 1:
             self.model = next(iter(names))
 
-    def times(self, gpu_type: str, tp_degree: int, microbatch: int, recompute: Recompute = "none") -> LayerTimes:
-        """All layers' seconds for one microbatch; the backward of blocks with what it computes again."""
+    def times(
+        self, gpu_type: str, tp_degree: int, microbatch: int, recompute: Recompute = "none", share: TensorShare | None = None
+    ) -> LayerTimes:  # fmt: skip
+        """All layers' seconds for one microbatch; the backward of blocks with what it computes again. share: of the worker's in a group of
+        so many that share the layers unevenly; None: 1 / TP degree."""
         gpu_type = canonical_gpu_type(gpu_type)
-        key = (gpu_type, tp_degree, microbatch, recompute)
+        fraction = 1 / tp_degree if share is None else share.fraction
+        key = (gpu_type, tp_degree, microbatch, recompute, fraction)
         if key not in self._cache:
-            if recompute == "none":
+            if recompute == "none" and share is None:
                 self._cache[key] = self._compute(gpu_type, tp_degree, microbatch)
+            elif recompute == "none":
+                self._cache[key] = self._between(gpu_type, tp_degree, microbatch, fraction)
             else:
-                whole = self.times(gpu_type, tp_degree, microbatch)
-                again = self._again_s(gpu_type, tp_degree, microbatch, whole.forward_s[1:-1], recompute)
+                whole = self.times(gpu_type, tp_degree, microbatch, share=share)
+                again = self._again_s(gpu_type, 1 / fraction, microbatch, whole.forward_s[1:-1], recompute)
                 backward = whole.backward_s.copy()
                 backward[1:-1] += again
                 self._cache[key] = replace(whole, backward_s=backward)
         return self._cache[key]
 
     def _again_s(
-        self, gpu_type: str, tp_degree: int, microbatch: int, forward_s: Floats, recompute: Recompute
+        self, gpu_type: str, tp_degree: float, microbatch: int, forward_s: Floats, recompute: Recompute
     ) -> Floats:
         """Seconds of what each block computes again: its forward pass; or, where products are kept, the memory traffic of the rest, each
         scalar written once and read twice."""
@@ -138,6 +145,33 @@ class LayerTimeModel:
         values = np.array([recomputed_values(block, tp_degree) for block in self.spec.blocks])
         moved = 3 * values * tokens * VALUE_BYTES[self.dtype]
         return np.minimum(forward_s, moved / (device.memory_bytes_per_s * self.parameters.memory_efficiency))
+
+    def _between(self, gpu_type: str, tp_degree: int, microbatch: int, fraction: float) -> LayerTimes:
+        """Of a worker that has a `fraction` of what a group of `tp_degree` cuts: a layer's own time is linear in it between the two nearest
+        TP degrees, of which each has a power of two of workers; the group's communication comes on top.
+        """
+        wide = 2 ** int(math.log2(1 / fraction))
+        weight = 2 * wide * fraction - 1
+        narrow = 2 * wide if weight < 1 else wide
+        one, other = (self._alone(gpu_type, degree, microbatch) for degree in (wide, narrow))
+        mixed = weight * one[0] + (1 - weight) * other[0]
+        mixed[:2] += self._block_communication(gpu_type, tp_degree, microbatch)
+        note = f"{fraction:.1%} of a layer on {gpu_type}, TP {tp_degree}: from TP {wide} and TP {narrow}, in proportion"
+        return LayerTimes(mixed[0], mixed[1], mixed[2], tuple(dict.fromkeys((*one[1], *other[1], note))))
+
+    def _alone(self, gpu_type: str, tp_degree: int, microbatch: int) -> tuple[Floats, tuple[str, ...]]:
+        """Forward, backward and update seconds of every layer, [3, num_layers + 2], without the communication in them; what is
+        estimated."""
+        times = self.times(gpu_type, tp_degree, microbatch)
+        had = self._block_communication(gpu_type, tp_degree, microbatch)
+        own = [np.maximum(LEAST_OWN * each, each - had) for each in (times.forward_s, times.backward_s)]
+        return np.array([*own, times.update_s]), times.estimated
+
+    def _block_communication(self, gpu_type: str, tp_degree: int, microbatch: int) -> Floats:
+        """(num_layers + 2,): seconds of each layer's all-reduces in one direction; none of embedding and head."""
+        found = np.zeros(self.spec.num_layers + 2)
+        found[1:-1] = self._communication(gpu_type, tp_degree, microbatch, "block")
+        return found
 
     def _compute(self, gpu_type: str, tp_degree: int, microbatch: int) -> LayerTimes:
         measured = self.profile.layers(self._key(gpu_type, tp_degree))
@@ -250,7 +284,8 @@ class LayerTimeModel:
             add = self._communication(gpu_type, tp_degree, microbatch, name)
             ratio = degree / tp_degree
             notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
-            return max(0.2 * forward, forward - had) * ratio + add, max(0.2 * backward, backward - had) * ratio + add
+            own = (max(LEAST_OWN * each, each - had) * ratio + add for each in (forward, backward))
+            return next(own), next(own)
         source = self._nearest_key(gpu_type, name) if self.borrow else None
         if source is not None:
             return self._borrowed(source, gpu_type, tp_degree, microbatch, name, layer, notes)

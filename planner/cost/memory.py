@@ -57,7 +57,7 @@ def memory_terms(
     spec: ModelSpec,
     sequence_length: int,
     dtype: str,
-    tp_degree: int,
+    tp_degree: float,
     microbatch: int,
     recompute: Recompute,
     parameters: CostParameters,
@@ -77,7 +77,7 @@ def memory_terms(
 
 
 def _activations(
-    spec: ModelSpec, tokens: int, length: int, dtype: str, degree: int, recompute: Recompute, parameters: CostParameters
+    spec: ModelSpec, tokens: int, length: int, dtype: str, degree: float, recompute: Recompute, parameters: CostParameters
 ) -> tuple[Floats, Floats]:
     """(num_layers + 2,) each: kept for a microbatch, and what a layer's backward needs beyond that, with what it computes again."""
     layers = (spec.embedding, *spec.blocks, spec.head)
@@ -99,7 +99,7 @@ def _largest_tensors(spec: ModelSpec) -> list[float]:
 
 
 def activation_bytes(
-    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int, recompute: Recompute = "none",
+    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: float, recompute: Recompute = "none",
     by_modules: bool = False,
 ) -> float:  # fmt: skip
     """Bytes that one microbatch of `tokens` tokens leaves for the backward pass of a layer. by_modules: as the runtime's modules keep them,
@@ -117,14 +117,14 @@ def activation_bytes(
     return float(scalars * tokens * VALUE_BYTES[dtype])
 
 
-def recomputed_values(layer: LayerSpec, tp_degree: int) -> float:
+def recomputed_values(layer: LayerSpec, tp_degree: float) -> float:
     """Scalars per token that `selective` recomputation makes again on each rank of a block."""
     one = activation_bytes(layer, 1, 0, "fp32", tp_degree, "none", True)
     return (one - activation_bytes(layer, 1, 0, "fp32", tp_degree, "selective", True)) / VALUE_BYTES["fp32"]
 
 
 def backward_bytes(
-    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: int, by_modules: bool = False
+    layer: LayerSpec, tokens: int, sequence_length: int, dtype: str, tp_degree: float, by_modules: bool = False
 ) -> float:
     """Gradients alive together at the worst moment of a block's backward: of scores and their softmax, or of the
     widest product."""
@@ -135,7 +135,7 @@ def backward_bytes(
     return float(max(scores, widest) * tokens * VALUE_BYTES[dtype])
 
 
-def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: int, dtype: str, chunk_bytes: float | None = None) -> float:
+def logits_bytes(spec: ModelSpec, tokens: int, tp_degree: float, dtype: str, chunk_bytes: float | None = None) -> float:
     """Logits and their gradient, and the loss's fp32 log-probabilities and their gradient: alive together after the forward. chunk_bytes:
     where the loss is computed some rows at a time, it has one such chunk in fp32, or two where it makes them from another dtype."""
     logits = float(tokens * spec.vocab_size / tp_degree)

@@ -28,7 +28,7 @@ from planner.cost.sync import StepTimeline, simulate_sync
 from planner.errors import ConfigError
 from planner.in_flight import MOST_AHEAD
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Recompute, check_plan
+from planner.plan import Pipeline, Plan, Recompute, TensorShare, check_plan
 from planner.profile import ProfileTable, default_profile
 from planner.spmd.decoders import Decoder, decoder_graph
 
@@ -95,7 +95,7 @@ class CostModel:
             self._tp_communication_s,
         )
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
-        self._memories: dict[tuple[int, int, Recompute], MemoryTerms] = {}
+        self._memories: dict[tuple[int, int, Recompute, TensorShare | None], MemoryTerms] = {}
         self._place(fleet)
 
     def _place(self, fleet: Fleet) -> None:
@@ -239,11 +239,14 @@ class CostModel:
         found[-1] += self.tied_sync_bytes(tp_degree)
         return found
 
-    def _memory(self, tp_degree: int, microbatch: int, recompute: Recompute) -> MemoryTerms:
-        key = (tp_degree, microbatch, recompute)
+    def _memory(
+        self, tp_degree: int, microbatch: int, recompute: Recompute, share: TensorShare | None = None
+    ) -> MemoryTerms:
+        key = (tp_degree, microbatch, recompute, share)
         if key not in self._memories:
+            spec, cut = (self.spec, tp_degree) if share is None else (self.spec.with_share(share), 1 / share.fraction)
             self._memories[key] = memory_terms(
-                self.spec, self.sequence_length, self.precision, tp_degree, microbatch, recompute, self.parameters
+                spec, self.sequence_length, self.precision, cut, microbatch, recompute, self.parameters
             )
         return self._memories[key]
 

@@ -11,7 +11,7 @@ from planner.cost.stage_costs import Sharing, StageCosts, sharing_of
 from planner.cost.sync import SyncJob, sync_jobs
 from planner.in_flight import one_each, working_ahead
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Recompute
+from planner.plan import Pipeline, Plan, Recompute, Stage
 
 _REMEMBERED = 16  # plans, each asked for several times in a row
 
@@ -28,9 +28,9 @@ class PlanMemory:
         found, sharing = dict[str, int](), sharing_of(plan)
         for pipeline in plan.pipelines:
             for i, stage in enumerate(pipeline.stages):
-                terms = self._stages.terms(pipeline, i, sharing)
-                need = terms.held_bytes + pipeline.in_flight(i) * terms.activation_bytes
-                found.update(dict.fromkeys(stage.workers, int(need)))
+                ranks = self._stages.terms(pipeline, i, sharing).ranks
+                for worker, rank in zip(stage.workers, ranks, strict=True):
+                    found[worker] = int(rank.held_bytes + pipeline.in_flight(i) * rank.activation_bytes)
         for worker, num_bytes in self._communicator_bytes(plan).items():
             found[worker] += int(num_bytes)
         return found
@@ -55,8 +55,8 @@ class PlanMemory:
         return replace(plan, pipelines=tuple(pipelines))
 
     def _fits(self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]) -> bool:
-        terms, worker = self._stages.terms(pipeline, index, sharing), pipeline.stages[index].workers[0]
-        return terms.room(taken.get(worker, 0.0)) >= pipeline.in_flight(index)
+        terms, most = self._stages.terms(pipeline, index, sharing), _most_of(taken, pipeline.stages[index])
+        return terms.room(most) >= pipeline.in_flight(index)
 
     def working_ahead(self, plan: Plan, most: int) -> Plan:
         """The plan with as many microbatches in flight as fit memory, at most so many more at each stage than at the next."""
@@ -72,7 +72,7 @@ class PlanMemory:
         depth = len(pipeline.stages)
         both = [there + back for there, back in zip(*self._boundaries.of(plan, pipeline), strict=True)]
         room = [
-            self._stages.terms(pipeline, i, sharing).room(taken.get(stage.workers[0], 0.0))
+            self._stages.terms(pipeline, i, sharing).room(_most_of(taken, stage))
             for i, stage in enumerate(pipeline.stages)
         ]
         # a stage that holds all microbatches has room for any number
@@ -86,7 +86,7 @@ class PlanMemory:
 
     def _jobs(self, plan: Plan) -> tuple[tuple[SyncJob, ...], Mapping[str, float]]:
         """A plan's all-reduces and the bytes of its workers' communicators, which depend on its stages alone."""
-        key = tuple((s.first_layer, s.num_layers, s.workers) for pipeline in plan.pipelines for s in pipeline.stages)
+        key = tuple((s.first_layer, s.num_layers, s.workers, s.tp_shares) for pipeline in plan.pipelines for s in pipeline.stages)
         known = self._synced.get(key)
         if known is None:
             jobs = sync_jobs(plan, self.spec, self.parameters)
@@ -96,6 +96,12 @@ class PlanMemory:
             if len(self._synced) > _REMEMBERED:
                 del self._synced[next(iter(self._synced))]
         return known
+
+
+def _most_of(taken: Mapping[str, float], stage: Stage) -> float:
+    """Bytes that its workers' communicators take: of equal shares one worker's, of others the most."""
+    workers = stage.workers if stage.tp_shares else stage.workers[:1]
+    return max(taken.get(worker, 0.0) for worker in workers)
 
 
 def _saying(plan: Plan, recompute: Recompute, shard: bool) -> Plan:

@@ -12,26 +12,34 @@ from planner.cost.links import Links
 from planner.cost.memory import MemoryTerms
 from planner.cost.parameters import CostParameters
 from planner.model_spec import ModelSpec
-from planner.plan import Pipeline, Plan, Recompute, Stage
+from planner.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.redundancy import layers_of, sharded_layers
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what it holds all step long."""
+
+    held_bytes: float
+    activation_bytes: float
+    free_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class StageTerms:
-    """Seconds of a microbatch and of the update; bytes of each of its workers all step long (held_bytes) and for each microbatch
-    in flight; free_bytes: of the fullest, beside what it holds all step long; what of the times is estimated."""
+    """Seconds of a microbatch and of the update, the slowest worker's; bytes of each of its workers; what of the times is estimated."""
 
     forward_s: float
     backward_s: float
     update_s: float
-    held_bytes: float
-    activation_bytes: float
-    free_bytes: float
+    ranks: tuple[RankBytes, ...]
     estimated: tuple[str, ...]
 
     def room(self, taken_bytes: float) -> int:
-        """Microbatches in flight that memory holds where so many bytes more are taken."""
-        return int((self.free_bytes - taken_bytes) / max(1.0, self.activation_bytes))
+        """Microbatches in flight that memory holds where so many bytes more are taken of each worker."""
+        return min(int((rank.free_bytes - taken_bytes) / max(1.0, rank.activation_bytes)) for rank in self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,8 @@ def sharing_of(plan: Plan) -> Sharing:
 class StageCosts:
     """Stages on one fleet.
 
-    layer_times(GPU type, TP degree, microbatch size, recompute), memory(TP degree, microbatch size, recompute): of every layer.
+    layer_times(GPU type, TP degree, microbatch size, recompute, share), memory(TP degree, microbatch size, recompute, share): of every
+    layer, on a worker with a share of its own where the TP degree does not say it.
     fixed_bytes(node type): of a worker whatever its layers; limit_bytes(node type): that a plan may use of it; message_bytes(microbatch
     size): of the hidden states. recompute: of stages that say none themselves.
     """
@@ -67,8 +76,8 @@ class StageCosts:
         spec: ModelSpec,
         links: Links,
         parameters: CostParameters,
-        layer_times: Callable[[str, int, int, Recompute], LayerTimes],
-        memory: Callable[[int, int, Recompute], MemoryTerms],
+        layer_times: Callable[[str, int, int, Recompute, TensorShare | None], LayerTimes],
+        memory: Callable[[int, int, Recompute, TensorShare | None], MemoryTerms],
         fixed_bytes: Callable[[NodeType], float],
         limit_bytes: Callable[[NodeType], float],
         message_bytes: Callable[[int], float],
@@ -95,43 +104,62 @@ class StageCosts:
         """Forward and backward seconds of one microbatch: the slowest worker's; `rated`: as if no node were slowed down."""
         stage = pipeline.stages[index]
         chosen = _entries(stage, index, len(pipeline.stages))
-        kinds = {self.fleet.node_of(worker).node_type for worker in stage.workers}
         forward = backward = 0.0
-        for kind in kinds:
-            times = self._layer_times(kind, stage, pipeline.microbatch_sequences)
+        for kind, share in dict.fromkeys(self._parts(stage)):
+            times = self._layer_times(kind, share, stage, pipeline.microbatch_sequences)
             slowdown = 1.0 if rated else kind.slowdown
             forward = max(forward, slowdown * float(times.forward_s[chosen].sum()))
             backward = max(backward, slowdown * float(times.backward_s[chosen].sum()))
         more = self._spread_tp_s(stage, pipeline.microbatch_sequences) + self.parameters.stage_overhead_s
         return forward + more, backward + more
 
-    def _layer_times(self, kind: NodeType, stage: Stage, size: int) -> LayerTimes:
-        return self.layer_times(kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute)
+    def _parts(self, stage: Stage) -> list[tuple[NodeType, TensorShare | None]]:
+        """Of each rank: its node type and, where the TP degree does not say it, its share of what is cut."""
+        kinds = (self.fleet.node_of(worker).node_type for worker in stage.workers)
+        return [(kind, stage.share(rank) if stage.tp_shares else None) for rank, kind in enumerate(kinds)]
+
+    def _layer_times(self, kind: NodeType, share: TensorShare | None, stage: Stage, size: int) -> LayerTimes:
+        return self.layer_times(kind.gpu_type, stage.tp_degree, size, stage.recompute or self.recompute, share)
 
     def _terms(self, pipeline: Pipeline, index: int, holders: int, shared: frozenset[str]) -> StageTerms:
         stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
+        chosen, parts = _entries(stage, index, count), self._parts(stage)
+        times = [
+            (kind, self._layer_times(kind, share, stage, size))
+            for kind, share in sorted(dict.fromkeys(parts), key=lambda part: (part[0].name, part[1] or ()))
+        ]
+        is_shared = np.array([name in shared for name in layers_of(stage, index, count)])
+        updated = np.where(is_shared, 1.0 / holders, 1.0)
+        return StageTerms(
+            *self.seconds(pipeline, index),
+            max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in times),
+            self._bytes_by_rank(pipeline, index, holders, is_shared),
+            tuple(dict.fromkeys(note for _, of in times for note in of.estimated)),
+        )
+
+    def _bytes_by_rank(self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools) -> tuple[RankBytes, ...]:
+        """Workers with equal shares count as the fullest of them, whatever their node types."""
+        stage, parts = pipeline.stages[index], self._parts(pipeline.stages[index])
+        if not stage.tp_shares:
+            kinds = {kind for kind, _ in parts}
+            return (self._bytes_of(pipeline, index, holders, is_shared, None, kinds),) * len(parts)
+        return tuple(self._bytes_of(pipeline, index, holders, is_shared, share, {kind}) for kind, share in parts)
+
+    def _bytes_of(
+        self, pipeline: Pipeline, index: int, holders: int, is_shared: Bools, share: TensorShare | None, kinds: set[NodeType]
+    ) -> RankBytes:  # fmt: skip
+        stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
         chosen = _entries(stage, index, count)
-        kinds = sorted({self.fleet.node_of(worker).node_type for worker in stage.workers}, key=lambda kind: kind.name)
-        times = [self._layer_times(kind, stage, size) for kind in kinds]
-        memory = self.memory(stage.tp_degree, size, stage.recompute or self.recompute)
+        memory = self.memory(stage.tp_degree, size, stage.recompute or self.recompute, share)
         fixed = max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
-        is_shared = np.array([name in shared for name in layers_of(stage, index, count)])
         state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
-        updated = np.where(is_shared, 1.0 / holders, 1.0)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
             state[0] *= 1.0 - self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
         held += borders * self.parameters.border_messages * self.message_bytes(size)
         activations = float(memory.activation_bytes[chosen].sum())
-        return StageTerms(
-            *self.seconds(pipeline, index),
-            max(kind.slowdown * float(updated @ of.update_s[chosen]) for kind, of in zip(kinds, times, strict=True)),
-            held,
-            activations,
-            min(map(self.limit_bytes, kinds)) - held,
-            tuple(dict.fromkeys(note for of in times for note in of.estimated)),
-        )
+        return RankBytes(held, activations, min(map(self.limit_bytes, kinds)) - held)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
         """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one

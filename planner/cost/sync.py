@@ -29,10 +29,10 @@ def sync_jobs(plan: Plan, spec: ModelSpec, parameters: CostParameters) -> tuple[
     """All-reduces of a step, bucketed by equal holder sets, in order of their first layer; groups of one worker are
     left out.
 
-    A tensor is cut into U units, U the largest TP degree of the plan; a worker of a stage of TP degree t holds U / t
-    of them. Keys and values are cut into fewer where the model says so: a unit then lies on several ranks.
+    A tensor is cut into U units, U the parts of the stage with the most; a worker holds its share of them
+    (`planner.plan.Stage.share`). Keys and values are cut into fewer where the model says so: a unit then lies on several ranks.
     """
-    units = max(stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages)
+    units = max(stage.num_parts for pipeline in plan.pipelines for stage in pipeline.stages)
     width = parameters.sync_bytes_per_parameter
     union = spec.tied_embeddings and parameters.tied_sync == "union"
     bytes_by_members: dict[tuple[str, ...], float] = {}

@@ -71,7 +71,7 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
 
 def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:
     """What two pipelines have in common that an operator would call equal: microbatch size, cut, TP degrees and node types."""
-    stages = ((s.num_layers, s.tp_degree, fleet.node_of(s.workers[0]).node_type.name) for s in pipeline.stages)
+    stages = ((s.num_layers, s.tp_shares or s.tp_degree, fleet.node_of(s.workers[0]).node_type.name) for s in pipeline.stages)
     return (pipeline.microbatch_sequences, *stages)
 
 

@@ -97,7 +97,7 @@ class Moves:
         """With the cut as it is, where the stages are as many, or anew."""
         if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5:
             return self.cut(groups, pipeline.microbatch_sequences)
-        stages = [replace(stage, workers=group) for stage, group in zip(pipeline.stages, groups, strict=True)]
+        stages = [replace(stage, workers=group, tp_shares=()) for stage, group in zip(pipeline.stages, groups, strict=True)]
         return replace(pipeline, stages=tuple(stages))
 
     def _regrouped(self, pipelines: Pipelines, groups: dict[int, list[Group]]) -> Pipelines | None:

@@ -122,7 +122,7 @@ def step_of(case: Case, worker: str, groups: GenerationGroups) -> Callable[[], o
     shapes = {name: specs[f"param/{name}"].local_shape(units) for _, name, _, units in held}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     local = LocalBuffers(plan, CONFIG, worker, groups.back_end.max_sync_groups(plan))
-    sync = GradientSync(local, groups, parameters, 1, overlap=False)
+    sync = GradientSync(local, groups, parameters, overlap=False)
 
     begin_s = case.begin_s[worker]
 

@@ -12,12 +12,13 @@ from tests.harness.tiny_models import TINY
 
 
 def plan_of(num_layers: int) -> Plan:
-    """Three pipelines of unlike cuts and TP degrees."""
+    """Four pipelines of unlike cuts, TP degrees and shares."""
     cut = num_layers - 1
     wide = Stage(0, num_layers, ("d/0", "d/1"))
     deep = Pipeline((Stage(0, 1, ("a/0",)), Stage(1, cut, ("b/0", "b/1"))), 4, 1)
     other = Pipeline((Stage(0, cut, ("c/0", "c/1")), Stage(cut, 1, ("c/2",))), 4, 1)
-    return Plan("tiny", 12, 1, 16, (deep, other, Pipeline((wide,), 4, 1)))
+    uneven = Stage(0, num_layers, ("e/0", "e/1"), tp_shares=(3, 1))
+    return Plan("tiny", 16, 1, 16, (deep, other, Pipeline((wide,), 4, 1), Pipeline((uneven,), 4, 1)))
 
 
 def bytes_missing(layout: Layout, wanting: str, having: str) -> int:

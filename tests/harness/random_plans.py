@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from planner.plan import Plan
 
+UNEVEN: tuple[tuple[int, ...], ...] = ((), (), (3, 1), (2, 1, 1), (1, 2, 1), (3, 3, 2), (1, 5, 2), (3, 2, 1, 1, 1))
+"""Shares of a stage's ranks; none: equal ones."""
+
 
 @st.composite
-def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3) -> Plan:
-    """Pipelines of unequal depth, unequal cuts, unequal TP degrees, and unequal numbers and sizes of microbatches."""
+def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3, uneven: bool = False) -> Plan:
+    """Pipelines of unequal depth, unequal cuts, unequal TP degrees, and unequal numbers and sizes of microbatches; with `uneven`, also of
+    stages whose ranks have unequal shares.
+    """
     pipelines: list[dict[str, Any]] = []
     number = total = 0
     degrees = [degree for degree in (1, 2, 4, 8) if degree <= max_tp_degree]
@@ -21,9 +26,11 @@ def plans(draw: Any, num_layers: int, max_tp_degree: int, max_pipelines: int = 3
         borders = [0, *sorted(inner), num_layers]
         stages = []
         for first, last in itertools.pairwise(borders):
-            degree = draw(st.sampled_from(degrees))
+            shares = draw(st.sampled_from([each for each in UNEVEN if sum(each) <= max_tp_degree])) if uneven else ()
+            degree = len(shares) or draw(st.sampled_from(degrees))
             workers = [f"n{(number + rank) % 3}/{number + rank}" for rank in range(degree)]
-            stages.append({"first_layer": first, "num_layers": last - first, "workers": workers})
+            stage = {"first_layer": first, "num_layers": last - first, "workers": workers}
+            stages.append({**stage, "tp_shares": list(shares)} if shares else stage)
             number += degree
         count, size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
         total += count * size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autohet.runtime.models import TensorParallel
+from planner.plan import Stage
 
 DEADLINE_S = 60.0
 
@@ -39,8 +40,8 @@ class ThreadGroup:
         tensor.detach().copy_(total)
 
 
-def run_ranks(degree: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
-    """Call `work` on every rank of a group of `degree`, each in a thread; results by rank.
+def run_ranks(degree: int, work: Callable[[TensorParallel], Any], shares: tuple[int, ...] = ()) -> list[Any]:
+    """Call `work` on every rank of a group of `degree`, each in a thread; results by rank. shares: of the ranks, where they are not equal.
 
     The first exception that is not a broken barrier is raised again: the others only lost their partner.
     """
@@ -49,7 +50,8 @@ def run_ranks(degree: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
 
     def one(rank: int) -> Any:
         try:
-            return work(TensorParallel(ThreadGroup(rank, slots, barrier), rank, degree))
+            uneven = Stage(0, 1, ("w",) * degree, tp_shares=shares).share(rank) if shares else None
+            return work(TensorParallel(ThreadGroup(rank, slots, barrier), rank, degree, uneven))
         except BaseException:
             barrier.abort()
             raise

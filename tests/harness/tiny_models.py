@@ -22,7 +22,8 @@ from autohet.runtime.models import (
     local_units,
     stage_parameter_names,
 )
-from planner.plan import Recompute
+from autohet.runtime.models.family import WHOLE
+from planner.plan import Recompute, TensorShare
 
 LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": 67,
@@ -94,13 +95,13 @@ def judge(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> tuple[T
     return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def take(spec: ParameterSpec, whole: Tensor, rank: int = 0, degree: int = 1) -> Tensor:
-    """The slice of a whole tensor that a rank holds, as a copy."""
+def take(spec: ParameterSpec, whole: Tensor, share: TensorShare = WHOLE) -> Tensor:
+    """The slice of a whole tensor that a rank with this share holds, as a copy."""
     if spec.split_dim is None:
         return whole.clone()
     pieces = [
         whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit])
-        for unit in local_units(spec, rank, degree)
+        for unit in local_units(spec, share)
     ]
     return torch.cat(pieces, spec.split_dim)
 
@@ -114,12 +115,12 @@ def stage_chain(
 ) -> list[StageModel]:
     """Loaded stages of `cut` layers each."""
     specs = family_of(config).parameter_specs(config)
-    rank, degree = (0, 1) if tp is None else (tp.rank, tp.degree)
+    share = WHOLE if tp is None else tp.share
     stages, first = [], 0
     for num_layers in cut:
         stage = build_stage(config, first, num_layers, tp, torch.device("cpu"), torch.float32, recompute=recompute)
         names = stage_parameter_names(config, first, num_layers)
-        stage.load_parameters({name: take(specs[name], parameters[name], rank, degree) for name in names})
+        stage.load_parameters({name: take(specs[name], parameters[name], share) for name in names})
         stages.append(stage)
         first += num_layers
     return stages

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from autohet.runtime import models
-from autohet.runtime.models.family import Family, local_units
+from autohet.runtime.models.family import WHOLE, Family, local_units
 from planner.plan import Recompute
 
 TOY_CONFIG = {
@@ -178,7 +178,7 @@ class ExactStage(nn.Module):
         self.names = models.stage_parameter_names(config, first_layer, num_layers)
         self.head = "model.embed_tokens.weight" if family.tied_head(config) else "lm_head.weight"
         self._start = {
-            name: spec.cuts[local_units(spec, tp.rank, tp.degree)[0]] if tp is not None else 0
+            name: spec.cuts[local_units(spec, tp.share if tp is not None else WHOLE)[0]]
             for name, spec in family.parameter_specs(config).items()
             if name in ("model.embed_tokens.weight", "lm_head.weight")
         }

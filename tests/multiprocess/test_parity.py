@@ -84,9 +84,12 @@ def on_both(
 
 
 def pipeline(
-    *stages: tuple[int, int], microbatches: int, size: int = 1, nodes: str = "", in_flight: tuple[int, ...] = ()
-) -> dict[str, Any]:
-    """A pipeline of (layers, TP degree) stages. `nodes` has a letter for each stage, its node; without, all are on node w."""
+    *stages: tuple[int, int | tuple[int, ...]], microbatches: int, size: int = 1, nodes: str = "",
+    in_flight: tuple[int, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """A pipeline of (layers, TP degree or shares of the ranks) stages. `nodes` has a letter for each stage, its node; without, all are on
+    node w.
+    """
     extra = {"in_flight": list(in_flight)} if in_flight else {}
     return {
         "shape": stages, "nodes": nodes or "w" * len(stages),
@@ -99,9 +102,10 @@ def plan_document(*pipelines: dict[str, Any]) -> dict[str, Any]:
     documents = []
     for each in pipelines:
         first, stages = 0, []
-        for (layers, degree), node in zip(each["shape"], each["nodes"], strict=True):
-            workers = [f"{node}/{next(numbers[node])}" for _ in range(degree)]
-            stages.append({"first_layer": first, "num_layers": layers, "workers": workers})
+        for (layers, ranks), node in zip(each["shape"], each["nodes"], strict=True):
+            shares = {"tp_shares": list(ranks)} if isinstance(ranks, tuple) else {}
+            workers = [f"{node}/{next(numbers[node])}" for _ in range(len(ranks) if isinstance(ranks, tuple) else ranks)]
+            stages.append({"first_layer": first, "num_layers": layers, "workers": workers, **shares})
             first += layers
         documents.append({**each["rest"], "stages": stages})
     return {
@@ -270,6 +274,32 @@ def test_more_ranks_than_key_value_heads(pool: Any, name: str, back_end: str, kv
     document = with_memory(plan_document(*FEW_KV_HEADS[name]), "none", sharded=sharded)
     model = {**QWEN3, "num_key_value_heads": kv_heads} if back_end == "gloo" else {**LLAMA, "num_key_value_heads": kv_heads}
     check(pool, Case(model, document, TRAINING, STEPS, back_end=back_end))
+
+
+UNEVEN = {
+    "2+1+1 alone": (pipeline((8, (2, 1, 1)), microbatches=4, size=2),),
+    "3+1 beside TP 1, 2": (pipeline((8, (3, 1)), microbatches=5), pipeline((3, 1), (5, 2), microbatches=3)),
+    "3+3+2 beside TP 4": (pipeline((8, (3, 3, 2)), microbatches=5), pipeline((8, 4), microbatches=3)),
+    "2+1+1, then TP 2": (pipeline((5, (2, 1, 1)), (3, 2), microbatches=4, size=2),),
+    "TP 2 to 3+2+1+1+1 on another node": (pipeline((3, 2), (5, (3, 2, 1, 1, 1)), microbatches=8, nodes="ab"),),
+    "5+2+1 to 1+3 and back": (pipeline((3, (5, 2, 1)), (2, (1, 3)), (3, 2), microbatches=8, nodes="aba"),),
+}  # fmt: skip
+"""Shares of a stage's ranks. Five slices do not divide the hidden states of a microbatch: they are padded over that boundary."""
+
+
+@pytest.mark.parametrize(
+    ("name", "back_end", "model"),
+    [
+        pytest.param(*case, id="-".join(case), marks=[] if case in in_ci else [pytest.mark.slow])
+        for in_ci in [[("3+1 beside TP 1, 2", "gloo", "qwen3"), ("TP 2 to 3+2+1+1+1 on another node", "deferred", "gpt2")]]
+        for case in itertools.product(UNEVEN, BACK_ENDS, ("llama", "grouped", "qwen3", "gpt2"))
+    ],
+)
+def test_uneven_shares_equal_plain_transformers(pool: Any, name: str, back_end: str, model: str) -> None:
+    """Ranks of a stage with unequal parts of heads, MLP and vocabulary, next to even stages; state sharded where pipelines are several."""
+    models = {"llama": LLAMA, "grouped": {**LLAMA, "num_key_value_heads": 2}, "qwen3": QWEN3, "gpt2": GPT2}
+    document = with_memory(plan_document(*UNEVEN[name]), "selective", sharded=model == "qwen3")
+    check(pool, Case(models[model], document, TRAINING, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def _errors(name: str, cut: list[int], recompute: Recompute, tp: TensorParallel)
     for key, gradient in ours.items():
         if specs[key].partial_gradient:
             tp.group.all_reduce(gradient)
-    wanted = {key: take(specs[key], gradient, tp.rank, tp.degree) for key, gradient in expected.items()}
+    wanted = {key: take(specs[key], gradient, tp.share) for key, gradient in expected.items()}
     return abs(our_loss - loss) / loss, worst_error(ours, wanted)
 
 

@@ -15,7 +15,7 @@ from planner.cost.sync import sync_jobs
 from planner.cost.trace import chrome_trace
 from planner.errors import ConfigError
 from planner.model_spec import LayerSpec, ModelSpec
-from planner.plan import Pipeline, Plan, Stage
+from planner.plan import Pipeline, Plan, Stage, TensorShare
 from planner.profile import Measurement, ProfileTable
 from tests.planner import cases
 
@@ -75,6 +75,43 @@ def test_memory_counts_state_and_activations_in_flight():
     assert found["t4-0/0"] == int((800 + 2000) * per_parameter + 2 * 2 * block_kept + backward)
     logits = tokens * 100 * 2 * 8 + 808 * 4
     assert found["t4-0/1"] == (2000 + 808) * per_parameter + 2 * block_kept + logits
+
+
+def test_a_worker_of_an_uneven_stage_pays_and_holds_its_share():
+    """On equal GPUs the largest share decides; a GPU of twice the speed with twice the share takes as long as the others."""
+    shares, plain = (2, 1, 1), model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
+    stage = Stage(0, 4, ("t4-0/0", "t4-0/1", "t4-0/2"), tp_shares=shares)
+    plan = Plan("m", 2, 2, 16, (Pipeline((stage,), 1, 2),))
+    found = plain.predict(plan)
+    half = plain.layer_times("T4", 2, 2)
+    assert found.breakdown_s["pipeline"] >= float(half.forward_s.sum() + half.backward_s.sum())
+    assert "50.0% of a layer on T4" in " ".join(found.estimated)
+    per_parameter, tokens = 20, 32
+    for share, worker in zip(shares, stage.workers, strict=True):
+        part = share / 4
+        held = per_parameter * (part * (800 + 4 * 900 + 800) + 4 * 100 + 8)
+        kept = 4 * 4 * tokens * (80 * part + 40)
+        logits = tokens * 100 * 2 * 8 * part + 808 * 4 * part
+        assert found.memory_bytes_by_worker[worker] == pytest.approx(held + kept + logits, abs=2)
+
+    both = fleet_of(node_type("fast", "A100", 1), node_type(gpus=2))
+    mixed = model(both, profile=profile({"A100": 2.0, "T4": 1.0}, (1, 2, 4)))
+
+    def seconds(shares: tuple[int, ...]) -> float:
+        stage = Stage(0, 4, ("fast-0/0", "t4-1/0", "t4-1/1"), tp_shares=shares)
+        return sum(mixed.stage_seconds(Pipeline((stage,), 1, 1), 0))
+
+    assert seconds((2, 1, 1)) < seconds((1, 2, 1))
+    slow = mixed.layer_times("T4", 4, 1)
+    alone = float(slow.forward_s.sum() + slow.backward_s.sum())
+    assert alone <= seconds((2, 1, 1)) < 1.01 * alone, "all three take as long"
+
+
+def test_seconds_are_linear_in_the_share_between_tp_degrees():
+    of = model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
+    work = [of._layer_times.times("T4", 3, 1, share=TensorShare(0, parts, 8)).forward_s[1] for parts in range(1, 8)]
+    assert all(later > before for before, later in pairwise(work))
+    assert work[2] == pytest.approx((work[1] + work[3]) / 2), "3/8 lies halfway between a quarter and a half"
 
 
 def test_this_runtime_needs_no_flat_gradients_but_messages_at_its_borders():

@@ -24,8 +24,9 @@ def plans(draw):
         for first, end in pairwise(edges):
             degree = draw(st.sampled_from([1, 2]))
             workers = tuple(f"n/{worker + i}" for i in range(degree))
+            recompute, shares = draw(st.sampled_from([None, *RECOMPUTE_CHOICES])), draw(st.sampled_from([(), (3, 1)]))
             stages.append(
-                Stage(first, end - first, workers, draw(st.sampled_from([None, *RECOMPUTE_CHOICES])), draw(st.booleans()))
+                Stage(first, end - first, workers, recompute, draw(st.booleans()), tp_shares=shares if degree == 2 else ())
             )
             worker += degree
         pipelines.append(Pipeline(tuple(stages), draw(st.integers(1, 5)), draw(st.integers(1, 3))))
@@ -94,6 +95,12 @@ def test_one_holder_of_a_layer_shards_it_for_all():
         (lambda d: d["pipelines"][0]["stages"][0].update(workers=[]), "workers"),
         (lambda d: d["pipelines"][0]["stages"][0].update(recompute="some"), "recompute"),
         (lambda d: d["pipelines"][0]["stages"][0].update(shard_optimizer=1), "shard_optimizer"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[1, 1]), "tp_shares.*each of its 1 workers"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=["1"]), "tp_shares"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[True]), "tp_shares"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[3]), "tp_shares.*power of two of at most 8"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[4, 0], workers=["a/0", "a/1"]), "tp_shares"),
+        (lambda d: d["pipelines"][0]["stages"][0].update(tp_shares=[12, 4], workers=["a/0", "a/1"]), "tp_shares"),
     ],
 )
 def test_a_wrong_document_is_an_error_that_names_the_key(change, named):
@@ -101,6 +108,23 @@ def test_a_wrong_document_is_an_error_that_names_the_key(change, named):
     change(document)
     with pytest.raises(ConfigError, match=named):
         Plan.from_document(document)
+
+
+def test_equal_shares_are_those_of_a_stage_that_names_none():
+    stage = {"first_layer": 0, "num_layers": 2, "workers": ["a/0", "a/1"]}
+    document = {**_document(), "pipelines": [{"num_microbatches": 2, "stages": [{**stage, "tp_shares": [2, 2]}]}]}
+    (read,) = Plan.from_document(document).pipelines[0].stages
+    assert (read.tp_shares, read.num_parts, read.share(1)) == ((), 2, (1, 2, 2))
+
+
+def test_shares_lie_one_after_the_other_and_heads_must_divide_into_all_parts():
+    stage = Stage(0, 2, ("a/0", "a/1", "a/2"), tp_shares=(5, 1, 2))
+    assert [stage.share(rank) for rank in range(3)] == [(0, 5, 8), (5, 6, 8), (6, 8, 8)]
+    assert [list(stage.share(rank).units(2)) for rank in range(3)] == [[0, 1], [1], [1]], "two key-value heads"
+    plan = Plan("m", 4, 2, 8, (Pipeline((stage,), 2, 2),))
+    check_plan(plan, 2, max_tp_degree=8)
+    with pytest.raises(ConfigError, match="8 parts, but its heads allow 1 or 2 or 4"):
+        check_plan(plan, 2, max_tp_degree=4)
 
 
 def test_a_pipeline_may_have_its_own_microbatch_size():

@@ -3,13 +3,14 @@
 import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from planner.cluster import Fleet
 from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
-from planner.replan import MigrationCost, recut, replan
+from planner.replan import MigrationCost, holders_of, migration_s, recut, repair, replan
 from planner.search.cost_tables import tables_of
 from planner.search.moves import Moves
 from planner.strategies import Request, plan_with
@@ -78,6 +79,35 @@ def test_the_quick_path_keeps_whole_pipelines_where_they_are() -> None:
     decision = replan(previous, smaller, thorough=False)
     kept = {p.stages for p in previous.pipelines if not any("a10g-2/" in w for w in p.workers)}
     assert kept <= {p.stages for p in decision.answer.plan.pipelines}
+
+
+def test_a_whole_pipeline_with_uneven_shares_stays_and_one_that_lost_a_worker_does_not() -> None:
+    whole = fleet(("A100", 1, 1), ("A10G", 2, 2))
+    stage = Stage(0, 8, ("a100-0/0", "a10g-0/0", "a10g-0/1"), tp_shares=(2, 1, 1))
+    other = Stage(0, 8, ("a10g-1/0", "a10g-1/1"))
+    previous = Plan("tiny", 16, 1, 128, (Pipeline((stage,), 10, 1), Pipeline((other,), 6, 1)))
+    held = holders_of(previous, 8)
+    assert ("3", 0, 4) in held["a100-0/0"]
+    assert ("3", 4, 6) in held["a10g-0/0"]
+    asked = request(without(whole, "a10g-1"), 16, microbatch_sequences=1)
+    kept = repair(previous, asked, set(asked.fleet.workers))
+    assert kept is not None
+    assert [s.tp_shares for p in kept.pipelines for s in p.stages] == [(2, 1, 1)]
+    assert kept.pipelines[0].num_microbatches == 16
+    assert migration_s(kept, asked, held, MigrationCost(fixed_s=0.0)) == 0.0
+    lost = replan(previous, request(without(whole, "a100-0"), 16, microbatch_sequences=1)).answer.plan
+    check_plan(lost, 8, max_tp_degree=8)
+    assert not any(s.tp_shares for p in lost.pipelines for s in p.stages)
+
+
+def test_redundancy_of_uneven_shares_is_that_of_their_parts() -> None:
+    whole = fleet(("A100", 1, 1), ("A10G", 2, 2))
+    stage = Stage(0, 8, ("a100-0/0", "a10g-0/0", "a10g-0/1"), tp_shares=(2, 1, 1))
+    other = Stage(0, 8, ("a10g-1/0", "a10g-1/1"))
+    alone = Plan("tiny", 16, 1, 128, (Pipeline((stage,), 16, 1),))
+    lost = redundancy(alone, whole, 8).lost_by_node
+    assert {(shard.part, shard.parts) for shard in lost["a100-0"]} == {(0, 4), (1, 4)}
+    assert redundancy(replace(alone, pipelines=(*alone.pipelines, Pipeline((other,), 1, 1))), whole, 8).survives_any_node
 
 
 def test_redundancy_names_what_a_node_would_take_along() -> None:

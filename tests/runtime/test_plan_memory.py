@@ -108,3 +108,15 @@ def test_a_plan_of_shared_optimizer_state_needs_what_the_planner_predicts(precis
         "pipelines": [{"num_microbatches": 1, "stages": each} for each in stages],
     }  # fmt: skip
     check("llama", precision, plan)
+
+
+@pytest.mark.parametrize(("shares", "precision"), [((2, 1, 1), "fp32"), ((3, 1), "bf16")])
+def test_each_rank_of_an_uneven_stage_needs_what_the_planner_predicts(shares: tuple[int, ...], precision: str) -> None:
+    """Of two key-value heads, the rank with three parts of four holds both, and the other has one of them too."""
+    workers = [f"n{rank}/0" for rank in range(len(shares))]
+    stage = {"first_layer": 0, "num_layers": LAYERS, "workers": workers, "tp_shares": list(shares)}
+    plan = {
+        "version": 1, "model": "m", "global_batch_sequences": 4, "microbatch_sequences": 4, "sequence_length": LENGTH,
+        "pipelines": [{"num_microbatches": 1, "stages": [stage]}],
+    }  # fmt: skip
+    check("llama", precision, plan)

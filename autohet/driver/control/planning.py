@@ -229,7 +229,7 @@ class Planning:
             plan = Plan.from_json(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"cannot read parallelism.plan '{path}': {error.strerror}") from None
-        check_plan(plan, self.inputs.spec.num_layers)
+        check_plan(plan, self.inputs.spec.num_layers, max_tp_degree=self.inputs.spec.max_tp_degree)
         if not set(plan.workers) <= set(fleet.workers):
             return None
         return Proposal(plan, cost.predict(plan), cost)

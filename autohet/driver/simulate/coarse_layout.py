@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.layout import STATE_KINDS, unit_elements
 from autohet.runtime.models import family_of, local_units, stage_parameter_names
 from autohet.runtime.models.family import ParameterSpec
-from planner.plan import Plan
+from planner.plan import Plan, TensorShare
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 
@@ -37,25 +37,25 @@ class CoarseLayouts:
         self._tensors = {bundle.tensor.name: bundle.tensor for bundle in bundles}
         names = zip(together.values(), bundles, strict=True)
         self._bundle_of = {spec.name: bundle for specs, bundle in names for spec in specs}
-        self._known: dict[tuple[int, int, int, int], frozenset[ShardId]] = {}
+        self._known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
 
     def __call__(self, plan: Plan) -> Layout:
         held = {
-            worker: self._shards(stage.first_layer, stage.num_layers, rank, stage.tp_degree)
+            worker: self._shards(stage.first_layer, stage.num_layers, stage.share(rank))
             for pipeline in plan.pipelines
             for stage in pipeline.stages
             for rank, worker in enumerate(stage.workers)
         }
         return Layout(self._tensors, {worker: held[worker] for worker in plan.workers})
 
-    def _shards(self, first_layer: int, num_layers: int, rank: int, tp_degree: int) -> frozenset[ShardId]:
-        part = (first_layer, num_layers, rank, tp_degree)
+    def _shards(self, first_layer: int, num_layers: int, share: TensorShare) -> frozenset[ShardId]:
+        part = (first_layer, num_layers, share)
         if part not in self._known:
             names = stage_parameter_names(self._config, first_layer, num_layers)
             self._known[part] = frozenset(
                 ShardId(bundle.tensor.name, unit)
                 for bundle in (self._bundle_of[name] for name in names)
-                for unit in local_units(bundle.like, rank, tp_degree)
+                for unit in local_units(bundle.like, share)
             )
         return self._known[part]
 

@@ -46,8 +46,8 @@ def state_bytes_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, float]:
             parts = [
                 spec.embedding if n == "embedding" else spec.head if n == "head" else spec.blocks[int(n)] for n in names
             ]
-            share = sum(part.parameters for part in parts) * each / stage.tp_degree
-            found.update(dict.fromkeys(stage.workers, share))
+            whole = sum(part.parameters for part in parts) * each
+            found.update({worker: whole * stage.share(rank).fraction for rank, worker in enumerate(stage.workers)})
     return found
 
 

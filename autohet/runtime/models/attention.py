@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from planner.plan import TensorShare
+
 IMPLEMENTATION = "chunked_window_sdpa"
 CHUNK_TOKENS = 1024
 """Queries of a chunk, at most the window: of a window of 4,096 tokens a fourth more keys are met than are seen."""
+
+UNEQUAL_GROUPS = "num_queries_by_key_head"
+"""Attribute of an attention module: how many of its query heads use each of its key-value heads, where these are not equally many."""
 
 MaskMaker = Callable[[int | None, int, torch.dtype, torch.device], Tensor | None]
 
@@ -52,6 +57,8 @@ def attention(
     """The library's interface: query [b, heads, S, d], key and value [b, kv heads, S, d]; returns [b, S, heads, d]. `attention_mask`: a
     band of `window_band` (which is never square), a `whole_mask`, or None.
     """
+    if (counts := getattr(module, UNEQUAL_GROUPS, None)) is not None:
+        key, value = (_repeated(each, counts) for each in (key, value))
     if attention_mask is None or attention_mask.shape[0] == attention_mask.shape[1]:
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **rest
@@ -62,6 +69,30 @@ def attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
+
+
+def share_key_heads(module: nn.Module, share: TensorShare, key_value_units: int) -> None:
+    """Where a model's attention is cut into more parts than it has key-value heads: tell it which of this rank's query heads use which of
+    its key-value heads, those that the rank's parts overlap.
+    """
+    if not hasattr(module, "num_key_value_groups") or key_value_units % share.of == 0:
+        return
+    parts = share.of // key_value_units  # of one key-value head
+    per_part = int(module.num_key_value_groups) // parts  # type: ignore[arg-type]
+    counts = tuple(
+        per_part * (min(share.end, (head + 1) * parts) - max(share.first, head * parts))
+        for head in share.units(key_value_units)
+    )
+    equal = len(set(counts)) == 1
+    module.num_key_value_groups = counts[0] if equal else 1  # type: ignore[assignment]
+    if not equal:
+        setattr(module, UNEQUAL_GROUPS, counts)
+
+
+def _repeated(heads: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Each key or value head as often as query heads use it: [b, kv heads, S, d] to [b, heads, S, d]."""
+    each = (head.expand(-1, count, -1, -1) for head, count in zip(heads.split(1, dim=1), counts, strict=True))
+    return torch.cat(list(each), dim=1)
 
 
 class _WindowAttention(torch.autograd.Function):

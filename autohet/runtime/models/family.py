@@ -21,9 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.attention import IMPLEMENTATION
 from planner.errors import ConfigError
+from planner.plan import FINEST_TP_DEGREE, TensorShare
 
 EMBEDDING, HEAD = -1, -2
-FINEST_TP_DEGREE = 8
+WHOLE = TensorShare(0, 1, 1)
+"""Of a stage of one worker."""
 COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By a job's precision, of those that can be planned; `autohet.runtime.job.TRAINABLE_PRECISIONS` can be trained."""
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
@@ -72,21 +74,16 @@ def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:
     return (*spec.shape[: spec.split_dim], size, *spec.shape[spec.split_dim + 1 :])
 
 
-def local_units(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[int, ...]:
-    """Units of `spec` that rank `tp_rank` of `tp_degree` holds, ascending; all of a replicated parameter. A unit of a key or value
-    projection may lie on several ranks in a row: each computes it for its own query heads, and their gradients are parts of the sum.
+def local_units(spec: ParameterSpec, share: TensorShare = WHOLE) -> tuple[int, ...]:
+    """Units of `spec` that a rank with this share holds, ascending; all of a replicated parameter. A unit of a key or value projection may
+    lie on several ranks in a row: each computes it for its own query heads, and their gradients are parts of the sum.
     """
     if spec.split_dim is None:
         return (0,)
     finest = spec.num_units // spec.groups
-    if tp_degree > finest:  # keys and values of fewer heads than ranks
-        assert tp_degree % finest == 0, f"{spec.name}: TP degree {tp_degree} is no multiple of its {finest} units"
-        return (tp_rank * finest // tp_degree,)
-    assert finest % tp_degree == 0, f"{spec.name}: {finest} units do not divide by TP degree {tp_degree}"
-    share = finest // tp_degree
-    return tuple(
-        group * finest + unit for group in range(spec.groups) for unit in range(tp_rank * share, (tp_rank + 1) * share)
-    )
+    # the latter: keys and values of fewer heads than parts
+    assert finest % share.of == 0 or share.of % finest == 0, f"{spec.name}: {finest} units in {share.of} parts"
+    return tuple(group * finest + unit for group in range(spec.groups) for unit in share.units(finest))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.attention import MaskMaker, window_band
-from autohet.runtime.models.family import COLUMN, ROW, Family, ParameterSpec, local_shape, local_units, skeleton
+from autohet.runtime.models.attention import MaskMaker, share_key_heads, window_band
+from autohet.runtime.models.family import COLUMN, ROW, WHOLE, Family, ParameterSpec, local_shape, local_units, skeleton
 from autohet.runtime.models.recomputation import run_block
 from autohet.runtime.models.tensor_parallel import (
     RowParallel,
@@ -23,7 +23,7 @@ from autohet.runtime.models.tensor_parallel import (
     enter,
 )
 from planner.errors import ConfigError
-from planner.plan import Recompute
+from planner.plan import Recompute, TensorShare
 
 
 class StageModel(nn.Module):
@@ -43,6 +43,7 @@ class StageModel(nn.Module):
         super().__init__()
         total = family.num_layers(config)
         self.family, self.config, self.tp, self.recompute = family, config, tp, recompute
+        self.share = WHOLE if tp is None else tp.share
         self.device, self.dtype = device, dtype
         self.first_layer, self.num_layers = first_layer, num_layers
         self.is_first, self.is_last = first_layer == 0, first_layer + num_layers == total
@@ -90,11 +91,11 @@ class StageModel(nn.Module):
                 elif style in COLUMN:
                     entered.add(parent_name)
                     if isinstance(module, Conv1D):
-                        module.nf //= tp.degree
+                        module.nf = self._local_shape(f"{path}.{name}.weight")[-1]
             for name in entered:
                 _enter_before(block.get_submodule(name), tp)
-                _divide_split_size(block.get_submodule(name), tp)
-                _divide_groups(block.get_submodule(name), tp, self.family.key_value_units(self.config))
+                _divide_split_size(block.get_submodule(name), tp.share)
+                share_key_heads(block.get_submodule(name), tp.share, self.family.key_value_units(self.config))
         if self.is_first:
             start = self._vocabulary_start(self.paths["embedding"])
             self.embedding = VocabularyEmbedding(self.embedding, tp, start)
@@ -102,7 +103,7 @@ class StageModel(nn.Module):
     def _vocabulary_start(self, path: str) -> int:
         """First row of the vocabulary that this rank holds."""
         spec = self.specs[f"{path}.weight"]
-        return 0 if self.tp is None else spec.cuts[local_units(spec, self.tp.rank, self.tp.degree)[0]]
+        return spec.cuts[local_units(spec, self.share)[0]]
 
     # state -----------------------------------------------------------------------------------------------------------
 
@@ -136,10 +137,10 @@ class StageModel(nn.Module):
 
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's slices, by checkpoint name."""
-        rank, degree = (0, 1) if self.tp is None else (self.tp.rank, self.tp.degree)
-        return {
-            name: local_shape(self.specs[name], local_units(self.specs[name], rank, degree)) for name in self._slots()
-        }
+        return {name: self._local_shape(name) for name in self._slots()}
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        return local_shape(self.specs[name], local_units(self.specs[name], self.share))
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's slices by checkpoint name; `.grad` accumulates over microbatches."""
@@ -219,16 +220,15 @@ def build_stage(
     """The stage of blocks [first_layer, first_layer + num_layers).
 
     Raises:
-        ConfigError: the TP degree does not divide the model's heads.
+        ConfigError: the parts of the tensor-parallel group do not divide the model's heads.
     """
     from autohet.runtime.models import family_of
 
     family = family_of(config)
     finest = family.max_tp_degree(config)
-    if tp is not None and finest % tp.degree:
-        raise ConfigError(
-            f"TP degree {tp.degree} does not divide this model's heads; it can be 1 to {finest}, a power of two"
-        )
+    if tp is not None and finest % tp.share.of:
+        what = f"TP degree {tp.degree}" if tp.uneven is None else f"a sum of tp_shares of {tp.share.of}"
+        raise ConfigError(f"{what} does not divide this model's heads; it can be 1 to {finest}, a power of two")
     return StageModel(family, config, first_layer, num_layers, tp, device, dtype, recompute)
 
 
@@ -249,13 +249,7 @@ def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _divide_groups(module: nn.Module, tp: TensorParallel, key_value_units: int) -> None:
-    """Where several ranks hold one key-value head, each has a part of the query heads that share it."""
-    if hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups //= max(1, tp.degree // key_value_units)  # type: ignore[operator, assignment]
-
-
-def _divide_split_size(module: nn.Module, tp: TensorParallel) -> None:
+def _divide_split_size(module: nn.Module, share: TensorShare) -> None:
     """GPT-2's attention splits the packed projection by a stored width."""
     if hasattr(module, "split_size"):
-        module.split_size = int(module.split_size) // tp.degree  # type: ignore[arg-type, assignment]
+        module.split_size = int(module.split_size) * (share.end - share.first) // share.of  # type: ignore[arg-type, assignment]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from autohet.runtime.models.recomputation import is_replaying
+from planner.plan import TensorShare
 
 
 class ReduceGroup(Protocol):
@@ -35,11 +36,16 @@ LOSS_CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group."""
+    """One rank of a tensor-parallel group. `uneven`: what it has of each tensor that is cut, where that is not the `degree`-th part."""
 
     group: ReduceGroup
     rank: int
     degree: int
+    uneven: TensorShare | None = None
+
+    @property
+    def share(self) -> TensorShare:
+        return self.uneven or TensorShare(self.rank, self.rank + 1, self.degree)
 
 
 class _Enter(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """What crosses the borders of a worker's stage: hidden states on the way forward, their gradients on the way back.
 
 Both are [b, S, H], whole and equal on all ranks of a stage. Between nodes each rank of the receiving stage takes one of t equal slices of
-the flattened tensor, and the stage's own group gathers the whole: t ranks that each took the whole would bring the same bytes t times
-through one NIC (`planner.cost.links`).
+the flattened tensor (where t does not divide it, as in an uneven stage of five ranks, zeros follow it), and the stage's own group gathers
+the whole: t ranks that each took the whole would bring the same bytes t times through one NIC (`planner.cost.links`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import Work
 
@@ -30,16 +31,13 @@ class HiddenStates:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    def empty_slice(self, transfer: Transfer) -> Tensor:
-        return torch.empty(self.slice_size(transfer), dtype=self.dtype, device=self.device)
+    def empty_slices(self, transfer: Transfer, count: int) -> Tensor:
+        """So many, one after the other."""
+        return torch.empty(count * self.slice_size(transfer), dtype=self.dtype, device=self.device)
 
     def slice_size(self, transfer: Transfer) -> int:
-        """Elements of one slice. They are equal: a TP degree divides H."""
-        assert self.shape[2] % transfer.slices == 0, f"{transfer.slices} slices of hidden size {self.shape[2]}"
-        return math.prod(self.shape) // transfer.slices
+        """Elements of one slice. They are equal; the last may end in zeros."""
+        return -(-math.prod(self.shape) // transfer.slices)
 
 
 @dataclass(frozen=True)
@@ -107,16 +105,17 @@ class Receives:
         self._next += 1
         self._posted = self._post(self._transfer) if self._next < self._num_microbatches else None
         self._group.wait_on_stream(work)
-        return tensor.view(self._hidden.shape) if self._transfer.slices == 1 else self._gathered(tensor)
+        whole = tensor if self._transfer.slices == 1 else self._gathered(tensor, self._transfer)
+        return whole[: math.prod(self._hidden.shape)].view(self._hidden.shape)
 
     def _post(self, transfer: Transfer) -> tuple[Tensor, Work | None]:
-        tensor = self._hidden.empty_slice(transfer)
+        tensor = self._hidden.empty_slices(transfer, 1)
         return tensor, self._group.recv(tensor, transfer.source, self._first_tag + 2 * self._next)
 
-    def _gathered(self, part: Tensor) -> Tensor:
-        """The whole of the slices that the ranks of this stage have taken."""
+    def _gathered(self, part: Tensor, transfer: Transfer) -> Tensor:
+        """All slices that the ranks of this stage have taken."""
         assert self._tensor_group is not None
-        whole = self._hidden.empty()
+        whole = self._hidden.empty_slices(transfer, transfer.slices)
         self._tensor_group.all_gather(whole, part)
         return whole
 
@@ -133,8 +132,10 @@ class Sends:
     def start(self, m: int, tensor: Tensor) -> None:
         """Start to send the slice of microbatch m that each target takes; `tensor` is whole, [b, S, H], and contiguous."""
         for transfer in self._transfers:
-            size = self._hidden.slice_size(transfer)
-            part = tensor.view(-1)[transfer.index * size : (transfer.index + 1) * size]
+            size, flat = self._hidden.slice_size(transfer), tensor.view(-1)
+            if (missing := transfer.slices * size - len(flat)) > 0:
+                flat = F.pad(flat, (0, missing))
+            part = flat[transfer.index * size : (transfer.index + 1) * size]
             self._pending.append((self._group.send(part, transfer.target, self._first_tag + 2 * m), part))
         self._end_all_but(CHANNEL_DEPTH * len(self._transfers))
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.layout import held_units, unit_holders, unit_owners
 from autohet.runtime.models import family_of
 from autohet.runtime.models.family import EMBEDDING, HEAD, ParameterSpec, local_shape
+from autohet.runtime.parallel.place import place_of
 from planner.communicators import sync_groups
 from planner.plan import Plan
 
@@ -172,11 +173,13 @@ def runs_of(piece: Piece, spec: ParameterSpec, held: Sequence[int]) -> tuple[Run
 class LocalBuffers:
     """A plan's buffers as one worker meets them: those of which it holds a part, or in whose group it is.
 
-    units: by parameter, what it computes with. owned: by parameter, what it has masters and moments of.
+    share: of what its stage cuts. units: by parameter, what it computes with. owned: by parameter, what it has masters and moments of.
     """
 
     def __init__(self, plan: Plan, config: PreTrainedConfig, me: str, most_groups: int | None) -> None:
-        self.me = me
+        place = place_of(plan, me)
+        assert place is not None, f"{me} is not in the plan"
+        self.me, self.share = me, place.share
         self.buffers = plan_buffers(plan, config)
         self.members = groups_by_holders(plan, config, self.buffers, most_groups)
         self.specs = family_of(config).parameter_specs(config)

@@ -39,7 +39,8 @@ class ComputeWeights:
     """Owns this worker's compute copies; `tensors` are what the stage is to be loaded with.
 
     state: the masters. Where this worker keeps the masters of all that it computes with of a parameter, its tensor is that master, or a
-    copy that `refresh` renews; else `gather` fills it.
+    copy that `refresh` renews; else `gather` fills it, but for what nobody else holds, which `refresh` does (of a key projection in an
+    uneven stage a rank may hold one head alone, and share another).
     """
 
     def __init__(
@@ -60,6 +61,13 @@ class ComputeWeights:
                 self._gathered.add(name)
                 shape = local_shape(local.specs[name], units)
                 self.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        self._alone = [
+            piece
+            for index in local.kept
+            if local.buffers[index].owner is None
+            for piece in local.buffers[index].pieces
+            if piece.parameter in self._gathered
+        ]
         built = {members: groups.group(members) for members in local.groups}  # all, in the order that all workers have
         self._parcels: list[tuple[_Parcel, Group]] = [
             (parcel, built[members])
@@ -80,6 +88,10 @@ class ComputeWeights:
         """After an update of the masters: renew copies of what this worker keeps whole. Talks to nobody."""
         if self._copies:
             torch._foreach_copy_([copy for copy, _ in self._copies], [master for _, master in self._copies])
+        for piece in self._alone:
+            taken = torch.empty(piece.shape, dtype=self._dtype, device=self._device)
+            self._take(piece, taken)
+            self._put(piece, taken)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -101,16 +113,25 @@ class ComputeWeights:
 
     def _pack(self, parcel: _Parcel, flat: Tensor) -> None:
         for piece, view in parcel.views(flat):
-            master = self._state[state_name("param", piece.parameter)]
-            for run in runs_of(piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]):
-                run.of_piece(view).copy_(run.of(master))
+            self._take(piece, view)
+
+    def _take(self, piece: Piece, into: Tensor) -> None:
+        """From the masters."""
+        master = self._state[state_name("param", piece.parameter)]
+        for run in runs_of(piece, self._local.specs[piece.parameter], self._local.owned[piece.parameter]):
+            run.of_piece(into).copy_(run.of(master))
+
+    def _put(self, piece: Piece, found: Tensor) -> None:
+        """Into what the stage computes with."""
+        for run in self._local.runs(piece):
+            run.of(self.tensors[piece.parameter]).copy_(run.of_piece(found))
 
     def _arrive(self, parcel: _Parcel, group: Group, flat: Tensor, work: Work | None) -> None:
         group.wait_on_stream(work)
         if self._local.me in self._local.buffers[parcel.buffer].holders:
             for piece, view in parcel.views(flat):
-                for run in self._local.runs(piece) if piece.parameter in self._gathered else ():
-                    run.of(self.tensors[piece.parameter]).copy_(run.of_piece(view))
+                if piece.parameter in self._gathered:
+                    self._put(piece, view)
 
 
 def _parcels(index: int, pieces: tuple[Piece, ...], parcel_bytes: int) -> Iterator[_Parcel]:

@@ -3,10 +3,12 @@
 The gradient of the whole batch is a sum over tokens; each pipeline sums over its own microbatches, and every holder of a shard
 (parameter, unit), or its owner alone where there is one, must end with the whole sum:
 
-    G[u] = sum over holders w of u:  c_w * g_w[u]        c_w = 1 / t_w where w's tensor-parallel group of t_w ranks holds u whole, else 1
+    G[u] = sum over holders w of u:  c_w * g_w[u]        c_w = w's share of its tensor-parallel group's work where each rank of that
+                                                         holds u whole, else 1
 
 So a worker of two pipelines that are cut differently, or of different TP degree, meets different partners for different layers, and each
-pipeline counts once (t_w is a power of two: the division is exact; where each rank's gradient is a part of the sum, c_w = 1). Tied
+pipeline counts once (shares are k / 2^n: 1 / t_w of t_w ranks, or what the plan says of each; they add up to 1 exactly. Where each rank's
+gradient is a part of the sum, c_w = 1). Tied
 embeddings need nothing more: first and last stages are holders of one shard. Pipelines need no weights: the trainer divides the sum once by
 the number of tokens of the global batch.
 """
@@ -25,6 +27,7 @@ from torch.distributed import Work
 from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.models.family import ParameterSpec
 from autohet.runtime.parallel.buckets import BUCKET_BYTES, Bucket, LocalBuffers, Piece, Run, plan_buckets
+from planner.plan import TensorShare
 
 NORM_CHUNK = 1 << 16
 """Elements whose squares are added at a time on the CPU: half a megabyte in fp64, which stays in its cache."""
@@ -54,7 +57,7 @@ class GradientSync:
     """
 
     def __init__(
-        self, local: LocalBuffers, groups: GenerationGroups, parameters: Mapping[str, nn.Parameter], tp_degree: int,
+        self, local: LocalBuffers, groups: GenerationGroups, parameters: Mapping[str, nn.Parameter],
         *, overlap: bool = True, bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
         self.local, self._parameters, self._overlap = local, dict(parameters), overlap
@@ -77,7 +80,7 @@ class GradientSync:
         self._pieces: dict[str, list[_LocalPiece]] = defaultdict(list)
         self._to_weigh: list[list[tuple[Tensor, float]]] = []
         self._waits_for: list[set[str]] = []
-        self._place_pieces(tp_degree)
+        self._place_pieces()
         self._whole = {
             name: pieces[0].view
             for name, pieces in self._pieces.items()
@@ -91,19 +94,19 @@ class GradientSync:
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))  # type: ignore[no-untyped-call]
         self._reset()
 
-    def _place_pieces(self, tp_degree: int) -> None:
+    def _place_pieces(self) -> None:
         """Pieces over the buffers; by bucket, the parameters that it waits for, and the parts of it that are weighted."""
         local = self.local
         for index in local.held:
             for piece in local.buffers[index].pieces:
-                weight = _weight(local.specs[piece.parameter], tp_degree)
+                weight = _weight(local.specs[piece.parameter], local.share)
                 placed = _LocalPiece(piece, piece.of(self.flats[index]), local.runs(piece), weight)
                 self._pieces[piece.parameter].append(placed)
         for bucket in self.buckets:
             flat = self.flats.get(bucket.buffer)
             touched = [] if flat is None else [p for p in local.buffers[bucket.buffer].pieces if bucket.touches(p)]
             self._waits_for.append({piece.parameter for piece in touched})
-            weighted = [(p, w) for p in touched if (w := _weight(local.specs[p.parameter], tp_degree)) != 1.0]
+            weighted = [(p, w) for p in touched if (w := _weight(local.specs[p.parameter], local.share)) != 1.0]
             self._to_weigh.append(
                 [(_part(flat, bucket, piece), weight) for piece, weight in weighted if flat is not None]
             )
@@ -217,5 +220,5 @@ def _hook(sync: weakref.ref[GradientSync], name: str) -> Callable[[Tensor], None
     return accumulated
 
 
-def _weight(spec: ParameterSpec, tp_degree: int) -> float:
-    return 1.0 if spec.split_dim is not None or spec.partial_gradient else 1.0 / tp_degree
+def _weight(spec: ParameterSpec, share: TensorShare) -> float:
+    return 1.0 if spec.split_dim is not None or spec.partial_gradient else share.fraction

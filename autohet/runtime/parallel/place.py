@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cost.links import Transfer, transfers_between
-from planner.plan import Pipeline, Plan, Stage
+from planner.plan import Pipeline, Plan, Stage, TensorShare
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Place:
     @property
     def tp_degree(self) -> int:
         return self.stage.tp_degree
+
+    @property
+    def share(self) -> TensorShare:
+        """What this worker has of each tensor that its stage cuts."""
+        return self.stage.share(self.tp_rank)
 
     @property
     def is_first(self) -> bool:

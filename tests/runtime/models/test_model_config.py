@@ -8,6 +8,7 @@ import torch
 
 from autohet.runtime.models import TensorParallel, build_stage, family_of, load_config, local_units
 from planner.errors import ConfigError
+from planner.plan import Stage, TensorShare
 from tests.harness.tiny_models import TINY, random_parameters, take, tiny_config
 
 
@@ -65,6 +66,13 @@ def test_a_tp_degree_that_does_not_divide_the_heads_is_refused():
         build_stage(config, 0, 3, TensorParallel(None, 0, 4), torch.device("cpu"), torch.float32)
 
 
+def test_shares_that_do_not_divide_the_heads_are_refused():
+    config = tiny_config("llama")  # of 4 heads
+    uneven = TensorParallel(None, 0, 2, TensorShare(0, 5, 8))
+    with pytest.raises(ConfigError, match="tp_shares of 8"):
+        build_stage(config, 0, 3, uneven, torch.device("cpu"), torch.float32)
+
+
 def test_an_intermediate_size_below_the_finest_degree_is_refused():
     config = tiny_config("llama", intermediate_size=3)
     with pytest.raises(ConfigError, match="only 3 rows"):
@@ -79,14 +87,17 @@ def test_units_partition_every_tensor_at_every_degree(name):
     for spec in family_of(config).parameter_specs(config).values():
         if spec.split_dim is None:
             continue
-        for degree in (d for d in (1, 2, 4) if finest % d == 0):
-            units = [unit for rank in range(degree) for unit in local_units(spec, rank, degree)]
+        for shares in (each for each in ((1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (1, 3)) if finest % sum(each) == 0):
+            of = [Stage(0, 1, ("w",) * len(shares), tp_shares=shares).share(rank) for rank in range(len(shares))]
+            units = [unit for share in of for unit in local_units(spec, share)]
             assert set(units) == set(range(spec.num_units))
-            assert len(units) == max(spec.num_units, degree), "a unit lies on as many ranks as the next"
+            assert len(units) <= max(spec.num_units, sum(shares)), "a unit lies on no more ranks than have a part of it"
+            if len(set(shares)) == 1:
+                assert len(units) == max(spec.num_units, len(shares)), "a unit lies on as many ranks as the next"
             rebuilt = torch.empty(spec.shape)
-            for rank in range(degree):
-                local, position = take(spec, whole[spec.name], rank, degree), 0
-                for unit in local_units(spec, rank, degree):
+            for share in of:
+                local, position = take(spec, whole[spec.name], share), 0
+                for unit in local_units(spec, share):
                     size = spec.cuts[unit + 1] - spec.cuts[unit]
                     piece = local.narrow(spec.split_dim, position, size)
                     rebuilt.narrow(spec.split_dim, spec.cuts[unit], size).copy_(piece)
@@ -97,5 +108,5 @@ def test_units_partition_every_tensor_at_every_degree(name):
 def test_packed_query_key_value_are_cut_alike():
     config = tiny_config("gpt2")
     spec = family_of(config).parameter_specs(config)["transformer.h.0.attn.c_attn.weight"]
-    half = take(spec, torch.arange(96).expand(32, 96), rank=1, degree=2)
+    half = take(spec, torch.arange(96).expand(32, 96), TensorShare(1, 2, 2))
     assert half[0].tolist() == [*range(16, 32), *range(48, 64), *range(80, 96)]

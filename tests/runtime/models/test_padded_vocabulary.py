@@ -17,6 +17,7 @@ from autohet.runtime.models.initialization import initial_parameters, pretrained
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.reference import reference_model
 from planner.errors import ConfigError
+from planner.plan import TensorShare
 from tests.harness.tiny_models import TINY, judge, random_parameters, run_chain, stage_chain, tiny_config, worst_error
 
 MULTIPLE, ROWS = 64, 128
@@ -50,7 +51,7 @@ def test_every_slice_at_every_degree_is_a_multiple_of_eight_rows(name: str) -> N
     specs = family_of(config).parameter_specs(config)
     for key in family_of(config).vocabulary_parameters() & set(specs):
         for degree in (1, 2, 4):
-            shapes = [local_shape(specs[key], local_units(specs[key], rank, degree)) for rank in range(degree)]
+            shapes = [local_shape(specs[key], local_units(specs[key], TensorShare(rank, rank + 1, degree))) for rank in range(degree)]
             assert {shape[0] for shape in shapes} == {ROWS // degree}
         assert tensor_specs(config)[f"exp_avg/{key}"].shape[0] == ROWS
 

@@ -13,6 +13,7 @@ from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
+from planner.plan import TensorShare
 
 HEADS = {
     "hidden_size": 64,
@@ -40,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def held(spec: ParameterSpec, degree: int) -> list[int]:
     """Scalars that each rank holds."""
-    return [math.prod(local_shape(spec, local_units(spec, rank, degree))) for rank in range(degree)]
+    return [math.prod(local_shape(spec, local_units(spec, TensorShare(rank, rank + 1, degree)))) for rank in range(degree)]
 
 
 def runtime_scalars(config: Any, degree: int) -> np.ndarray:

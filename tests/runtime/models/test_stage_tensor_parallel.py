@@ -1,4 +1,5 @@
-"""Every family at TP 1, 2 and 4, in threads: whole logits, loss and every gradient are the library's own, whatever the cut."""
+"""Every family at TP 1, 2 and 4, and on ranks with unequal shares, in threads:
+whole logits, loss and every gradient are the library's own, whatever the cut."""
 
 import pytest
 import torch
@@ -21,20 +22,22 @@ from tests.harness.tiny_models import (
 
 TOLERANCE = 1e-5
 CUTS = (([3], "none"), ([1, 2], "full"), ([1, 1, 1], "selective"))
-CASES = [(name, degree) for name in TINY for degree in (1, 2, 4)]
+SHARES = ((1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (3, 1), (1, 2, 1))
+"""Of the four heads: with two key-value heads (3, 1) gives a rank three query heads on two of them, (1, 2, 1) one head of each."""
+CASES = [(name, shares) for name in TINY for shares in SHARES]
 
 
 def summed_over_holders(spec, gradient, tp):
     """Of a key-value head that several ranks hold, as gradient sync does it: the sum over these."""
-    (unit,) = local_units(spec, tp.rank, tp.degree)
-    whole = torch.zeros(spec.shape)
-    whole.narrow(spec.split_dim, spec.cuts[unit], spec.cuts[unit + 1] - spec.cuts[unit]).copy_(gradient)
+    whole, units = torch.zeros(spec.shape), local_units(spec, tp.share)
+    whole.narrow(spec.split_dim, spec.cuts[units[0]], gradient.shape[spec.split_dim]).copy_(gradient)
     tp.group.all_reduce(whole)
-    return take(spec, whole, tp.rank, tp.degree)
+    return take(spec, whole, tp.share)
 
 
-@pytest.mark.parametrize(("name", "degree"), CASES)
-def test_every_family_and_degree_equals_the_library(name, degree):
+@pytest.mark.parametrize(("name", "shares"), CASES)
+def test_every_family_and_degree_equals_the_library(name, shares):
+    degree, uneven = len(shares), shares if len(set(shares)) > 1 else ()
     config = tiny_config(name)
     specs = family_of(config).parameter_specs(config)
     parameters = random_parameters(config)
@@ -47,19 +50,19 @@ def test_every_family_and_degree_equals_the_library(name, degree):
             for key, gradient in local_gradients.items():
                 if specs[key].partial_gradient and degree > 1:
                     tp.group.all_reduce(gradient)
-                elif specs[key].split_dim is not None and degree > specs[key].num_units:
+                elif specs[key].split_dim is not None and sum(shares) > specs[key].num_units:
                     local_gradients[key] = summed_over_holders(specs[key], gradient, tp)
-            found.append((local, local_loss, local_gradients))
+            found.append((local, local_loss, local_gradients, tp.share))
         return found
 
-    by_rank = run_ranks(degree, work)
+    by_rank = run_ranks(degree, work, uneven)
     for index, (cut, _) in enumerate(CUTS):
         whole = torch.cat([found[index][0] for found in by_rank], -1)
         assert (whole - logits).abs().max() / logits.abs().max() < TOLERANCE, cut
         for rank, found in enumerate(by_rank):
             assert found[index][1] == pytest.approx(loss, rel=TOLERANCE), (cut, rank)
             assert found[index][1] == by_rank[0][index][1], "ranks disagree about the loss"
-            wanted = {key: take(specs[key], gradient, rank, degree) for key, gradient in gradients.items()}
+            wanted = {key: take(specs[key], gradient, found[index][3]) for key, gradient in gradients.items()}
             assert worst_error(found[index][2], wanted) < TOLERANCE, (cut, rank)
 
 
@@ -92,7 +95,7 @@ def test_bf16_is_as_near_to_fp32_as_the_librarys_bf16(name, degree):
 
     def work(tp):
         stage = build_stage(config, 0, 3, tp, torch.device("cpu"), torch.bfloat16)
-        stage.load_parameters({key: take(specs[key], parameters[key], tp.rank, degree) for key in specs})
+        stage.load_parameters({key: take(specs[key], parameters[key], tp.share) for key in specs})
         out = stage(inputs)
         total = stage.loss_sum(out, targets)
         total.backward()

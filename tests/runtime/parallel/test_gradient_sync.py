@@ -120,6 +120,9 @@ def test_a_tied_embedding_is_summed_over_both_ends() -> None:
     assert set(groups_by_holders(first_and_last, CONFIG, buffers)) == set(holders.values())
 
 
+UNEVEN = plans(3, 4, uneven=True)
+
+
 class FakeGroups:
     """Groups that record what is given to them: the test adds up itself."""
 
@@ -150,10 +153,10 @@ class FakeGroups:
 
 
 def sync_of(
-    drawn: Plan, config: Any, worker: str, groups: FakeGroups, parameters: Any, degree: int, **options: Any
+    drawn: Plan, config: Any, worker: str, groups: FakeGroups, parameters: Any, **options: Any
 ) -> GradientSync:
     local = LocalBuffers(drawn, config, worker, groups.back_end.max_sync_groups(drawn))
-    return GradientSync(local, groups, parameters, degree, **options)  # type: ignore[arg-type]
+    return GradientSync(local, groups, parameters, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("across", [ACROSS, SHARDED], ids=["each its own", "sharded"])
@@ -173,7 +176,7 @@ def test_sums_and_norm_equal_a_direct_computation(
         parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
         fakes[worker] = FakeGroups(most)
         options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": bucket_bytes}
-        sync = syncs[worker] = sync_of(across, CONFIG, worker, fakes[worker], parameters, degree[worker], **options)
+        sync = syncs[worker] = sync_of(across, CONFIG, worker, fakes[worker], parameters, **options)
         sync.begin()
         for microbatch in range(3):
             if microbatch == 2:
@@ -213,10 +216,11 @@ def add_up(fakes: dict[str, FakeGroups]) -> None:
 
 
 @settings(max_examples=16, deadline=None)
-@given(plans(3, 4), st.sampled_from((1, 2, 4)))
-def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan, kv_heads: int) -> None:
+@given(st.tuples(plans(3, 4), st.sampled_from((1, 2, 4))) | st.tuples(UNEVEN, st.just(4)))
+def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(case: tuple[Plan, int]) -> None:
     """With a gradient of 1 everywhere at every worker the sum is the number of copies: one a stage that holds the parameter, however many
     ranks it has; each rank's where the ranks' gradients are parts of the sum, as those of key-value heads that several hold."""
+    drawn, kv_heads = case
     config = tiny_config("qwen3", num_key_value_heads=kv_heads)  # tied, with partial gradients
     specs = family_of(config).parameter_specs(config)
     layout = layout_of_plan(drawn, config)
@@ -231,7 +235,7 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan, kv_
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
             parameters = {n: torch.nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
             fakes[worker] = FakeGroups()
-            sync = syncs[worker] = sync_of(drawn, config, worker, fakes[worker], parameters, stage.tp_degree)
+            sync = syncs[worker] = sync_of(drawn, config, worker, fakes[worker], parameters)
             sync.begin()
             torch.autograd.backward([p.sum() for p in parameters.values()])
             sync.finish()
@@ -245,7 +249,7 @@ def test_each_copy_of_a_parameter_counts_once_whatever_the_plan(drawn: Plan, kv_
 
 
 @settings(max_examples=30, deadline=None)
-@given(plans(3, 4), st.sampled_from((torch.float32, torch.bfloat16)))
+@given(UNEVEN, st.sampled_from((torch.float32, torch.bfloat16)))
 def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan, dtype: torch.dtype) -> None:
     """So the planner counts them. Nothing stays beside the buckets after a backward pass, be other holders' slices finer or not."""
     config = tiny_config("llama", vocab_size=64, intermediate_size=64)
@@ -255,7 +259,7 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
             units = {n[6:]: u for n, u in layout.units_of(worker).items() if n.startswith("param/")}
             shapes = {n: layout.tensors[f"param/{n}"].local_shape(u) for n, u in units.items()}
             parameters = {n: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in shapes.items()}
-            sync = sync_of(drawn, config, worker, FakeGroups(), parameters, stage.tp_degree)
+            sync = sync_of(drawn, config, worker, FakeGroups(), parameters)
             pieces = sum(len(sync.local.buffers[index].pieces) for index in sync.local.held)
             beside = sum(flat.numel() for flat in sync.flats.values()) - sum(math.prod(s) for s in shapes.values())
             assert 0 <= beside < ALIGNMENT * pieces
@@ -267,7 +271,7 @@ def test_gradients_take_one_value_a_parameter_whoever_else_holds_it(drawn: Plan,
 
 
 @settings(max_examples=30, deadline=None)
-@given(plans(6, 4), st.booleans(), st.sampled_from((1, 2, 4)))
+@given(plans(6, 4, uneven=True), st.booleans(), st.sampled_from((1, 2, 4)))
 def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool, kv_heads: int) -> None:
     """And merges them as the runtime does: one list of groups, in one order at every worker."""
     changes = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads}
@@ -281,11 +285,10 @@ def test_the_planner_knows_every_set_of_holders(drawn: Plan, tied: bool, kv_head
 def test_it_goes_when_it_is_dropped() -> None:
     """A cycle through a parameter's hooks would keep each generation's gradients, groups and threads for good."""
     worker = ACROSS.workers[0]
-    stage = next(s for p in ACROSS.pipelines for s in p.stages if worker in s.workers)
     specs = {name: spec for name, spec in layout_of_plan(ACROSS, CONFIG).tensors.items() if name.startswith("param/")}
     units = {name: u for w, name, _, u in held_units(ACROSS, CONFIG) if w == worker}
     parameters = {n: torch.nn.Parameter(torch.zeros(specs[f"param/{n}"].local_shape(u))) for n, u in units.items()}
-    sync = sync_of(ACROSS, CONFIG, worker, FakeGroups(), parameters, stage.tp_degree)
+    sync = sync_of(ACROSS, CONFIG, worker, FakeGroups(), parameters)
     sync.begin()
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
     gone = weakref.ref(sync)

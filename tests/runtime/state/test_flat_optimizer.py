@@ -68,7 +68,7 @@ def flats_of(local: LocalBuffers, step: int) -> dict[int, torch.Tensor]:
 
 
 @settings(max_examples=15, deadline=None)
-@given(plans(3, 2), st.booleans())
+@given(plans(3, 4, uneven=True), st.booleans())
 def test_every_worker_gets_the_same_bits_and_torchs_values(drawn: Plan, sharded: bool) -> None:
     """However its pipeline is cut: whole tensors, parts that others cut more finely, and what it alone owns."""
     stages = [replace(stage, shard_optimizer=sharded) for stage in drawn.pipelines[0].stages]
