@@ -1,10 +1,10 @@
 """A lower bound of the step time over all pipelines, of any order, number and mix of kinds, without listing them.
 
-F is one microbatch's whole way, transfers included, and the sync of the first stage's gradients, which follows its last backward. With
-K microbatches a pipeline takes, for every stage s with q stages after it, at least
+F is one microbatch's whole way, transfers included. With K microbatches a pipeline takes, for every stage s with q stages after it, at
+least
 * F + (K - 1) t_s - min(K - 1, a q) f_s, where each stage may keep a more microbatches in flight than the next (1F1B: a = 1;
   `Tables.begun_ahead`), and at least
-* its own K microbatches, the way to it and back, and the sync: F + (K - 1) t_s - (F's share of the stages after it).
+* its own K microbatches, and the way to it and back: F + (K - 1) t_s - (F's share of the stages after it).
 
 Let m = (T - F) / (K - 1). Then every stage has t_s - min(1, a q / (K - 1)) f_s <= m and t_s <= m + (share after it) / (K - 1), hence
 t_s <= (m + c) (1 + 1 / (K - 1))^q - c where transfers, of c at most, run beside the work, and the pipeline does K = 1 + (T - F) / m
@@ -15,14 +15,10 @@ sequences than its GPUs cost:
     least cost = least sum over stages of [ (b / m) (stage's share of F) + p . gpus ],
 
 a shortest path over the block at which each stage starts, for each m. m lies in an interval [low, high): stages within `high`,
-weights at `low`. What a stage may exceed m by grows as K falls, and K is known from below by the most stages and the most sync of an
-interval: intervals are of all three, and those that matter are halved where they are widest. The prices that give the largest
-bound are found by cutting planes: every path is a linear inequality in T and p. A larger T known before leaves fewer paths, so
-cuts of paths that are none any more are dropped. Only sync of the first stage is in it, at least what its node's NIC must carry.
-
-Of a single pipeline K is known, so T = F + (K - 1) m, and its GPUs are within the fleet: at any prices p of a GPU, in seconds,
-
-    T >= (K - 1) m + least sum over stages of [ stage's share of F + p . gpus ] - p . fleet.
+weights at `low`. What a stage may exceed m by grows as K falls, and K is known from below by the most stages of an interval: intervals
+are of both, and those that matter are halved where they are widest. The prices that give the largest bound are found by cutting planes:
+every path is a linear inequality in T and p. A larger T known before leaves fewer paths, so cuts of paths that are none any more are
+dropped. Gradient sync is not in it.
 """
 
 import itertools
@@ -31,12 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linprog
 
 from planner.search import limits
 from planner.search.paths import PricedStages
-from planner.search.problem import Request
-from planner.search.tables import Floats, Ints, Tables
+from planner.search.tables import Floats, Tables
 
 FAMILY = "of the searched family, under this cost model,"
 
@@ -54,49 +48,43 @@ class Cut:
 
 @dataclass
 class Interval:
-    """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most` stages, and first stages whose sync takes
-    more than `light` seconds, at most `heavy`. path_s: least of a path's fill and the price of its GPUs, at the prices of look number
-    `look`; none yet: -1."""
+    """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most` stages. path_s: least of a path's fill and
+    the price of its GPUs, at the prices of look number `look`; none yet: -1."""
 
     size: int
     low: float
     high: float
     least: int
     most: int
-    light: float
-    heavy: float
     path_s: float = 0.0
     look: int = -1
 
     @property
-    def key(self) -> tuple[int, float, int, float]:
-        return self.size, self.low, self.most, self.heavy
+    def key(self) -> tuple[int, float, int]:
+        return self.size, self.low, self.most
 
-    def halves(self, by: int) -> "tuple[Interval, Interval]":
-        """Fewer paths each, none of less value. by: 0 bottlenecks, 1 depths, 2 sync."""
-        if by == 1:
+    def halves(self, by_depth: bool) -> "tuple[Interval, Interval]":
+        """Fewer paths each, none of less value."""
+        if by_depth:
             stages = (self.least + self.most) // 2
             return replace(self, most=stages), replace(self, least=stages + 1)
-        if by == 2:
-            sync_s = (self.light * self.heavy) ** 0.5
-            return replace(self, heavy=sync_s), replace(self, light=sync_s)
         middle = (self.low * self.high) ** 0.5
         return replace(self, high=middle), replace(self, low=middle)
 
 
 class Bound:
-    """The bound for plans of at least `least` pipelines of one fleet."""
+    """The bound for the plans of one fleet."""
 
-    def __init__(self, tables: Tables, least: int = 1):
+    def __init__(self, tables: Tables):
         self.batch, self.supply = tables.batch, np.array([float(resource.num_gpus) for resource in tables.resources])
-        self.relaxed = [PricedStages(tables, size, least) for size in tables.sizes]
+        self.relaxed = [PricedStages(tables, size) for size in tables.sizes]
         self.intervals = [
-            Interval(size, begin, end, *depths, *stages.sync_range)
+            Interval(size, begin, end, *depths)
             for size, stages in enumerate(self.relaxed)
             for depths in self._depths(stages.stages)
             for begin, end in _bottlenecks(stages)
         ]
-        self.cuts: dict[tuple[int, float, int, float], list[Cut]] = {}  # by interval
+        self.cuts: dict[tuple[int, float, int], list[Cut]] = {}  # by interval
         self.looks: list[Floats] = []  # the prices of each
         self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
         self.fewest: list[float] = []  # microbatches of a pipeline that pays until a price falls far, by size
@@ -104,21 +92,19 @@ class Bound:
         self.best = self.batch / max(float(self.speed @ self.supply), 1e-30)  # no GPU idle, each at its best
         self.centre = np.zeros(len(self.supply))  # the best prices so far
 
-    def seconds(self, target: float = np.inf, needed: float = 0.0) -> float:
-        """The bound, or any number from `target` on once that is reached, or what is proved once `needed` is out of
-        reach. Zero where no pipeline holds the model.
-        """
+    def seconds(self, needed: float = 0.0) -> float:
+        """The bound, or what is proved once `needed` is out of reach. Infinite, or zero, where no pipeline holds the model."""
         if not self.intervals:
             return 0.0
         most, idle = -np.inf, 0
-        prices = self.centre = self._first_prices()
+        prices = self.centre = np.asarray(self.speed * self.batch / float(self.speed @ self.supply))
         for _ in range(limits.BOUND_ROUNDS):
             least = self._price(prices)
             idle += 1
             if least > most:
                 most, self.centre, idle = least, prices, 0
             self.best = max(self.best, most)
-            if self.best >= target or idle > limits.REPEATS:
+            if self.best == np.inf or idle > limits.REPEATS:
                 break
             self._halve(self._near())
             corner, hoped = self._best_prices()
@@ -141,34 +127,18 @@ class Bound:
             np.maximum.at(speed, stages.resource, stages.speed)
         return speed
 
-    def _first_prices(self) -> Floats:
-        return np.asarray(self.speed * self.batch / float(self.speed @ self.supply))
-
-    def _scale(self, size: int, low: Floats | float) -> Floats | float:
-        """Seconds of a unit of the prices, at bottlenecks of `low`."""
-        return low / self.relaxed[size].microbatch
-
-    def _beside_s(self, interval: Interval, prices: Floats) -> float:
-        """What the bound of an interval has beside a path's seconds."""
-        return -interval.low
-
     def _seconds(self, interval: Interval) -> float:
         """The bound of an interval at the present prices: a path falls by no larger factor than any price. Where some fell far, pipelines
         may pay now that did not then, and the interval has to be looked at again."""
         falls = self.falls[interval.look] if interval.look >= 0 else 0.0
         path_s = falls * interval.path_s if falls >= limits.OUTWARD else 0.0
-        return self._proved_s(interval, path_s, self.looks[-1])
-
-    def _proved_s(self, interval: Interval, path_s: float, prices: Floats) -> float:
-        """No plan with a pipeline of this interval is faster. Two microbatches take longer than the bottleneck; a pipeline of one alone is
-        in the interval of its step time too."""
-        return max(path_s + self._beside_s(interval, prices), interval.low)
+        return _proved_s(interval, path_s)
 
     def _price(self, prices: Floats) -> float:
         """The bound that these prices give; intervals that limit it are halved while that raises it."""
         self.looks.append(prices)
         self.falls = [_falls(before, prices) for before in self.looks]
-        self.fewest = [limits.OUTWARD * self._fewest(stages, prices) for stages in self.relaxed]
+        self.fewest = [limits.OUTWARD * stages.fewest_microbatches(prices) for stages in self.relaxed]
         least = self._look()
         for _ in range(limits.REPEATS):
             self.best = max(self.best, least)
@@ -197,69 +167,48 @@ class Bound:
         """The least bound of some intervals of one size, with the cut that each gives."""
         prices = self.looks[-1]
         low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
-        scale = np.asarray(self._scale(size, low))
-        depths = np.array([(i.least, i.most) for i in intervals])
-        syncs = np.array([(i.light, i.heavy) for i in intervals])
-        after = self._microbatches_after(size, high, depths[:, 1], syncs[:, 1])
-        cost, gpus, fill = self._cheapest(size, 1 / scale, high, prices, after, depths, syncs)
+        stages, depths = self.relaxed[size], np.array([(i.least, i.most) for i in intervals])
+        scale = low / stages.microbatch  # seconds of a unit of the prices
+        after = stages.microbatches_after(high, self.fewest[size], depths[:, 1], self.best)
+        cost, gpus, fill = stages.cheapest(1 / scale, high, prices, after, depths)
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
-                found = self._cut(interval, gpus[at], float(fill[at]))
+                found = Cut(gpus[at] * scale[at], float(fill[at]) - interval.low)
                 held = [
                     cut for cut in self.cuts.get(interval.key, ()) if cut.at(prices) >= found.at(prices) * (1 - 1e-9)
                 ]
                 self.cuts[interval.key] = [*held, found]
         return min(map(self._seconds, intervals))
 
-    def _cheapest(
-        self, size: int, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
-    ) -> tuple[Floats, Floats, Floats]:
-        """As `PricedStages.cheapest`, with what a path uses of each that has a price."""
-        return self.relaxed[size].cheapest(weight, high, prices, after, depths, syncs)
-
-    def _fewest(self, stages: PricedStages, prices: Floats) -> float:
-        """Microbatches of a pipeline that pays."""
-        return stages.fewest_microbatches(prices)
-
-    def _microbatches_after(self, size: int, high: Floats, most: Ints, heavy: Floats) -> Floats:
-        return self.relaxed[size].microbatches_after(high, self.fewest[size], most, heavy, self.best)
-
-    def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
-        return Cut(gpus * self._scale(interval.size, interval.low), fill - interval.low)
-
     def _best_prices(self) -> tuple[Floats, float]:
-        """The prices that allow the largest T by the cuts of the present intervals, and that T."""
-        prices, seconds = self._program(self.supply, np.inf)
-        return prices * self.batch / max(float(prices @ self.supply), 1e-30), seconds  # which alone makes them valid
+        """The prices that allow the largest T by the cuts of the present intervals, T <= slope . prices + constant of each, and that T."""
+        from scipy.optimize import linprog  # half of the imports' time
 
-    def _program(self, sums: Floats | None, most: float) -> tuple[Floats, float]:
-        """max T <= most with T <= slope . prices + constant of each cut, and prices that sum to the batch over the fleet, if any."""
         slopes, constants = self._cuts()
-        equal = {} if sums is None else {"A_eq": np.append(sums, 0.0)[None, :], "b_eq": [self.batch]}
         found = linprog(
-            np.append(np.zeros(slopes.shape[1]), -1.0), A_ub=np.hstack([-slopes, np.ones((len(slopes), 1))]),
-            b_ub=constants, bounds=[*[(0.0, None)] * slopes.shape[1], (None, most)], method="highs", **equal,
+            np.append(np.zeros(slopes.shape[1]), -1.0), A_ub=np.hstack([-slopes, np.ones((len(slopes), 1))]), b_ub=constants,
+            bounds=[*[(0.0, None)] * slopes.shape[1], (None, None)], A_eq=np.append(self.supply, 0.0)[None, :], b_eq=[self.batch],
+            method="highs",
         )  # fmt: skip
         if found.x is None:  # numbers too far apart for the solver
             return self.centre, 0.0
-        return np.maximum(found.x[:-1], 0.0), float(found.x[-1])
+        prices = np.maximum(found.x[:-1], 0.0)
+        return prices * self.batch / max(float(prices @ self.supply), 1e-30), float(found.x[-1])  # the sum alone makes them valid
 
     def _cuts(self) -> tuple[Floats, Floats]:
         """Slopes and constants of the cuts that may limit the bound."""
-        near = [cut for (_, low, *_), each in self.cuts.items() if low < (1 + limits.WIDEST_GAP) * self.best for cut in each]
+        near = [cut for (_, low, _), each in self.cuts.items() if low < (1 + limits.WIDEST_GAP) * self.best for cut in each]
         cuts = near or [cut for each in self.cuts.values() for cut in each]
         return np.array([cut.slope for cut in cuts]), np.array([cut.constant for cut in cuts])
 
-    def _spread(self, interval: Interval) -> tuple[float, float, float]:
-        """What bottlenecks, depths and sync of an interval may make of the step time at most, as shares of it."""
-        stage = interval.high / self.best
-        sync = min(1.0, interval.most * stage) * (interval.heavy - interval.light) / self.best
-        return interval.high / interval.low - 1, (interval.most - interval.least) * stage, sync
+    def _spread(self, interval: Interval) -> tuple[float, float]:
+        """What bottlenecks and depths of an interval may make of the step time at most, as shares of it."""
+        return interval.high / interval.low - 1, (interval.most - interval.least) * interval.high / self.best
 
     def _near(self) -> list[Interval]:
         """Intervals that limit the bound or soon may, by their last looks."""
-        last = [(i, self._proved_s(i, i.path_s, self.looks[i.look])) for i in self.intervals if i.look >= 0]
+        last = [(i, _proved_s(i, i.path_s)) for i in self.intervals if i.look >= 0]
         least = min(seconds for _, seconds in last)
         most = max(least, min(self.best, least * 1.05))
         return [i for i, seconds in last if seconds < most * (1 + 0.2 * min(max(self._spread(i)), 1.0))]
@@ -267,7 +216,7 @@ class Bound:
     def _halve(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The halves that take the place of those that are not narrow enough."""
         spreads = [(interval, self._spread(interval)) for interval in intervals]
-        halved = {id(i): i.halves(spread.index(max(spread))) for i, spread in spreads if limits.FINE < max(spread) < np.inf}
+        halved = {id(i): i.halves(spread[1] > spread[0]) for i, spread in spreads if limits.FINE < max(spread) < np.inf}
         for interval in intervals:
             if id(interval) in halved:
                 self.cuts.pop(interval.key, None)
@@ -276,40 +225,10 @@ class Bound:
         return halves
 
 
-class BoundAlone(Bound):
-    """The bound for plans of one pipeline, whose number of microbatches is known. Prices are seconds of a GPU."""
-
-    def __init__(self, tables: Tables):
-        super().__init__(tables)
-        self.further = [self.batch / stages.microbatch - 1 for stages in self.relaxed]
-
-    def _depths(self, most: int) -> list[tuple[int, int]]:
-        return [(1, most)]
-
-    def _spread(self, interval: Interval) -> tuple[float, float, float]:
-        return interval.high / interval.low - 1, 0.0, 0.0
-
-    def _first_prices(self) -> Floats:
-        return np.asarray(self.speed * self.best / float(self.speed @ self.supply))
-
-    def _scale(self, size: int, low: Floats | float) -> Floats | float:
-        return np.ones_like(low)
-
-    def _beside_s(self, interval: Interval, prices: Floats) -> float:
-        return self.further[interval.size] * interval.low - float(prices @ self.supply)
-
-    def _microbatches_after(self, size: int, high: Floats, most: Ints, heavy: Floats) -> Floats:
-        return np.full(len(high), max(self.further[size], 1e-9))
-
-    def _proved_s(self, interval: Interval, path_s: float, prices: Floats) -> float:
-        return path_s + self._beside_s(interval, prices)
-
-    def _cut(self, interval: Interval, gpus: Floats, fill: float) -> Cut:
-        return Cut(gpus - self.supply, fill + self.further[interval.size] * interval.low)
-
-    def _best_prices(self) -> tuple[Floats, float]:
-        """Where every path asks for more GPUs than there are, no T is too large: it is held to twice the best so far."""
-        return self._program(None, 2 * self.best)
+def _proved_s(interval: Interval, path_s: float) -> float:
+    """No plan with a pipeline of this interval is faster. Two microbatches take longer than the bottleneck; a pipeline of one alone is in
+    the interval of its step time too."""
+    return max(path_s - interval.low, interval.low)
 
 
 def _falls(before: Floats, prices: Floats) -> float:
@@ -325,16 +244,6 @@ def _bottlenecks(stages: PricedStages) -> list[tuple[float, float]]:
     return list(itertools.pairwise([*ends, np.inf]))
 
 
-def lower_bound_s(tables: Tables, pipelines: int = 1, needed: float = 0.0) -> float:
-    """The least step time of any plan of so many `pipelines` or more; one alone, which sums nothing, is a case of its own. Zero where no
-    pipeline holds the model; something lower where `needed` is out of reach."""
-    least = Bound(tables, max(2, pipelines)).seconds(needed=needed)
-    if pipelines > 1:
-        return least
-    alone = BoundAlone(tables).seconds(least, needed)
-    return min(least, alone) if least > 0 else alone
-
-
 @dataclass(frozen=True, slots=True)
 class Proof:
     """What is proved of a plan's step time. lower_bound_s, gap: None where nothing is. says: a sentence for the user."""
@@ -347,21 +256,18 @@ class Proof:
 NO_PROOF = Proof(None, None, "nothing was proved: no bound was asked for")
 
 
-def prove(request: Request, tables: Tables, step_s: float) -> Proof:
+def prove(tables: Tables, step_s: float) -> Proof:
     """The bound of all plans of the searched family, beside a plan of `step_s` seconds of it. It is never clipped: one above the plan is an
     error of the bound's, which the proof says, and a gap above `limits.WIDEST_GAP` is no proof."""
-    bound_s = lower_bound_s(tables, request.min_node_disjoint_holders, step_s / (1 + limits.WIDEST_GAP))
+    bound_s = Bound(tables).seconds(step_s / (1 + limits.WIDEST_GAP))
     return proof_of(bound_s, step_s)
 
 
 def proof_of(bound_s: float, step_s: float) -> Proof:
     """What a bound says of a plan's step time."""
     if bound_s > step_s * (1 + 1e-9):
-        return Proof(
-            None,
-            None,
-            f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so it is none; please report it",
-        )
+        says = f"ERROR: the lower bound of {bound_s:.6g} s lies above this plan's {step_s:.6g} s, so it is none; please report it"
+        return Proof(None, None, says)
     gap = step_s / bound_s - 1 if bound_s > 0 else math.inf
     if gap > limits.WIDEST_GAP:
         return Proof(None, None, f"nothing is proved: the lower bound is more than {limits.WIDEST_GAP:.0%} below this plan")

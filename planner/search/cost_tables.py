@@ -1,17 +1,15 @@
 """The search's tables from the cost model: one row for each way to use a node type at each microbatch size."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from planner.cluster import NodeType
 from planner.cost.model import CostModel, LayerCosts
 from planner.errors import InfeasibleError
-from planner.model_spec import ModelSpec
 from planner.search.problem import Request
-from planner.search.tables import Kind, Resource, Row, Tables
+from planner.search.tables import Floats, Kind, Resource, Row, Tables
 
 GIB = 2**30
 
@@ -34,12 +32,10 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
                 rows.append(_row(costs, index, size, tied, cost.tied_sync_bytes(kind.tp_degree)))
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
+    near_s, apart_s = (_boundaries(cost, resources, kinds, rows, near) for near in (True, False))
     return Tables(
         request.spec.name, request.global_batch_sequences, request.sequence_length, request.deepest,
-        resources, kinds, tuple(rows), _boundary(cost, resources, kinds, rows), cost.parameters.transfers,
-        stage_overhead_s=2 * cost.stage_overhead_s,
-        crossing_s=_crossing(cost, resources, kinds, rows), least_boundary_s=_least_boundary(cost, resources, kinds, rows),
-        least_ring_s=_least_ring(cost, resources, request.min_node_disjoint_holders > 1),
+        resources, kinds, tuple(rows), near_s, apart_s, cost.parameters.transfers, 2 * cost.stage_overhead_s,
     )  # fmt: skip
 
 
@@ -127,48 +123,21 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
     )
 
 
-_Pair = Callable[[int, int], float]
-
-
-def _boundary(
-    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row], near: bool | None = None
-) -> _Pair:
-    """Both directions of a boundary. near: whether both groups lie on one node; None: where two groups of one node type fit into one."""
-
-    def seconds(one: int, other: int) -> float:
-        a, b = kinds[rows[one].kind], kinds[rows[other].kind]
-        sender, receiver = resources[a.resource].node_type, resources[b.resource].node_type
-        fits = a.resource == b.resource and a.tp_degree + b.tp_degree <= sender.num_gpus
-        if (near and not fits) or (
-            near is False and a.resource == b.resource and len(resources[a.resource].node_names) < 2
-        ):
-            return np.inf
-        same, size = fits if near is None else near, rows[one].microbatch
-        there = cost.boundary_s(sender, receiver, size, same_node=same, tp_degree=b.tp_degree)
-        return there + cost.boundary_s(receiver, sender, size, same_node=same, tp_degree=a.tp_degree)
-
-    return seconds
-
-
-def _least_boundary(
-    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row]
-) -> _Pair:
-    near, apart = (_boundary(cost, resources, kinds, rows, near) for near in (True, False))
-    return lambda one, other: min(near(one, other), apart(one, other))
-
-
-def _crossing(
-    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row]
-) -> Callable[[int], float]:
-    """Both directions of a boundary between equal groups on two nodes; a node of one node type has none."""
-
-    def seconds(row: int) -> float:
-        kind = kinds[rows[row].kind]
-        resource = resources[kind.resource]
-        node, same = resource.node_type, len(resource.node_names) == 1
-        return 2 * cost.boundary_s(node, node, rows[row].microbatch, same_node=same, tp_degree=kind.tp_degree)
-
-    return seconds
+def _boundaries(
+    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row], near: bool
+) -> Floats:
+    """(rows, rows) seconds of both directions of a boundary between two groups on one node (near), or on two; infinite where there are
+    none such, or rows have different microbatch sizes."""
+    out = np.full((len(rows), len(rows)), np.inf)
+    for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
+        a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], rows[i].microbatch
+        one, other = resources[a.resource], resources[b.resource]
+        fits = one is other and a.tp_degree + b.tp_degree <= one.node_type.num_gpus
+        if rows[j].microbatch == size and (fits if near else one is not other or len(one.node_names) > 1):
+            there = cost.boundary_s(one.node_type, other.node_type, size, same_node=near, tp_degree=b.tp_degree)
+            back = cost.boundary_s(other.node_type, one.node_type, size, same_node=near, tp_degree=a.tp_degree)
+            out[i, j] = out[j, i] = there + back
+    return out
 
 
 def ring_rate(
@@ -177,43 +146,3 @@ def ring_rate(
     """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as for `CostModel.sync_s`."""
     low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9
-
-
-def _least_ring(
-    cost: CostModel, resources: tuple[Resource, ...], apart: bool
-) -> Callable[[int, float, int, int], float]:
-    """Between nodes the NIC carries all that a worker's group holds; unless holders must be `apart`, some of it may be summed inside the
-    node meanwhile, where each other member takes a GPU that the group leaves. No latency: rings of one worker may wait for it together."""
-    overhead = cost.parameters.step_overhead_s
-
-    @cache
-    def update_s(resource: int, degree: int) -> float:
-        return _least_update(cost, resources[resource].node_type, degree)
-
-    held_once = cache(partial(_held_once, cost.spec))
-
-    def seconds(resource: int, num_bytes: float, degree: int, pipelines: int) -> float:
-        update, kind = num_bytes * update_s(resource, degree) + overhead, resources[resource].node_type
-        if pipelines < 2 or not num_bytes:
-            return update
-        summed = cost.links.ring_link_s(kind, False, pipelines, num_bytes * held_once(degree))
-        if not apart and pipelines <= 1 + kind.num_gpus - degree:  # of which a node that has the group may hold a layer
-            summed = 1.0 / (1.0 / summed + 1.0 / cost.links.ring_link_s(kind, True, pipelines, num_bytes))
-        return summed + update
-
-    return seconds
-
-
-def _held_once(spec: ModelSpec, degree: int) -> float:
-    """Bytes of what a group holds over its workers' own, of the layer that has most of it on every worker."""
-    tied = spec.tied_parameters
-    layers = (spec.embedding, *spec.blocks, replace(spec.head, parameters=spec.head.parameters + tied))
-    return min(layer.parameters / max(layer.parameters_per_worker(degree), 1.0) for layer in layers if layer.parameters)
-
-
-def _least_update(cost: CostModel, kind: NodeType, degree: int) -> float:
-    """Seconds of update a gradient byte, of the layer that has least of them."""
-    layers = cost.layer_costs(kind, degree, 1)
-    held = layers.sync_bytes > 0
-    return float((layers.update_s[held] / layers.sync_bytes[held]).min()) if held.any() else 0.0
-

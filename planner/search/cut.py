@@ -1,9 +1,8 @@
 """The best cut of the layers for many pipelines at once: smallest bottleneck under memory, stages in a given order.
 
 For a fixed order of stages and a fixed bottleneck, giving each stage as many layers as time and memory allow is optimal
-(any other cut ends no later at every stage), so a bisection on the bottleneck finds the optimum; every step is done
-for all
-pipelines together, stage by stage.
+(any other cut ends no later at every stage), so a bisection on the bottleneck finds the optimum; every step is done for all pipelines
+together, stage by stage.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,7 @@ from planner.search.tables import Floats, Ints, Tables
 class Cuts:
     """One entry a pipeline. ends: (n, P) end layer of each stage; bottleneck_s, fill_s: (n,) seconds.
 
-    fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has
-    bottleneck inf.
+    fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has bottleneck inf.
     """
 
     ends: Ints
@@ -118,9 +116,8 @@ class Balancer:
         return best
 
     def _greedy(self, rows: Ints, num_stages: Ints, limit: Floats, own: Floats, scale: Floats) -> Ints:
-        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is num_layers. Pipelines
-        sorted by depth, deepest first.
-        """
+        """(n, P) ends when each stage takes all it may; a pipeline succeeded if its last end is num_layers. Pipelines sorted by depth,
+        deepest first."""
         n, width = rows.shape
         layers, stage = self.tables.num_layers, np.arange(width)
         # (P, n) from here on: a stage of all pipelines lies together

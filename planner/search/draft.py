@@ -1,6 +1,4 @@
-"""Plans before they have workers: pipelines as stages of table rows, their time, and how many microbatches each
-should do.
-"""
+"""Plans before they have workers: pipelines as stages of table rows, their time, and how many microbatches each should do."""
 
 import heapq
 import itertools
@@ -8,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.cost.schedule import run_1f1b
 from planner.in_flight import one_each, period_s, working_ahead
 from planner.search.tables import Tables
 
@@ -33,14 +30,15 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """One microbatch's seconds through a pipeline, the steady state's, and each stage's: all, and what the warm-up hides; microbatches in
-    flight at each stage."""
+class Way:
+    """One microbatch's seconds through a pipeline, the steady state's, and each stage's: all, what the warm-up hides, and its backward;
+    microbatches in flight at each stage."""
 
     fill_s: float
     period_s: float
     busy_s: list[float]
     hidden_s: list[float]
+    backward_s: list[float]
     most_in_flight: tuple[int, ...]
 
 
@@ -55,24 +53,10 @@ class Estimator:
         self._boundaries: list[list[float]] = tables.boundaries.tolist()
         self._crossings: list[float] = tables.crossings.tolist()
         self._groups: list[int] = tables.groups_a_node.tolist()
-        self._times: dict[tuple[Shape, int], float] = {}
-        self._ends: dict[Shape, float] = {}
-        self._ways: dict[Shape, _Way] = {}
-        self._stages: dict[Shape, tuple[list[float], list[float], list[float]]] = {}
-
-    def stages(self, shape: Shape) -> tuple[list[float], list[float], list[float]]:
-        """Forward and backward seconds of each stage, and of each boundary both ways together."""
-        if shape not in self._stages:
-            time, forward = self._time_sums, self._forward_sums
-            first = [forward[r][e] - forward[r][s] for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
-            both = [time[r][e] - time[r][s] for r, s, e in zip(shape.rows, shape.starts, shape.ends)]
-            send = self._transfers(shape.rows)
-            half = self.tables.stage_overhead_s / 2
-            self._stages[shape] = ([f + half for f in first], [b - f + half for b, f in zip(both, first)], send)
-        return self._stages[shape]
+        self._ways: dict[Shape, Way] = {}
 
     def _transfers(self, rows: tuple[int, ...]) -> list[float]:
-        """Seconds of each boundary; equal neighbours fill one node after the other, as `place` does."""
+        """Seconds of each boundary, both ways together; equal neighbours fill one node after the other, as `place` does."""
         out, inside = [], 1
         for one, other in itertools.pairwise(rows):
             inside = inside % self._groups[one] + 1 if one == other else 1
@@ -80,89 +64,51 @@ class Estimator:
         return out
 
     def pipeline_s(self, shape: Shape, microbatches: int) -> float:
-        """Seconds of one pipeline's part of a step, without gradient sync."""
-        key = (shape, microbatches)
-        if key not in self._times:
-            self._times[key] = self._time(shape, microbatches)
-        return self._times[key]
-
-    def _time(self, shape: Shape, microbatches: int) -> float:
-        near = self._near(shape)
-        if microbatches <= near:
-            return self._simulated(shape, microbatches)
-        return self.quick_s(shape, microbatches) + self._far(shape) - self.quick_s(shape, near)
-
-    def _near(self, shape: Shape) -> int:
-        """Microbatches after which a pipeline's time grows as its bound does: 0.03% off on average, 0.9% at worst; where
-        stages work ahead 0.14% and 3%."""
-        return 2 * len(shape.rows) + 4
-
-    def _far(self, shape: Shape) -> float:
-        """When it ends with so many microbatches."""
-        if shape not in self._ends:
-            self._ends[shape] = self._simulated(shape, self._near(shape))
-        return self._ends[shape]
-
-    def _simulated(self, shape: Shape, k: int) -> float:
-        """End of the last backward."""
-        forward, backward, send = self.stages(shape)
-        half, numbers = [seconds / 2 for seconds in send], self._way(shape).most_in_flight
-        backwards = run_1f1b(forward, backward, half, half, k, self.tables.transfers, numbers)[1]
-        return max(done[-1] for done in backwards)
-
-    def _numbers(self, shape: Shape) -> tuple[int, ...]:
-        """Microbatches in flight at each stage: as many as fit memory, where these run beside the work."""
-        if self.tables.transfers != "none" or len(shape.rows) == 1:
-            return one_each(len(shape.rows))
-        room = [self.tables.room(*stage) for stage in zip(shape.rows, shape.starts, shape.ends)]
-        return working_ahead(self.stages(shape)[2], room)
-
-    def quick_s(self, shape: Shape, microbatches: int) -> float:
-        """A lower bound of `pipeline_s`, by the inequality of `planner.search.bound` for every stage."""
-        way, k = self._way(shape), microbatches - 1
+        """Seconds of one pipeline's part of a step, without gradient sync: a lower bound, by the inequality of `planner.search.bound` for
+        every stage."""
+        way, k = self.way(shape), microbatches - 1
         stages = zip(way.busy_s, way.hidden_s, way.most_in_flight, strict=True)
         slowest = max([k * busy - (k if k < most else most - 1) * hidden for busy, hidden, most in stages])
-        return way.fill_s + max(slowest, k * way.period_s - way.fill_s)
+        return max(way.fill_s + slowest, k * way.period_s)
 
-    def _way(self, shape: Shape) -> "_Way":
-        """What `quick_s` and `affine` need, computed once."""
-        known = self._ways.get(shape)
-        if known is None:
-            forward, backward, send = self.stages(shape)
-            share = self.tables.boundary_share
-            tolls = [(a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])]  # half of each of its two boundaries
-            hidden = [f + share * t for f, t in zip(forward, tolls)]
-            busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
-            period, numbers = max(busy), self._numbers(shape)
-            if self.tables.transfers == "none":
-                period = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
-            known = _Way(sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, numbers)
-            self._ways[shape] = known
-        return known
+    def _numbers(self, shape: Shape, send: list[float]) -> tuple[int, ...]:
+        """Microbatches in flight at each stage: as many as fit memory, where transfers run beside the work."""
+        if self.tables.transfers != "none" or len(shape.rows) == 1:
+            return one_each(len(shape.rows))
+        return working_ahead(send, [self.tables.room(*stage) for stage in zip(shape.rows, shape.starts, shape.ends)])
+
+    def way(self, shape: Shape) -> Way:
+        """Of a pipeline, computed once."""
+        if shape not in self._ways:
+            self._ways[shape] = self._new_way(shape)
+        return self._ways[shape]
+
+    def _new_way(self, shape: Shape) -> Way:
+        send, half, share = self._transfers(shape.rows), self.tables.stage_overhead_s / 2, self.tables.boundary_share
+        time, begun = self._time_sums, self._forward_sums
+        stages = list(zip(shape.rows, shape.starts, shape.ends))
+        forward = [begun[r][e] - begun[r][s] + half for r, s, e in stages]
+        backward = [time[r][e] - time[r][s] - f + 2 * half for (r, s, e), f in zip(stages, forward)]
+        tolls = [(a + b) / 2 for a, b in zip([0.0, *send], [*send, 0.0])]  # half of each of its two boundaries
+        hidden = [f + share * t for f, t in zip(forward, tolls)]
+        busy = [h + b + share * t for h, b, t in zip(hidden, backward, tolls)]
+        period, numbers = max(busy), self._numbers(shape, send)
+        if self.tables.transfers == "none":
+            period = period_s([f + b for f, b in zip(forward, backward)], send, numbers)
+        return Way(sum(forward) + sum(backward) + sum(tolls), period, busy, hidden, backward, numbers)
 
     def microbatch(self, shape: Shape) -> int:
         return self.tables.rows[shape.rows[0]].microbatch
 
-    def affine(self, shape: Shape) -> tuple[float, float]:
-        """(seconds of the first microbatch, seconds of each further one) in the steady state."""
-        way = self._way(shape)
-        return way.fill_s, way.period_s
-
     def most_in(self, shape: Shape, seconds: float) -> int:
         """The most microbatches that the pipeline completes in so many seconds."""
-        guess = self._guess(shape, seconds)
+        way = self.way(shape)
+        guess = max(0, int((seconds - way.fill_s) / way.period_s) + 1)
         while self.pipeline_s(shape, guess + 1) <= seconds:
             guess += 1
         while guess > 0 and self.pipeline_s(shape, guess) > seconds:
             guess -= 1
         return guess
-
-    def _guess(self, shape: Shape, seconds: float) -> int:
-        """Microbatches in so many seconds by the steady state, from the number at which it is reached."""
-        way, near = self._way(shape), self._near(shape)
-        if seconds > (known := self.pipeline_s(shape, near)):
-            return near + int((seconds - known) / way.period_s)
-        return max(0, int((seconds - way.fill_s) / way.period_s) + 1) if seconds >= way.fill_s else 0
 
 
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:
@@ -191,9 +137,9 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
 
 def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequences: float) -> float:
     """When all pipelines, so many of each shape, would end together in the steady state, microbatches not rounded."""
-    ways = [(n * estimator.microbatch(shape), *estimator.affine(shape)) for shape, n in numbers]
-    left = sequences + sum(size * (fill / step - 1) for size, fill, step in ways)
-    return left / sum(size / step for size, _, step in ways)
+    ways = [(n * estimator.microbatch(shape), estimator.way(shape)) for shape, n in numbers]
+    left = sequences + sum(size * (way.fill_s / way.period_s - 1) for size, way in ways)
+    return left / sum(size / way.period_s for size, way in ways)
 
 
 def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | None:

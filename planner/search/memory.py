@@ -124,7 +124,7 @@ def _promises(request: Request, step_s: float) -> bool:
 
 def _proof(request: Request, step_s: float) -> Proof:
     free = _unlimited(request)
-    return prove(free, tables_of(free), step_s) if request.prove else NO_PROOF
+    return prove(tables_of(free), step_s) if request.prove else NO_PROOF
 
 
 def _chosen(tried: Sequence[Answer | Drafted | InfeasibleError]) -> Answer:

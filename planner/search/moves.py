@@ -35,7 +35,7 @@ class Moves:
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
             self._move_blocks, self._reorder, self._exchange, self._hand_over, self._split_or_merge, self._resize,
-            self._join_or_leave, self._deal_anew,
+            self._join_or_leave,
         )  # fmt: skip
 
     def draw(self, plan: Plan, broken: Collection[int] | None = None) -> Plan | None:
@@ -193,7 +193,7 @@ class Moves:
         return made
 
     def _join_or_leave(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """Idle workers of a node become a stage, double a group there or become a pipeline; or a group becomes idle."""
+        """Idle workers of a node become a stage, or those of all nodes a pipeline; or a group becomes idle."""
         used = {worker for pipeline in pipelines for worker in pipeline.workers}
         idle = [free for node in self._fleet.nodes if (free := tuple(w for w in node.workers if w not in used))]
         depth = len(pipelines[chosen[0]].stages)
@@ -202,21 +202,11 @@ class Moves:
             return self._each(pipelines, chosen, lambda groups: groups[:place] + groups[place + 1 :])
         free = self.rng.choice(idle)
         degree = self.rng.choice([d for d in self.degrees if d <= len(free)] or [1])
-        if way < 0.25:
-            return self._each(pipelines, chosen[:1], lambda groups: self._doubled(groups, free))
-        if way < 0.35:
+        if way < 0.2:
             several = list(itertools.chain.from_iterable(_split(of, degree) for of in idle))
             new = self.cut(several[: self.tables.deepest], pipelines[chosen[0]].microbatch_sequences)
             return None if new is None else [*pipelines, new]
         return self._each(pipelines, chosen[:1], lambda groups: [*groups[:place], free[:degree], *groups[place:]])
-
-    def _doubled(self, groups: list[Group], idle: Group) -> list[Group] | None:
-        """A group on these workers' node with as many of them as it has."""
-        there = [i for i, g in enumerate(groups) if len(g) <= len(idle) and node_of(g[0]) == node_of(idle[0])]
-        if not there:
-            return None
-        at = self.rng.choice(there)
-        return [*groups[:at], groups[at] + idle[: len(groups[at])], *groups[at + 1 :]]
 
     # -- two pipelines -------------------------------------------------------------------------------------------------
 
@@ -244,19 +234,6 @@ class Moves:
         )
         moved, left = left[start : start + many], left[:start] + left[start + many :]
         return self._regrouped(pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]})
-
-    def _deal_anew(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
-        """The groups of two or three pipelines are dealt out among them, node types in the order of the first one; or all become one."""
-        others = [i for i in range(len(pipelines)) if i != chosen[0]]
-        if not others:
-            return None
-        some = [chosen[0], *self.rng.sample(others, min(len(others), self.rng.choice((1, 1, 2))))]
-        groups = [group for i in some for group in groups_of(pipelines[i])]
-        types = list(dict.fromkeys(map(self._type_of, groups)))
-        groups.sort(key=lambda group: (types.index(self._type_of(group)), -len(group)))
-        many = len(some) if self.rng.random() < 0.7 else 1
-        dealt = {i: groups[n::many] if n < many else [] for n, i in enumerate(some)}
-        return self._regrouped(pipelines, dealt)
 
 
 def groups_of(pipeline: Pipeline) -> list[Group]:

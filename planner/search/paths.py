@@ -16,14 +16,12 @@ class PricedStages:
     """Stages of one microbatch size with times that no neighbour, node, place in the model or schedule can beat.
 
     Arrays are (rows, place, blocks - 1), the places being first (with the embedding), inner, and last (with the head). room[band]: whether
-    memory allows the stage with `BANDS[band]` stages after it. pipelines: at least so many share the model.
+    memory allows the stage with `BANDS[band]` stages after it.
     """
 
     busy: Floats
-    sync_s: Floats
-    sync_range: tuple[float, float]
 
-    def __init__(self, tables: Tables, microbatch: int, pipelines: int):
+    def __init__(self, tables: Tables, microbatch: int):
         self.tables, self.microbatch, self.blocks = tables, microbatch, tables.num_blocks
         self.stages = min(tables.deepest, sum(resource.num_gpus for resource in tables.resources))
         self.rows = np.flatnonzero([row.microbatch == microbatch for row in tables.rows])
@@ -38,7 +36,7 @@ class PricedStages:
         room = self._room_of(first, last, start + size <= self.blocks)
         self.wide = wide = max(1, int(room[0].any(axis=(0, 1)).sum())) if len(self.rows) else 1
         inner = 2.0 - (start == 0) - (stop == self.blocks)
-        self._time(first[:, :wide], last[:, :wide], inner[:, :wide], (start + size <= self.blocks)[:, :wide], pipelines)
+        self._time(first[:, :wide], last[:, :wide], inner[:, :wide], (start + size <= self.blocks)[:, :wide])
         self.room = [
             _by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0 for part in room
         ]
@@ -50,11 +48,11 @@ class PricedStages:
         fits = self.tables.last_layer_that_fits[self.rows]
         return [(fits[:, min(depth, fits.shape[1] - 1)][:, first] >= last) & allowed for depth in limits.BANDS]
 
-    def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_], pipelines: int) -> None:
+    def _time(self, first: Ints, last: Ints, inner: Floats, allowed: NDArray[np.bool_]) -> None:
         """Seconds of layers [first, last), with so many boundaries: busy, with what transfers occupy the stage for; fill, with the transfer
         into it; forward alone."""
         tables, rows = self.tables, self.rows
-        toll = np.minimum(tables.least_boundaries.min(axis=0), tables.least_boundaries.min(axis=1))[rows, None, None]
+        toll = np.minimum(tables.near_s, tables.apart_s).min(axis=0)[rows, None, None]
         toll = np.where(np.isfinite(toll), toll, 0.0)  # of groups without any neighbour
         apart = tables.transfers == "none"
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
@@ -70,23 +68,10 @@ class PricedStages:
         # every transfer that the fill counts occupies a stage beside each microbatch or runs beside its work
         self.beside_s = float(np.max(toll, initial=0.0)) if apart else 0.0
         self.longer = 1.0 if apart else float(np.max(fill[possible] / (seconds + occupied)[possible], initial=1.0))
-        self._time_sync(seconds[:, 0], possible[:, 0], pipelines)
-        fill[:, 0] += self.sync_s
-        self.sync_s = np.maximum(self.sync_s, self.sync_range[0] / (1 - 1e-9))
         self.busy, self.fill = (_by_place(values, possible, np.inf) for values in (seconds + occupied, fill))
         self.forward = -_by_place(-forward, possible, 0.0)
         self.begun = -_by_place(-self._begun(first, last), possible, 0.0)
         self.finite_fill = np.where(np.isfinite(self.fill), self.fill, 0.0)
-
-    def _time_sync(self, seconds: Floats, possible: NDArray[np.bool_], pipelines: int) -> None:
-        """sync_s: (rows, blocks - 1) what follows the last backward of a first stage of so many `seconds`."""
-        self.sync_s = self._sync(pipelines)
-        order = np.argsort(seconds, axis=None)
-        self.first_s = seconds.ravel()[order]
-        self.most_sync_s = np.append(0.0, np.maximum.accumulate(self.sync_s.ravel()[order]))
-        heavy = float(np.max(self.sync_s[possible], initial=1e-12))
-        light = max(float(np.min(self.sync_s[possible], initial=heavy)), 1e-6 * heavy)
-        self.sync_range = light * (1 - 1e-9), heavy  # less than any first stage's, and the most
 
     def _begun(self, first: Ints, last: Ints) -> Floats:
         """(rows, start, blocks - 1) microbatches that memory lets a stage of layers [first, last) begin before its first backward, less
@@ -104,32 +89,18 @@ class PricedStages:
         self.slowest = float(busy.max()) if len(busy) else 0.0
         self.share = float((forward / busy).max()) if len(busy) else 0.0
 
-    def _sync(self, pipelines: int) -> Floats:
-        """(rows, blocks - 1) of `_time_sync`."""
-        tables, out = self.tables, []
-        size = np.arange(1, self.wide + 1)
-        ends: Ints = np.asarray(np.where(size == self.blocks, self.blocks + 2, size + 1), dtype=np.int64)
-        for row, resource, degree in zip(self.rows, self.resource, self.degree, strict=True):
-            held = tables.held_sync_bytes(np.asarray(row), 0, ends)
-            known = {
-                float(size): tables.least_ring_s(int(resource), float(size), int(degree), pipelines) for size in held
-            }
-            out.append([known[float(size)] for size in held])
-        return np.array(out).reshape(len(self.rows), self.wide)
-
     def cheapest(
-        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints, syncs: Floats
+        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
     ) -> tuple[Floats, Floats, Floats]:
         """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of each resource and fill. after:
-        microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages. syncs: (intervals, 2)
-        seconds of the first stage's sync, more than and at most.
+        microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages.
         """
         cost = prices[self.resource] * self.degree
         order = np.lexsort((high, depths[:, 1]))
         least, gpus, fill = np.empty(len(high)), np.empty((len(high), len(prices))), np.empty(len(high))
         for i in range(0, len(order), limits.TOGETHER):
             mine = order[i : i + limits.TOGETHER]
-            paths = Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine], syncs[mine])
+            paths = Paths(self, weight[mine], high[mine], cost, after[mine], depths[mine])
             least[mine] = paths.solve()
             gpus[mine], fill[mine] = paths.totals()
         return least, gpus, fill
@@ -143,12 +114,12 @@ class PricedStages:
         own = 1 / np.maximum(1 - (self.longer - 1) / after, 1e-30)
         return own + self.beside_s / high, self.longer / after * own
 
-    def microbatches_after(self, high: Floats, fewest: float, most: Ints, heavy: Floats, step_s: float) -> Floats:
-        """(intervals,) microbatches that a pipeline of at most `most` stages and `heavy` seconds of sync does at least after its first: the
-        deeper, the longer its fill may be. fewest: `fewest_microbatches`. step_s: a bound of the step time known before.
+    def microbatches_after(self, high: Floats, fewest: float, most: Ints, step_s: float) -> Floats:
+        """(intervals,) microbatches that a pipeline of at most `most` stages does at least after its first: the deeper, the longer its fill
+        may be. fewest: `fewest_microbatches`. step_s: a bound of the step time known before.
 
         A pipeline does (T - F) / m microbatches after its first, where F is at most its stages' seconds, each stage's at most what
-        `Paths` allows, and the sync of the first.
+        `Paths` allows.
         """
         after = np.full(len(high), max(fewest - 1, 1e-9))
         for _ in range(limits.REPEATS):
@@ -157,9 +128,7 @@ class PricedStages:
             with np.errstate(over="ignore"):
                 fill = most * (1 / (1 - self.share * hidden) + self.beside_s / high)
                 fill = np.minimum(fill, longest * np.expm1(most * np.log1p(more)) / more)
-                first_s = high * longest * np.exp(most * np.log1p(more))
-            sync = np.minimum(heavy, self.most_sync_s[np.searchsorted(self.first_s, first_s, side="right")])
-            after = np.maximum(after, (step_s - sync) / high - fill)
+            after = np.maximum(after, step_s / high - fill)
         return after
 
     def fewest_microbatches(self, prices: Floats) -> float:
@@ -195,19 +164,10 @@ class Traced(NamedTuple):
 class Paths:
     """Shortest paths from the last stage to the first, for all intervals at once.
 
-    after: (intervals,) microbatches that each pipeline does at least after its first. depths, syncs: as in `PricedStages.cheapest`.
+    after: (intervals,) microbatches that each pipeline does at least after its first. depths: as in `PricedStages.cheapest`.
     """
 
-    def __init__(
-        self,
-        stages: PricedStages,
-        weight: Floats,
-        high: Floats,
-        cost: Floats,
-        after: Floats,
-        depths: Ints,
-        syncs: Floats,
-    ):
+    def __init__(self, stages: PricedStages, weight: Floats, high: Floats, cost: Floats, after: Floats, depths: Ints):
         self.relaxed, self.after, self.depths = stages, after, depths
         self.most, self.fewest = int(depths[:, 1].max()), int(max(float(after.min()), 0.0))
         limits = self._limits(high)
@@ -215,9 +175,6 @@ class Paths:
         self.wide = wide = int(np.flatnonzero(shortest <= limits[-1].max()).max(initial=0)) + 1
         self.value = weight[:, None, None, None] * stages.finite_fill[:, :, :wide] + cost[:, None, None]
         self.from_depth = self._from_depth(np.minimum(high * (1 + 1e-9), 1e300), limits)
-        light, heavy = syncs.T[:, :, None, None]
-        others = (stages.sync_s[:, :wide] <= light) | (stages.sync_s[:, :wide] > heavy)
-        self.from_depth[:, :, 0][others] = self.most  # never
         # [step, :, i]: least cost of the blocks from i on with so many stages
         self.afters = np.full((self.most + 1, len(high), stages.blocks + wide + 1), np.inf)
         # [step, :, size, i]: of what follows a stage from block i + 1 on

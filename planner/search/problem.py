@@ -24,12 +24,10 @@ def no_clock() -> float:
 class Request:
     """One planning problem.
 
-    cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every pipeline's
-    microbatch (None: choose).
-    max_tp_degree, min_tp_degree bound the TP degree; mixed_tp=False asks for one TP degree in the whole plan and
-    mixed_microbatch=False
-    for one microbatch size. max_usd_per_hour limits the price of the nodes in use. min_node_disjoint_holders=2 asks
-    that every layer lie on two nodes at least.
+    cost: the cost model of this fleet and model spec. microbatch_sequences fixes the size of every pipeline's microbatch (None: choose).
+    max_tp_degree, min_tp_degree bound the TP degree; mixed_tp=False asks for one TP degree in the whole plan and mixed_microbatch=False
+    for one microbatch size. max_usd_per_hour limits the price of the nodes in use. min_node_disjoint_holders=2 asks that every layer lie
+    on two nodes at least.
     clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`, `fasop` and
     `pareto`; `autohet` counts what it tries, so that a busy machine finds the same plan.
     spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster (`planner.spmd`).
@@ -64,9 +62,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """How the search went. lower_bound_s holds for every plan of the searched family under this cost model; gap =
-    step_time / lower_bound - 1; both None where nothing is proved. proof: a sentence on that.
-    """
+    """How the search went. lower_bound_s holds for every plan of the searched family under this cost model; gap = step_time / lower_bound
+    - 1; both None where nothing is proved. proof: a sentence on that."""
 
     seconds: float
     plans_evaluated: int

@@ -47,27 +47,21 @@ class SideBySide:
         summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)
         carried = latency + summed + further * np.maximum(summed - back_s, 0.0)
         late = np.where(rows >= 0, carried - early_s, 0.0).max(axis=1, initial=0.0)
-        return np.asarray(late + self._updated_s(rows, held_bytes))
-
-    def _alike(self, rows: Ints) -> Ints:
-        return np.where(rows >= 0, np.array(self._like)[rows], -1)
+        updates = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0)
+        return np.asarray(late + updates.max(axis=1, initial=0.0))
 
     def _rates_of(self, number: Ints, rows: Ints) -> tuple[Floats, Floats, Floats]:
         """(n, P) each, as `_rate`."""
         width = len(self._tables.rows) + 1
-        keys, at = np.unique(number[:, None] * width + self._alike(rows) + 1, return_inverse=True)
+        alike = np.where(rows >= 0, np.array(self._like)[rows], -1)
+        keys, at = np.unique(number[:, None] * width + alike + 1, return_inverse=True)
         rates = np.array([self._rate(int(key) // width, int(key) % width - 1) for key in keys]).reshape(-1, 3)
         latency, byte_s, stages = np.moveaxis(rates[at.reshape(rows.shape)], -1, 0)
         return latency, byte_s, stages
 
-    def _updated_s(self, rows: Ints, held_bytes: Floats) -> Floats:
-        """(n,) the longest update."""
-        each = np.where(rows >= 0, np.array(self._update)[rows] * held_bytes, 0.0)
-        return np.asarray(each.max(axis=1, initial=0.0))
-
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """As `after_kinds_s`, of so many pipelines of one shape."""
-        summed, before = list[float](), [0.0, *itertools.accumulate(timing.stages(shape)[1])]
+        summed, before = list[float](), [0.0, *itertools.accumulate(timing.way(shape).backward_s)]
         latest = updated = 0.0
         kinds = [self._like[row] for row in shape.rows]
         for row, start, end in zip(shape.rows, shape.starts, shape.ends):

@@ -5,8 +5,8 @@ the embedding first, then the blocks, then the head (`num_layers = num_blocks + 
 contiguous range is one subtraction.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -69,11 +69,9 @@ class Row:
 class Tables:
     """All that a search needs of a request.
 
-    batch: sequences a step, of `sequence_length` tokens. deepest: stages of a pipeline at most. boundary_s(row, row): seconds that a
-    boundary between two neighbouring stages costs a microbatch, activation and gradient together; `transfers` says whom they occupy.
-    crossing_s(row): a boundary between two groups of one row on two nodes; None where boundary_s says it all. least_boundary_s: as
-    boundary_s, wherever the two lie. least_ring_s(resource, bytes, TP degree, pipelines): at least what sync and update take a worker of
-    a group of that degree, with so many gradient bytes, where at least so many pipelines share the model.
+    batch: sequences a step, of `sequence_length` tokens. deepest: stages of a pipeline at most. near_s, apart_s: (rows,
+    rows) seconds that a boundary between two neighbouring stages on one node, or on two, costs a microbatch, activation and gradient
+    together, infinite where two cannot lie so; `transfers` says whom they occupy.
     """
 
     model: str
@@ -83,12 +81,10 @@ class Tables:
     resources: tuple[Resource, ...]
     kinds: tuple[Kind, ...]
     rows: tuple[Row, ...]
-    boundary_s: Callable[[int, int], float]
+    near_s: Floats
+    apart_s: Floats
     transfers: Transfers
     stage_overhead_s: float = 0.0
-    crossing_s: Callable[[int], float] | None = None
-    least_ring_s: Callable[[int, float, int, int], float] = lambda resource, num_bytes, degree, pipelines: 0.0
-    least_boundary_s: Callable[[int, int], float] | None = None
 
     def kind(self, row: int) -> Kind:
         """The kind of a row."""
@@ -111,11 +107,6 @@ class Tables:
         """Microbatch sizes of the rows, ascending."""
         return sorted({row.microbatch for row in self.rows})
 
-    @cached_property
-    def num_layers(self) -> int:
-        """Embedding and head included."""
-        return len(self.rows[0].forward_s)
-
     @property
     def boundary_share(self) -> float:
         """What of a boundary's seconds each of its two stages is occupied for."""
@@ -125,6 +116,11 @@ class Tables:
     def begun_ahead(self) -> int:
         """Microbatches that a stage may begin, for each stage after it, before its first backward (`planner.in_flight`)."""
         return MOST_AHEAD if self.transfers == "none" else 1
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Embedding and head included."""
+        return len(self.rows[0].forward_s)
 
     @property
     def num_blocks(self) -> int:
@@ -148,14 +144,8 @@ class Tables:
     def sync_sums(self) -> Floats:
         return _sums([row.sync_bytes for row in self.rows])
 
-    def held_sync_bytes(self, rows: Ints, starts: Ints | int, ends: Ints | int) -> Floats:
-        """Gradient bytes of a worker of each stage of layers [start, end), of shapes that fit each other."""
-        tied = np.array([row.tied_sync_bytes for row in self.rows])
-        twice = np.where(np.equal(starts, 0) & np.equal(ends, self.num_layers), tied[rows], 0.0)
-        return np.asarray(self.sync_sums[rows, ends] - self.sync_sums[rows, starts] - twice)
-
     def stage_sync_bytes(self, row: int, start: int, end: int) -> float:
-        """As `held_sync_bytes`, of one stage: in plain floats, since searches ask thousands of times."""
+        """Gradient bytes of a worker of a stage of layers [start, end): in plain floats, since searches ask thousands of times."""
         sums = self._sync_lists[row]
         twice = self.rows[row].tied_sync_bytes if start == 0 and end == self.num_layers else 0.0
         return sums[end] - sums[start] - twice
@@ -167,28 +157,14 @@ class Tables:
 
     @cached_property
     def boundaries(self) -> Floats:
-        """(rows, rows) seconds; infinite between rows of different microbatch size."""
-        n = len(self.rows)
-        out = np.full((n, n), np.inf)
-        for i, one in enumerate(self.rows):
-            for j, other in enumerate(self.rows):
-                if one.microbatch == other.microbatch:
-                    out[i, j] = self.boundary_s(i, j)
-        return out
-
-    @cached_property
-    def least_boundaries(self) -> Floats:
-        """(rows, rows) as `boundaries`, of neighbours that lie as well as they can: links inside a node may be slower than its card."""
-        if self.least_boundary_s is None:
-            return self.boundaries
-        return replace(self, boundary_s=self.least_boundary_s).boundaries
+        """(rows, rows) seconds of a boundary, on one node where two groups of one node type fit into one."""
+        return np.where(np.isfinite(self.near_s), self.near_s, self.apart_s)
 
     @cached_property
     def crossings(self) -> Floats:
-        """(rows,) seconds of a boundary between equal groups on two nodes."""
-        if self.crossing_s is None:
-            return np.asarray(np.diagonal(self.boundaries))
-        return np.array([self.crossing_s(row) for row in range(len(self.rows))])
+        """(rows,) seconds of a boundary between equal groups on two nodes; of a node alone between two there."""
+        apart = np.diagonal(self.apart_s)
+        return np.where(np.isfinite(apart), apart, np.nan_to_num(np.diagonal(self.near_s), posinf=0.0))
 
     @cached_property
     def busiest_hop(self) -> Floats:

@@ -188,19 +188,14 @@ class _Every:
     def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
         """Whether it keeps to what the request asks for beside memory and depth."""
         request = self.request
-        stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-        return not (
-            (
-                request.max_usd_per_hour is not None
-                and usd_per_hour is not None
-                and usd_per_hour > request.max_usd_per_hour
-            )
-            or (not request.mixed_tp and len({stage.tp_degree for stage in stages}) > 1)
-            or (not request.mixed_microbatch and len({each.microbatch_sequences for each in plan.pipelines}) > 1)
-            or (
-                request.min_node_disjoint_holders > 1
-                and redundancy(plan, request.fleet, request.spec.num_layers).weakest < request.min_node_disjoint_holders
-            )
+        limit, holders = request.max_usd_per_hour, request.min_node_disjoint_holders
+        degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
+        sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
+        return (
+            (limit is None or usd_per_hour is None or usd_per_hour <= limit)
+            and (request.mixed_tp or len(degrees) == 1)
+            and (request.mixed_microbatch or len(sizes) == 1)
+            and (holders < 2 or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= holders)
         )
 
 

@@ -37,11 +37,8 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
             continue
         try:
             share_s = max(limits.MIN_SEARCH_S, limits.SEARCH_SHARE * left_s / (len(fleets) - index))
-            answers.append(
-                search(
-                    dataclasses.replace(narrowed(request, fleet), objective="time", time_limit_s=min(left_s, share_s))
-                )
-            )
+            asked = dataclasses.replace(narrowed(request, fleet), objective="time", time_limit_s=min(left_s, share_s))
+            answers.append(search(asked))
         except InfeasibleError:
             continue
     return undominated(answers)
@@ -95,17 +92,13 @@ def _why_none(search: Search, request: Request) -> str:
     limit = request.max_usd_per_hour
     if limit is None:
         return "no number of these nodes can train the model; add nodes"
-    dearer = sorted(
-        (fleet.usd_per_hour() or 0.0, i, fleet) for i, fleet in enumerate(fleets_up_to(request.fleet, limits.EXPLAINED_FLEETS))
-    )
-    for price, _, fleet in dearer:
-        if price <= limit:
+    fleets = fleets_up_to(request.fleet, limits.EXPLAINED_FLEETS)
+    unlimited = dataclasses.replace(request, objective="time", max_usd_per_hour=None, time_limit_s=limits.MIN_SEARCH_S)
+    for fleet in sorted(fleets, key=lambda fleet: fleet.usd_per_hour() or 0.0):
+        if (price := fleet.usd_per_hour() or 0.0) <= limit:
             continue
         try:
-            asked = dataclasses.replace(
-                narrowed(request, fleet), objective="time", max_usd_per_hour=None, time_limit_s=limits.MIN_SEARCH_S
-            )
-            price = search(asked).prediction.usd_per_hour or price
+            price = search(narrowed(unlimited, fleet)).prediction.usd_per_hour or price
         except InfeasibleError:
             continue
         return (

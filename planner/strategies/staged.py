@@ -109,7 +109,7 @@ class Shortlist:
         alike = Counter(staged.shapes(ends))
         batch, most_s = self._tables.batch, limits.FAR_BEHIND * self._best_s
         seconds = steady_s(self._estimator, alike.items(), batch)
-        if seconds >= most_s or seconds < max(self._estimator.affine(shape)[0] for shape in alike):
+        if seconds >= most_s or seconds < max(self._estimator.way(shape).fill_s for shape in alike):
             return  # in less than its first microbatch takes a pipeline gets none
         seconds += max(self._sync.after_one_s(self._estimator, staged.width, shape) for shape in alike)
         count = batch // (self._estimator.microbatch(next(iter(alike))) * staged.width)

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import Fleet, NodeType
-from planner.cost.links import LinkTable
-from planner.cost.model import CostModel
 from planner.cost.sync import SyncJob, simulate_sync
 from planner.plan import Pipeline, Plan, Stage
-from planner.search.cost_tables import tables_of
 from planner.strategies import Request
-from tests.planner.cases import fleet, model, profile, request, with_nics
+from tests.planner.cases import fleet, model, request, with_nics
 
 LARGE, SMALL = "A100", "T4"
 
@@ -58,54 +55,6 @@ def test_rings_between_a_large_node_and_small_ones_go_at_the_lesser_share(large_
     alone_s = links.all_reduce_s(members, 1e9)
     found_s = simulate_sync(jobs, ready, ready, asked.fleet, links).gradients_end_s
     assert found_s == pytest.approx(times * alone_s, rel=1e-3)
-
-
-@pytest.mark.parametrize("inside", [0.25e9, 1e9, 4e9])
-@pytest.mark.parametrize("degree", [1, 2])
-def test_what_is_summed_between_nodes_and_inside_at_a_time_takes_no_less_than_any_plan_must(
-    inside: float, degree: int
-) -> None:
-    """The first stage's one block goes through the NIC, the other one meanwhile through the links inside the node."""
-    of = fleet(("A100", 2, 2 * degree))
-    nodes = (
-        replace(n, node_type=replace(n.node_type, inter_node_bytes_per_s=1e9, intra_node_bytes_per_s=inside))
-        for n in of.nodes
-    )
-    asked = request(Fleet(0, tuple(nodes)), 4, model(2, 512))
-    groups = {(n, g): tuple(f"a100-{n}/{degree * g + i}" for i in range(degree)) for n in range(2) for g in range(2)}
-    whole = Pipeline((Stage(0, 2, groups[0, 0]),), 2, 1)
-    halves = Pipeline((Stage(0, 1, groups[1, 0]), Stage(1, 1, groups[0, 1])), 2, 1)
-    simulation = asked.cost.simulate(Plan("tiny", 4, 1, 128, (whole, halves)))
-    tables = tables_of(asked)
-    held = sum(event.job.num_bytes for event in simulation.sync.events) / degree
-    alone = tables.least_ring_s(0, held, degree, 1)
-    summed = simulation.sync.gradients_end_s - simulation.pipelines[0].total_s
-    assert {len({worker.split("/")[0] for worker in event.job.members}) for event in simulation.sync.events} == {1, 2}
-    assert 0.2 * summed < tables.least_ring_s(0, held, degree, 2) - alone <= summed
-
-
-@pytest.mark.parametrize("latency_s", [0.0, 1e-3, 0.1])
-@pytest.mark.parametrize("flow", [None, 0.2])
-def test_no_plan_sums_sooner_than_it_must_whatever_rings_wait_for(latency_s: float, flow: float | None) -> None:
-    """Four finer rings of one GPU wait for their latency together, and are as fast together as its NIC, though one alone is not."""
-    of = with_nics(fleet(("A100", 1, 1), ("T4", 1, 4)), {"A100": 1e9, "T4": 1e9})
-    asked = request(of, 4, model(1, 512))
-    pairs = [("A100", "A100"), ("A100", "T4"), ("T4", "T4")]
-    table = LinkTable({("inter", *pair): ((10.0, 30.0), (flow * 1e9,) * 2) for pair in pairs}) if flow else None
-    parameters = replace(asked.cost.parameters, latency_inter_s=latency_s, efficiency_inter=1.0)
-    asked = replace(
-        asked,
-        cost=CostModel(
-            of, asked.spec, profile(), sequence_length=128, precision="fp32", parameters=parameters, links=table
-        ),
-    )
-    pipelines = (Pipeline((Stage(0, 1, tuple(each.workers)),), 2, 1) for each in of.nodes)
-    sync = asked.cost.simulate(Plan("tiny", 4, 1, 128, tuple(pipelines))).sync
-    begun = max(event.start_s for event in sync.events)
-    tables = tables_of(asked)
-    held = sum(event.job.num_bytes for event in sync.events)
-    least = tables.least_ring_s(0, held, 1, 2) - tables.least_ring_s(0, held, 1, 1)
-    assert 0.5 * (sync.gradients_end_s - begun - 2 * latency_s) < least <= sync.gradients_end_s - begun
 
 
 def _small(asked: Request) -> NodeType:

@@ -1,6 +1,7 @@
 """Sailor's fleets: our search over the tables of Sailor's own formulas, judged by its published cost model."""
 
 import importlib.util
+import itertools
 import json
 import math
 from pathlib import Path
@@ -58,9 +59,8 @@ def sailor_tables(judge: Any, model: str, batch: int, counts: tuple[int, ...], g
         for mbs in sorted(int(m) for m in judge.profile[resources[kind.resource].node_type.gpu_type])
         if (row := _row(judge, resources[kind.resource].node_type.gpu_type, k, kind.tp_degree, mbs)) is not None
     )
-    return Tables(
-        model, batch, SEQUENCE_LENGTH, MOST_STAGES, resources, kinds, rows, _boundary(judge, resources, kinds, rows), "receiver",
-    )  # fmt: skip
+    between = _boundaries(judge, resources, kinds, rows)
+    return Tables(model, batch, SEQUENCE_LENGTH, MOST_STAGES, resources, kinds, rows, between, between, "receiver")
 
 
 def judge_memory(gpu: str) -> int:
@@ -84,17 +84,16 @@ def _row(judge: Any, gpu: str, kind: int, tp: int, mbs: int) -> Row | None:
     )  # fmt: skip
 
 
-def _boundary(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]) -> Any:
-    act = judge.info["1"]["1"]["act_output_floats"] * 4
-
-    def seconds(one: int, other: int) -> float:
-        a, b = kinds[rows[one].kind], kinds[rows[other].kind]
-        names = [resources[k.resource].node_type.gpu_type for k in (a, b)]
-        size = act * rows[one].microbatch
-        there = judge.transfer_s(size, names[0], a.tp_degree, names[1], b.tp_degree)
-        return float(there + judge.transfer_s(size, names[1], b.tp_degree, names[0], a.tp_degree))
-
-    return seconds
+def _boundaries(judge: Any, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: tuple[Row, ...]) -> Floats:
+    """(rows, rows) as in `Tables`."""
+    act, out = judge.info["1"]["1"]["act_output_floats"] * 4, np.full((len(rows), len(rows)), np.inf)
+    for i, j in itertools.product(range(len(rows)), repeat=2):
+        if rows[i].microbatch == rows[j].microbatch:
+            a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], act * rows[i].microbatch
+            names = [resources[kind.resource].node_type.gpu_type for kind in (a, b)]
+            out[i, j] = judge.transfer_s(size, names[0], a.tp_degree, names[1], b.tp_degree)
+            out[i, j] += judge.transfer_s(size, names[1], b.tp_degree, names[0], a.tp_degree)
+    return out
 
 
 class SailorSync:

@@ -27,7 +27,7 @@ from planner.plan import Plan
 from planner.replan import replan
 from planner.search import limits
 from planner.search.autohet import placements
-from planner.search.bound import lower_bound_s
+from planner.search.bound import Bound
 from planner.search.closed_form import families
 from planner.search.cost_tables import tables_of
 from planner.search.families import Drafter
@@ -192,8 +192,7 @@ def _against_every_plan(what: str, case: Callable[[random.Random], Request], cas
 
 def proved_s(request: Request) -> float:
     """The bound as it is, however far below any plan."""
-    tables = tables_of(request)
-    return lower_bound_s(tables, request.min_node_disjoint_holders)
+    return Bound(tables_of(request)).seconds()
 
 
 def small_case(rng: random.Random, is_tied: bool = False) -> Request:
