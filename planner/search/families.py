@@ -116,8 +116,8 @@ class Drafter:
                 if seen[key] > limits.FEW:
                     continue
                 shapes = tuple(shapes_of(i))
-                seconds = self._about_s(each, shapes)
-                if key not in best or seconds < best[key].seconds:
+                most_s = best[key].seconds if key in best else np.inf
+                if (seconds := self._about_s(each, shapes, most_s)) < most_s:
                     best[key] = _Cut(seconds, each, shapes)
         return sorted(best.values(), key=lambda cut: cut.seconds)
 
@@ -219,10 +219,11 @@ class Drafter:
         shapes = tuple(shape for cut in cuts for shape in cut.shapes)
         return _Cut(self._about_s(arranged, shapes), arranged, shapes)
 
-    def _about_s(self, arranged: _Arranged, shapes: Sequence[Shape]) -> float:
-        """The steady state, and the sync after it."""
+    def _about_s(self, arranged: _Arranged, shapes: Sequence[Shape], most_s: float = np.inf) -> float:
+        """The steady state, and the sync after it unless that alone takes `most_s`."""
         numbers = [(shape, n) for shape, (_, n) in zip(shapes, arranged.pipelines, strict=True)]
-        return steady_s(self.estimator, numbers, arranged.sequences) + self._after_s(arranged.number, shapes)
+        seconds = steady_s(self.estimator, numbers, arranged.sequences)
+        return seconds + self._after_s(arranged.number, shapes) if seconds < most_s else seconds
 
     def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, Callable[[int], list[Shape]]]:
         """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite where one cannot hold the model; and what
