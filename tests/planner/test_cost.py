@@ -107,6 +107,22 @@ def test_a_worker_of_an_uneven_stage_pays_and_holds_its_share():
     assert alone <= seconds((2, 1, 1)) < 1.01 * alone, "all three take as long"
 
 
+def test_other_shares_of_the_same_workers_are_summed_over_others():
+    both = fleet_of(node_type(), node_type())
+    other = Pipeline((Stage(0, 4, ("t4-1/0", "t4-1/1")),), 1, 1)
+
+    def plan(shares: tuple[int, ...]) -> Plan:
+        stage = Stage(0, 4, ("t4-0/0", "t4-0/1", "t4-0/2"), tp_shares=shares)
+        return Plan("m", 2, 1, 16, (Pipeline((stage,), 1, 1), other))
+
+    of = model(both, profile=profile(degrees=(1, 2, 4)))
+    jobs = {shares: of.simulate(plan(shares)).sync.events for shares in ((2, 1, 1), (1, 2, 1))}
+    for shares, events in jobs.items():
+        found = {event.job.members: event.job.num_bytes for event in events}
+        assert found == {job.members: job.num_bytes for job in sync_jobs(plan(shares), of.spec, of.parameters)}
+    assert {e.job.members for e in jobs[2, 1, 1]} != {e.job.members for e in jobs[1, 2, 1]}
+
+
 def test_seconds_are_linear_in_the_share_between_tp_degrees():
     of = model(fleet_of(node_type()), profile=profile(degrees=(1, 2, 4)))
     work = [of._layer_times.times("T4", 3, 1, share=TensorShare(0, parts, 8)).forward_s[1] for parts in range(1, 8)]

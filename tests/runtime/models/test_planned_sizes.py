@@ -1,6 +1,7 @@
 """The planner's parameters of each layer are those that the runtime's ranks hold, for every family and TP degree."""
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cost.memory import memory_terms
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.model_spec import ModelSpec
-from planner.plan import TensorShare
+from planner.plan import Stage, TensorShare
 
 HEADS = {
     "hidden_size": 64,
@@ -39,23 +40,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def held(spec: ParameterSpec, degree: int) -> list[int]:
+def shares_of(*shares: int) -> list[TensorShare]:
+    stage = Stage(0, 1, ("w",) * len(shares), tp_shares=shares)
+    return [stage.share(rank) for rank in range(len(shares))]
+
+
+def held(spec: ParameterSpec, shares: Sequence[TensorShare]) -> list[int]:
     """Scalars that each rank holds."""
-    return [math.prod(local_shape(spec, local_units(spec, TensorShare(rank, rank + 1, degree)))) for rank in range(degree)]
+    return [math.prod(local_shape(spec, local_units(spec, share))) for share in shares]
 
 
-def runtime_scalars(config: Any, degree: int) -> np.ndarray:
+def runtime_scalars(config: Any, shares: Sequence[TensorShare]) -> np.ndarray:
     """(embedding, blocks, head; ranks): what each rank of the runtime holds, the head with a tied weight."""
     family, blocks = family_of(config), int(config.num_hidden_layers)
-    found = np.zeros((blocks + 2, degree))
+    found = np.zeros((blocks + 2, len(shares)))
     for name, spec in family.parameter_specs(config).items():
-        found[{EMBEDDING: 0, HEAD: -1}.get(spec.layer, spec.layer + 1)] += held(spec, degree)
+        found[{EMBEDDING: 0, HEAD: -1}.get(spec.layer, spec.layer + 1)] += held(spec, shares)
         if family.tied_head(config) and name == f"{family.token_embedding}.weight":
-            found[-1] += held(spec, degree)
+            found[-1] += held(spec, shares)
     return found
 
 
-def planned_scalars(spec: ModelSpec, degree: int) -> np.ndarray:
+def planned_scalars(spec: ModelSpec, degree: float) -> np.ndarray:
     """(embedding, blocks, head): by the bytes of state that the planner counts for each worker."""
     parameters = framework_parameters(OURS, CostParameters())
     terms = memory_terms(spec, 32, "bf16", degree, 1, "none", parameters)
@@ -70,8 +76,13 @@ def test_the_planner_counts_the_bytes_that_each_rank_holds(name: str) -> None:
     spec = model_spec_from_config(name, source, vocabulary_multiple=64)
     assert spec.max_tp_degree == max(degrees)
     for degree in degrees:
-        for rank, found in enumerate(runtime_scalars(config, degree).T):
+        for rank, found in enumerate(runtime_scalars(config, shares_of(*[1] * degree)).T):
             assert planned_scalars(spec, degree) == pytest.approx(found, rel=1e-12), (degree, rank)
+    for several in ((3, 1), (2, 1, 1), (3, 3, 2), (1, 5, 2), (3, 2, 1, 1, 1)):
+        shares = shares_of(*several)
+        for share, found in zip(shares, runtime_scalars(config, shares).T, strict=True):
+            planned = planned_scalars(spec.with_share(share), 1 / share.fraction)
+            assert planned == pytest.approx(found, rel=1e-12), (several, share)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "mistral", "qwen3-few"])
@@ -83,5 +94,5 @@ def test_where_sizes_do_not_divide_it_counts_the_mean_of_the_ranks(name: str) ->
     for spec in filter(None, (model_spec_from_config(name, source), by_formula)):
         for degree in (2, 8):
             assert planned_scalars(spec, degree) == pytest.approx(
-                runtime_scalars(config, degree).mean(axis=1), rel=1e-12
+                runtime_scalars(config, shares_of(*[1] * degree)).mean(axis=1), rel=1e-12
             )
