@@ -31,7 +31,8 @@ from autohet.driver.checks import (
 )
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.control.background_search import AsidePlanning
-from autohet.driver.control.buying import best_counts
+from autohet.driver.control.buyer import Buyer
+from autohet.driver.control.buying import Market, best_counts
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
@@ -46,7 +47,6 @@ from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
 from autohet.driver.ray import cluster as ray_cluster
-from autohet.driver.ray.buyer import Buyer
 from autohet.driver.ray.scaling import FleetRequest, check_wish, fleet_request, standing_nodes
 from autohet.driver.ray.this_machine import CORES_A_WORKER, for_this_machine, is_this_machine
 from autohet.driver.ray.workforce import RayWorkforce
@@ -123,7 +123,7 @@ class JobRun:
         self.rehearsal = Rehearsal(
             job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
         )
-        self.buyer: Buyer | None = None
+        self.market: Market | None = None
         self._published_at = -math.inf
         self._clock = clock
 
@@ -142,7 +142,7 @@ class JobRun:
             logger.info("Going on from step %d of %s", found.step, found.uri)
         if self.controller.recorder is not None:
             begun = {"generation": self.controller.generation, "first_step": self.controller.ledger.committed_steps}
-            self.controller.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
+            self.controller.recorder.begin(job=self.job, driver=self.orders.driver, market=self.market, **begun)
         self.events.emit(
             "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri
         )
@@ -150,13 +150,12 @@ class JobRun:
     def buy(self, request: FleetRequest | None) -> None:
         """Keep what the autoscaler is asked for as the job wants it; a job that names its nodes has no other wishes."""
         if request is not None and request.bundles and self.job.elastic.request_nodes is None:
-            self.buyer = Buyer(self.job, self.planning, request, self.events, self.workforce.give_back)
+            self.workforce.buy_by(request)
+            self.market = request.market
+            self.controller.buyer = Buyer(self.job, self.controller.planning, self.market)
 
     def tick(self) -> Observation:
         seen = self.controller.tick()
-        if self.buyer is not None:
-            training, generation = isinstance(self.controller.state, Training), self.controller.generation
-            self.buyer.look(seen, self.controller.members, training=training, generation=generation)
         self.rehearsal.play(
             self.controller.ledger.committed_steps,
             seen,

@@ -15,6 +15,7 @@ import yaml
 from ray.autoscaler.sdk import request_resources
 
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.drain import drain
 from autohet.driver.ray.scaling import fleet_request
 from autohet.driver.run import JobRun
 from planner.cluster import cluster_from_document
@@ -41,7 +42,7 @@ WATCHED_S = 60.0
 def drain_a_member(run: JobRun, seen: object) -> None:
     """Ray is told that the node of one single-GPU worker will be preempted."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU") == 1}
-    assert ray_cluster.drain(min(alive), "test", 60.0)
+    assert drain(min(alive), "test", 60.0)
 
 
 def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.drain import drain
 from autohet.driver.ray.introductions import Introductions
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains
@@ -102,9 +103,7 @@ def test_a_drain_and_a_spot_notice_cost_nothing(tmp_path: Path) -> None:
         fleet.add("big", "drained")
         fleet.add("big", "interrupted", environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.endpoint})
         events = Interference()
-        events.when(
-            trains_at(5, workers=3), lambda run, seen: ray_cluster.drain(*node_ids("drained"), "test", 60.0) and None
-        )
+        events.when(trains_at(5, workers=3), lambda run, seen: drain(*node_ids("drained"), "test", 60.0) and None)
         events.when(in_generation(2), lambda run, seen: None)
         events.when(trains_a_while(workers=2), lambda run, seen: metadata.interrupt(time.time() + 60))
         events.when(in_generation(3), lambda run, seen: None)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
+from autohet.driver.control.actions import AskForNodes, GiveBack
+from autohet.driver.control.buyer import LOOK_S, Buyer
 from autohet.driver.control.buying import FAILURES, REFUSED_S, Idle, Refusals, best_counts, releasable, usd_per_hour
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.observation import NodeView, Notice, Observation
+from autohet.driver.control.observation import Launches, NodeView, Notice, Observation
 from autohet.driver.control.planning import make_planning
-from autohet.driver.ray import scaling
-from autohet.driver.ray.buyer import LOOK_S, Buyer
 from autohet.driver.ray.launches import newest_cause
-from autohet.driver.ray.scaling import FleetRequest, fleet_request
+from autohet.driver.ray.scaling import fleet_request
 from planner.cluster import Cluster, Node, cluster_from_document
 from tests.driver.test_scaling import AWS, shortest_job
 
@@ -41,67 +41,62 @@ def seen_of(cluster: Cluster, now: float, risks: tuple[str, ...] = (), **counts:
 class World:
     """A buyer, what it asked for, said and gave back, and a cloud that refuses."""
 
-    def __init__(self, aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch, **sections: Any) -> None:
+    def __init__(
+        self, aws: tuple[dict[str, Any], Cluster], counts: dict[str, int] | None = None, **sections: Any
+    ) -> None:
         document, self.cluster = aws
-        self.asked: list[list[dict[str, float]]] = []
         self.failed: dict[str, int] = {}
         self.released: list[str] = []
-        monkeypatch.setattr(scaling, "request_resources", lambda bundles, **_: self.asked.append(bundles))
-        monkeypatch.setattr("autohet.driver.ray.buyer.run_in_background", self._at_once)
+        self.said: list[str] = []
         job = shortest_job(**sections)
         planning = make_planning(job)
-        self.request: FleetRequest = fleet_request(
-            job, self.cluster, document, None, best_counts(planning, self.cluster, {})
-        )
-        self.events = EventLog(None)
-        self.buyer = Buyer(
-            job, planning, self.request, self.events, self.released.append, lambda: self.failed, lambda: REASON
-        )
-
-    def _at_once(self, work: Any, argument: Any) -> Any:
-        class Done:
-            ended = True
-
-            def __call__(self) -> Any:
-                return work(argument)
-
-        return Done()
+        best = {} if counts else best_counts(planning, self.cluster, {})
+        market = fleet_request(job, self.cluster, document, None, best).market
+        self.counts = dict(counts or market.counts)
+        self.buyer = Buyer(job, planning, replace(market, counts=self.counts))
 
     def look(self, now: float, members: tuple[str, ...] = (), risks: tuple[str, ...] = (), **counts: int) -> None:
-        seen = seen_of(self.cluster, now, risks, **counts)
-        self.buyer.look(seen, members, training=bool(members), generation=1)
-
-    @property
-    def said(self) -> list[str]:
-        return [event["reason"] for event in self.events.records]
+        seen = replace(
+            seen_of(self.cluster, now, risks, **counts), launches=Launches(self.failed, newest_cause(REASON))
+        )
+        actions, said = self.buyer.decide(seen, members, training=bool(members))
+        self.said += said
+        for action in actions:
+            if isinstance(action, AskForNodes):
+                self.counts = dict(action.counts)
+            else:
+                assert isinstance(action, GiveBack)
+                kind = action.node.rpartition("-")[0]
+                assert self.counts.get(kind, 0) < counts[kind], (
+                    "asked for fewer before it goes, or it would be replaced"
+                )
+                self.released.append(action.node)
 
 
 def test_a_type_that_is_refused_gives_way_to_the_next_best_plan(
-    aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch
+    aws: tuple[dict[str, Any], Cluster],
 ) -> None:
-    world = World(aws, monkeypatch)
-    first = max(name for name, count in world.request.counts.items() if count and name != "g5-floor")
+    world = World(aws)
+    first = max(name for name, count in world.counts.items() if count and name != "g5-floor")
     world.look(0.0)
     world.failed = {first: FAILURES - 1}
     world.look(5.0)
     assert world.said == []
     world.failed = {first: FAILURES}
     world.look(10.0)
-    assert world.request.counts.get(first, 0) == 0
-    assert sum(world.request.counts.values()) >= 1
+    assert world.counts.get(first, 0) == 0
+    assert sum(world.counts.values()) >= 1
     assert world.said[-1].startswith("Deciding to ask for ")
     assert f"no {first} can be had: EC2 has no capacity (InsufficientInstanceCapacity" in world.said[-1]
     world.look(10.0 + REFUSED_S)
-    assert world.request.counts[first] >= 1, "tried again"
+    assert world.counts[first] >= 1, "tried again"
 
 
 def test_nodes_that_no_plan_uses_are_given_back_and_not_replaced(
-    aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch
+    aws: tuple[dict[str, Any], Cluster],
 ) -> None:
     """SIMULATED: two g6e and the floor; one of them trains. Ten minutes later nothing idles that was bought."""
-    world = World(aws, monkeypatch)
-    world.request.counts = {"g6e": 2, "g5-floor": 1}
-    world.buyer._base = dict(world.request.counts)
+    world = World(aws, {"g6e": 2, "g5-floor": 1})
     members = tuple(f"g6e-0/{index}" for index in range(4))
     idle_s = 0.0
     for now in range(0, 3600, 5):
@@ -109,28 +104,24 @@ def test_nodes_that_no_plan_uses_are_given_back_and_not_replaced(
         idle_s += 5.0 * (here["g6e"] - 1)
         world.look(float(now), members, **here)
     assert world.released == ["g6e-1"], "the floor stands whatever anybody wants"
-    assert world.request.counts["g6e"] == 1
+    assert world.counts["g6e"] == 1
     assert idle_s <= 310
     assert "Deciding to give g6e-1 back, since no plan has used it for 5 minutes" in world.said
 
 
 def test_a_spare_comes_for_a_node_at_risk_that_trains_within_the_bound(
-    aws: tuple[dict[str, Any], Cluster], monkeypatch: pytest.MonkeyPatch
+    aws: tuple[dict[str, Any], Cluster],
 ) -> None:
-    world = World(aws, monkeypatch)
-    world.request.counts = {"g6e": 1}
-    world.buyer._base = {"g6e": 1}
+    world = World(aws, {"g6e": 1})
     world.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1)
-    assert world.request.counts == {"g6e": 2}
+    assert world.counts == {"g6e": 2}
     world.look(LOOK_S, ("g6e-0/0",), (), g6e=1)
-    assert world.request.counts == {"g6e": 1}, "the risk is over"
+    assert world.counts == {"g6e": 1}, "the risk is over"
     world.look(2 * LOOK_S, (), ("g6e-0",), g6e=1)
-    assert world.request.counts == {"g6e": 1}, "what idles needs no spare"
-    bounded = World(aws, monkeypatch, parallelism={"max_usd_per_hour": 15.0})
-    bounded.request.counts = {"g6e": 1}
-    bounded.buyer._base = {"g6e": 1}
+    assert world.counts == {"g6e": 1}, "what idles needs no spare"
+    bounded = World(aws, {"g6e": 1}, parallelism={"max_usd_per_hour": 15.0})
     bounded.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1)
-    assert bounded.request.counts == {"g6e": 1}, "a second one would cost more than the job may"
+    assert bounded.counts == {"g6e": 1}, "a second one would cost more than the job may"
 
 
 def test_failures_of_before_the_job_and_before_a_node_came_do_not_count() -> None:

@@ -6,21 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autohet.driver.control import policy
+from autohet.driver.control import buyer, buying, policy
+from autohet.driver.control.buyer import Buyer
+from autohet.driver.control.buying import FAILURES, Market
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
+from autohet.driver.control.observation import Launches, Notice
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder
 from autohet.driver.control.value_codec import decode, encode
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.replay_run import replay_run
-from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from autohet.runtime.messages import DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models import load_config
+from planner.cluster import Cluster, Node
 from recovery.state.layout import ShardId
 from tests.driver.test_controller import KIND, causes, run, trained
 from tests.harness.fake_job import fake_job
@@ -88,6 +93,62 @@ def test_a_controller_that_decides_otherwise_is_shown(
     found = replay_run(record)
     assert found.difference is not None
     assert told in found.difference or "decid" in found.difference
+    assert found.ticks > 5
+
+
+@pytest.fixture(scope="module")
+def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that asks the autoscaler for other nodes where a type is refused, for a spare, and gives a node back that idles."""
+    path = tmp_path_factory.mktemp("buyer") / "observations.jsonl"
+    job = fake_job(steps=400, elastic={"step_timeout_s": 30, "debounce_s": 0.2, "idle_release_s": 8})
+    other = replace(KIND, name="other", max_nodes=2)
+    market = Market(Cluster("aws", (replace(KIND, max_nodes=6), other)), {"small": 1}, {"small": 6})
+    workforce, recorder = ScriptedWorkforce(KIND), Recorder(path)
+    workforce.launches = Launches({"small": 2})
+    for index in range(4):
+        workforce.join(f"small-{index}")
+    planning = RecordedPlanning(make_planning(job), recorder)
+    events = EventLog(None, listener=recorder.note)
+    controller = Controller(job, workforce, planning, OrderBook(job, load_config(job.model), paces_of, "me"), events)
+    controller.recorder, controller.buyer = recorder, Buyer(job, planning, market)
+    recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)
+    run(controller, trained(controller, 5))
+    workforce.launches = Launches({"small": 2 + FAILURES}, "EC2 has no capacity")
+    run(controller, lambda: bool(workforce.asked))
+    assert workforce.asked[-1]["other"] == 2, workforce.asked
+    workforce.risks["small-0"] = Notice("small-0", "rebalance", workforce.now, risk=True)
+    workforce.nodes["small-8"] = replace(workforce.nodes["small-0"], node=Node("small-8", KIND), data=DataState())
+    run(controller, lambda: "small-8" in workforce.notices)
+    assert len(workforce.asked) >= 2, "a spare, and less for what was given back"
+    run(controller, lambda: controller.ended is not None)
+    recorder.close()
+    return path
+
+
+def test_a_replay_buys_the_same(bought: Path) -> None:
+    found = replay_run(bought)
+    assert found.difference is None
+    lines = [json.loads(line) for line in bought.read_text().splitlines()[1:]]
+    assert {"AskForNodes", "GiveBack"} <= {action["do"] for line in lines for action in line["actions"]}
+    assert any(answer["@"].endswith("RecordedResult") for line in lines for answer in line["answers"])
+    assert "Deciding to ask for" in bought.read_text()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [
+        (buyer, "with_spares", lambda counts, *arguments: dict(counts)),
+        (buyer, "releasable", lambda *arguments: ()),
+        (buying, "FAILURES", 99),
+        (buyer.Buyer, "_heed_refusals", lambda self, seen, alive: []),
+    ],
+)
+def test_a_buyer_that_decides_otherwise_is_shown(
+    bought: Path, where: object, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, wrong)
+    found = replay_run(bought)
+    assert found.difference is not None
     assert found.ticks > 5
 
 

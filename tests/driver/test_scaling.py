@@ -4,7 +4,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
-from autohet.driver.control.buying import best_counts, capped
+from autohet.driver.control.buying import best_counts, capped, standing_first, with_min_workers
 from autohet.driver.control.planning import make_planning
 from autohet.driver.ray.scaling import (
     bundles_of,
@@ -12,9 +12,7 @@ from autohet.driver.ray.scaling import (
     fleet_request,
     launched_from,
     selectors_of,
-    standing_first,
     standing_nodes,
-    with_min_workers,
 )
 from autohet.runtime.job import Job
 from planner.cluster import cluster_from_document
@@ -69,9 +67,10 @@ def test_min_workers_are_bought_too_the_cheapest_first(aws):
 
 def test_a_node_that_stands_anyway_is_used_before_its_equal(aws):
     document, cluster = aws
-    assert standing_first({"g5": 2, "p4d": 1}, cluster, document) == {"g5": 1, "p4d": 1, "g5-floor": 1}
-    assert standing_first({"g6e": 1}, cluster, document) == {"g6e": 1}
-    assert standing_first({"g5": 1, "g5-floor": 1}, cluster, document) == {"g5": 1, "g5-floor": 1}
+    standing = standing_nodes(cluster, document)
+    assert standing_first({"g5": 2, "p4d": 1}, cluster, standing) == {"g5": 1, "p4d": 1, "g5-floor": 1}
+    assert standing_first({"g6e": 1}, cluster, standing) == {"g6e": 1}
+    assert standing_first({"g5": 1, "g5-floor": 1}, cluster, standing) == {"g5": 1, "g5-floor": 1}
 
 
 def test_the_jobs_wish_wins_and_is_checked(aws):

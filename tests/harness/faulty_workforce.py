@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.runtime.job.elastic import ElasticSection
@@ -155,21 +155,13 @@ class FaultyWorkforce(Collective):
         self.reported |= {(step.generation, step.step) for report in reports.values() for step in report.steps}
         if not self.prompt:
             self._deliver()
-        self._run_errands(reports)
+        holdings = self.errands.take(self.now)
         self.seen = Observation(
             self.now, {name: self._view(name) for name in self.nodes}, dict(self.notices), reports, dict(self.losses),
             self._inventories(), self.checkpoint, self.stop_reason, store=("here", 1),
+            newest_copies=dict(self.errands.newest_copies), holdings=holdings,
         )  # fmt: skip
         return self.seen
-
-    def _run_errands(self, reports: Mapping[str, WorkerReport]) -> None:
-        """The product's own; a node that is not needed any more goes."""
-        endpoints = {name: AgentEndpoint(name, "here", 1, "token") for name in self._agents_up()}
-        manifest = self.checkpoint.manifest
-        durable = None if manifest is None else (manifest.generation, manifest.step)
-        agents = {name: name for name in self.nodes}
-        for name in self.errands.run(agents, endpoints, self.notices, reports, durable, self.now):
-            self._leave_at[name] = min(self.now + self.leaves_s, self._leave_at.get(name, math.inf))
 
     def _come_and_go(self) -> None:
         for name in [name for name, at in self._leave_at.items() if at <= self.now]:
@@ -232,7 +224,6 @@ class FaultyWorkforce(Collective):
         self._check(orders)
         self.order = next(iter(orders.values()))
         self.copies.begin(self.order)
-        self.errands.upkeep.begin(orders)
         self.torn, self._moved_at, self._asked_at = None, self.now, None
         for worker, order in orders.items():
             self._tell([worker], lambda process, order=order: self.enter(process, order))
@@ -291,5 +282,17 @@ class FaultyWorkforce(Collective):
         super().release_node(node)
         if node in self.nodes and node not in self._released:
             self._released.add(node)
-            notice = self.notices.get(node)
-            self.errands.release(node, node, None if notice is None else notice.deadline, self.now)
+            self.errands.refuse_copies(node, node)
+
+    def prune(self, what: Prune) -> None:
+        self.errands.prune({name: name for name in self.nodes}, what)
+
+    def ask_holdings(self) -> None:
+        self.errands.ask_holdings({name: name for name in self.nodes}, self.now)
+
+    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+        self.errands.hand_over({name: name for name in self.nodes}, parts, to)
+
+    def end_agent(self, node: str) -> None:
+        """A node that is not needed any more goes."""
+        self._leave_at[node] = min(self.now + self.leaves_s, self._leave_at.get(node, math.inf))

@@ -17,10 +17,10 @@ import pynvml
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources import gpu_health
 from autohet.driver.sources.merge import Board
-from autohet.driver.sources.node_signs import NodeWatch
+from autohet.driver.sources.node_signs import AgentSigns, NodeWatch
 from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices
-from autohet.driver.sources.simple import AgentSigns, RayDrains, Scripted
+from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.fake_nvml import FakeNvml, installed
 from tests.harness.imds_server import ImdsServer

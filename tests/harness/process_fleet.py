@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver.control.durable import Durable
-from autohet.driver.control.observation import Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.ray.rendezvous import Rendezvous
@@ -74,7 +74,7 @@ class ProcessFleet:
         self._ended: list[RemoteProcess] = []
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous(self.address_of(None))
-        self._polled_at = self._observed_at = 0.0
+        self._polled_at = self._waited_at = 0.0
         self._numbers = itertools.count()
         self.logs.mkdir(parents=True, exist_ok=True)
 
@@ -175,7 +175,6 @@ class ProcessFleet:
     # observing -------------------------------------------------------------------------------------------------------
 
     def observe(self) -> Observation:
-        self._pause()
         now = self.clock()
         if now - self._polled_at >= NODE_POLL_S:
             self._polled_at = now
@@ -188,12 +187,13 @@ class ProcessFleet:
         self._act()
         reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
         inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
-        self._run_errands(reports, now)
+        holdings = self._errands.take(now, self._witnesses.silent_nodes)
         reports = {w: r if w in fresh else replace(r, steps=(), receipts=()) for w, r in reports.items()}
         return Observation(
             now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
             losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
             stop_reason=self.stop_reason, store=self._rendezvous.address,
+            newest_copies=dict(self._errands.newest_copies), holdings=holdings,
         )  # fmt: skip
 
     def _act(self) -> None:
@@ -203,13 +203,13 @@ class ProcessFleet:
             assert self.act is not None
             self.act(point)
 
-    def _pause(self) -> None:
+    def wait(self) -> None:
         reports = [member.report for member in self._workers.values()]
         calm = all(r is not None and r.phase is Phase.TRAINING for r in reports) and not self._losses
-        left = self._observed_at + (CALM_TICK_S if calm else BUSY_TICK_S) - time.monotonic()
+        left = self._waited_at + (CALM_TICK_S if calm else BUSY_TICK_S) - time.monotonic()
         if left > 0:
             time.sleep(left)
-        self._observed_at = time.monotonic()
+        self._waited_at = time.monotonic()
 
     def _listen(self) -> set[str]:
         """Take what workers have said, waiting shortly for a first one; returns whose report is new."""
@@ -274,17 +274,31 @@ class ProcessFleet:
         self._losses.setdefault(worker, Loss(worker, reason, now, heard))
 
     def request_inventories(self) -> None:
-        self._inventories.request({name: seat.agent for name, seat in self._seats.items()}, self.clock())
+        self._inventories.request(self._agents, self.clock())
         self.durable.refresh()
 
-    def _run_errands(self, reports: Mapping[str, Any], now: float) -> None:
-        """The product's own; a node that is not needed any more is gone."""
-        agents = {name: seat.agent for name, seat in self._seats.items()}
-        endpoints = {name: seat.view.endpoint for name, seat in self._seats.items() if seat.view.endpoint is not None}
-        manifest = self.durable.state().manifest
-        durable = None if manifest is None else (manifest.generation, manifest.step)
-        for name in self._errands.run(agents, endpoints, self.notices, reports, durable, now):
-            self.kill_node(name)
+    @property
+    def _agents(self) -> dict[str, RemoteProcess]:
+        return {name: seat.agent for name, seat in self._seats.items()}
+
+    def start_agents(self, nodes: Sequence[str]) -> None:
+        raise AssertionError("nodes come with their agents")
+
+    def drain(self, node: str, reason: str, deadline: float | None) -> None:
+        """Nobody replaces a node here."""
+
+    def prune(self, what: Prune) -> None:
+        self._errands.prune(self._agents, what)
+
+    def ask_holdings(self) -> None:
+        self._errands.ask_holdings(self._agents, self.clock())
+
+    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+        self._errands.hand_over(self._agents, parts, to)
+
+    def end_agent(self, node: str) -> None:
+        """A node that is not needed any more is gone."""
+        self.kill_node(node)
 
     @property
     def handing_over(self) -> bool:
@@ -329,7 +343,6 @@ class ProcessFleet:
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()
-        self._errands.upkeep.begin(orders)
         for worker, order in orders.items():
             self._workers[worker].process.ask("begin", order)
 
@@ -355,10 +368,16 @@ class ProcessFleet:
 
     def release_node(self, node: str) -> None:
         """The node goes once nothing on it is needed."""
-        seat, notice = self._seats.get(node), self.notices.get(node)
+        seat = self._seats.get(node)
         if seat is not None and not seat.released:
             seat.released = True
-            self._errands.release(node, seat.agent, None if notice is None else notice.deadline, self.clock())
+            self._errands.refuse_copies(node, seat.agent)
+
+    def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
+        raise AssertionError("no autoscaler here")
+
+    def give_back(self, node: str) -> None:
+        raise AssertionError("no autoscaler here")
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Nobody asks for the status here."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohet.driver.control.upkeep import Part, Prune
+from autohet.driver.control.observation import Part, Prune
 from autohet.runtime.messages import AgentEndpoint
 from recovery.state.holdings import Holding, Source
 from tests.harness.true_copies import History, TrueCopies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import CheckpointState, Launches, Loss, NodeView, Notice, Observation
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
 
@@ -38,6 +38,8 @@ class ScriptedWorkforce:
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
     stop_reason: str | None = None
     released: list[str] = field(default_factory=list)
+    asked: list[dict[str, int]] = field(default_factory=list)
+    launches: Launches | None = None
     commits: list[int] = field(default_factory=list)
     inventories: Any = None
 
@@ -71,6 +73,7 @@ class ScriptedWorkforce:
             self.stop_reason,
             dict(self.risks),
             ("here", 1),
+            launches=self.launches,
         )
 
     def _live(self, process: Process) -> WorkerReport:
@@ -140,6 +143,33 @@ class ScriptedWorkforce:
 
     def release_node(self, node: str) -> None:
         self.released.append(node)
+
+    def wait(self) -> None:
+        pass
+
+    def start_agents(self, nodes: Any) -> None:
+        raise AssertionError("nodes come with their agents")
+
+    def drain(self, node: str, reason: str, deadline: float | None) -> None:
+        pass
+
+    def prune(self, what: Any) -> None:
+        pass
+
+    def ask_holdings(self) -> None:
+        pass
+
+    def hand_over(self, parts: Any, to: Any) -> None:
+        pass
+
+    def end_agent(self, node: str) -> None:
+        pass
+
+    def ask_for_nodes(self, counts: Any) -> None:
+        self.asked.append(dict(counts))
+
+    def give_back(self, node: str) -> None:
+        self.warn(node, 60)
 
     def publish(self, status: Any) -> None:
         pass

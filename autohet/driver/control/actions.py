@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.control.observation import Workforce
-from autohet.runtime.messages import GenerationOrder
+from autohet.driver.control.observation import Part, Prune, Workforce
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder
 from recovery.state.ancestry import Descent
 
 
@@ -80,14 +80,65 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True)
 class ReleaseNode:
-    """The node holds nothing that is needed any more."""
+    """The node is to go, and its agent takes no more copies."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class EndAgent:
+    """Nothing that the released node holds is needed any more."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class StartAgents:
+    """Start the agents of these nodes, which are new."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Put nothing new on this node, and replace it, since it leaves by `deadline` on the controller's clock."""
+
+    node: str
+    reason: str
+    deadline: float | None
+
+
+@dataclass(frozen=True)
+class AskHoldings:
+    """Ask every agent what it holds."""
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """By node, the parts that its agent copies to the agents at `to`."""
+
+    parts: Mapping[str, tuple[Part, ...]]
+    to: tuple[AgentEndpoint, ...]
+
+
+@dataclass(frozen=True)
+class AskForNodes:
+    """Ask the autoscaler for so many nodes of each type from now on."""
+
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """The node is not wanted any more."""
 
     node: str
 
 
 Action = (
     Hire | Dismiss | ClaimGeneration | Begin | RequestStop | Interrupt | RollForward | RequestInventories
-    | CommitCheckpoint | ReleaseNode
+    | CommitCheckpoint | ReleaseNode | EndAgent | StartAgents | Drain | Prune | AskHoldings | HandOver
+    | AskForNodes | GiveBack
 )  # fmt: skip
 
 
@@ -114,3 +165,19 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.commit_checkpoint(step, generation, layout, receipts)
         case ReleaseNode(node):
             workforce.release_node(node)
+        case EndAgent(node):
+            workforce.end_agent(node)
+        case StartAgents(nodes):
+            workforce.start_agents(nodes)
+        case Drain(node, reason, deadline):
+            workforce.drain(node, reason, deadline)
+        case Prune():
+            workforce.prune(action)
+        case AskHoldings():
+            workforce.ask_holdings()
+        case HandOver(parts, to):
+            workforce.hand_over(parts, to)
+        case AskForNodes(counts):
+            workforce.ask_for_nodes(counts)
+        case GiveBack(node):
+            workforce.give_back(node)

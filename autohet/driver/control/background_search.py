@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from autohet.driver.control.planning import REPLANNING_STRATEGY, Planning, Proposal, Search, replanned
+from collections.abc import Callable
+from functools import partial
+from typing import Generic
+
+from autohet.driver.control.planning import REPLANNING_STRATEGY, Pending, Planning, Proposal, Q, Search, T, replanned
 from autohet.runtime.background_process import run_in_background
 from planner.cluster import Fleet
 
@@ -15,6 +19,22 @@ class AsidePlanning(Planning):
         if current is None or wishes.plan is not None or wishes.strategy != REPLANNING_STRATEGY or wishes.spmd:
             return super().search(fleet, current)
         return _Aside(self, fleet, current)
+
+    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+        return _Considered(work, self, question)
+
+
+class _Considered(Generic[Q, T]):
+    def __init__(self, work: Callable[[Planning, Q], T], planning: Planning, question: Q) -> None:
+        self._call = partial(work, planning)
+        self._question = question
+        self._errand = run_in_background(self._call, question)
+
+    def result(self) -> T | None:
+        return (self._errand() or self._call(self._question)) if self._errand.ended else None
+
+    def drop(self) -> None:
+        self._errand.drop()
 
 
 class _Aside:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from autohet.driver.control.observation import Observation
@@ -42,6 +42,49 @@ def capped(cluster: Cluster, most: Counts) -> Cluster:
     return replace(cluster, node_types=tuple(kind for kind in kinds if kind.max_nodes > 0))
 
 
+@dataclass(frozen=True)
+class Market:
+    """What may be asked of the autoscaler. standing: nodes by type that stand whatever is asked for; counts: asked for at first."""
+
+    cluster: Cluster
+    standing: Counts
+    counts: Counts
+
+
+def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict[str, int]:
+    """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may be."""
+    found = dict(counts)
+    left = min_workers - sum(kind.num_gpus * found.get(kind.name, 0) for kind in cluster.node_types)
+    for kind in sorted(cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus):
+        more = min(kind.max_nodes - found.get(kind.name, 0), max(0, math.ceil(left / kind.num_gpus)))
+        if more > 0:
+            found[kind.name] = found.get(kind.name, 0) + more
+            left -= more * kind.num_gpus
+    return found
+
+
+def standing_first(counts: Counts, cluster: Cluster, standing: Counts) -> dict[str, int]:
+    """The same number of equal machines, those first that stand anyway: they cost nothing more."""
+    found = dict(counts)
+    for kind in cluster.node_types:
+        missing = standing.get(kind.name, 0) - found.get(kind.name, 0)
+        equal = (
+            other for other in cluster.node_types if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus)
+        )
+        for other in equal:
+            moved = min(missing, found.get(other.name, 0)) if other is not kind else 0
+            if moved > 0:
+                found[other.name] -= moved
+                found[kind.name] = found.get(kind.name, 0) + moved
+                missing -= moved
+    return found
+
+
+def completed(counts: Counts, cluster: Cluster, standing: Counts, min_workers: int) -> dict[str, int]:
+    """What a plan uses, and what the job needs besides; those first that stand anyway."""
+    return standing_first(with_min_workers(counts, cluster, min_workers), cluster, standing)
+
+
 def best_counts(planning: Planning, cluster: Cluster, standing: Counts) -> dict[str, int]:
     """Nodes of the best plan of the largest fleet, where the price of all that would stand, used or not, is within the job's bound.
 
@@ -64,7 +107,9 @@ def _counts_within(planning: Planning, cluster: Cluster, standing: Counts, bound
     for _ in range(1 + NARROWED):
         fleet = among.fleet()
         counts = nodes_of(bounded.propose(fleet, None).plan, fleet)
-        narrower = capped(cluster, {k.name: max(counts.get(k.name, 0), standing.get(k.name, 0)) for k in cluster.node_types})
+        narrower = capped(
+            cluster, {k.name: max(counts.get(k.name, 0), standing.get(k.name, 0)) for k in cluster.node_types}
+        )
         if narrower == among:
             break
         among = narrower
@@ -141,15 +186,23 @@ def with_spares(
     return found
 
 
-def fallback(
-    planning: Planning, cluster: Cluster, refused: Collection[str], alive: Counts, standing: Counts,
-    complete: Callable[[Counts], Counts],
-) -> Wanted:  # fmt: skip
+@dataclass(frozen=True)
+class Shortage:
+    """Types that are refused now, and how many nodes of each type there are."""
+
+    market: Market
+    refused: frozenset[str]
+    alive: Counts
+
+
+def fallback(planning: Planning, short: Shortage) -> Wanted:
     """The best plan's nodes where refused types stay as many as there are."""
-    left = capped(cluster, {name: alive.get(name, 0) for name in refused})
+    cluster, standing = short.market.cluster, short.market.standing
+    left = capped(cluster, {name: short.alive.get(name, 0) for name in short.refused})
     try:
         if not left.node_types:
             return Wanted(None, "there is no other type")
-        return Wanted(complete(best_counts(planning, left, standing)), "")
+        counts = best_counts(planning, left, standing)
     except ConfigError as error:
         return Wanted(None, f"the other types have no plan: {error}")
+    return Wanted(completed(counts, cluster, standing, planning.job.elastic.min_workers), "")

@@ -1,5 +1,5 @@
-"""The controller: observe, decide, execute, one tick at a time. Deciding calls neither the workforce nor a clock: what is to be done goes
-into `actions`, and `execute` has it done.
+"""The controller: wait, observe, decide, execute, one tick at a time. Deciding calls neither the workforce nor a clock: what is to be
+done goes into `actions`, and `execute` has it done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Controller(Rebuild):
     """The state machine of one job. `tick` is the only thing that moves it."""
 
     def tick(self) -> Observation:
-        """One round: observe, decide, execute. Returns what was seen, for whoever shows it."""
+        """One round: wait, observe, decide, execute. Returns what was seen, for whoever shows it."""
+        self.workforce.wait()
         seen = self.workforce.observe()
         try:
             with self._recorded(seen):
@@ -52,7 +53,9 @@ class Controller(Rebuild):
         """What follows from an observation, for this state: the next state, `actions` to execute, and events that say why. It depends
         on nothing else but the planner's answers."""
         self.take(seen)
+        self.actions.extend(policy.new_drains(self._known_notices, seen))
         self._announce(seen)
+        self._direct_agents(seen)
         self.outlook.look(seen)
         if self.ledger.records:
             self.orders.confirm()  # also where the first generation's readiness was never seen
@@ -65,6 +68,7 @@ class Controller(Rebuild):
             drop_search(before)
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
+        self._buy(seen)
 
     def _step(self, seen: Observation) -> State:
         match self.state:

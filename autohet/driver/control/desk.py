@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Action, Dismiss, ReleaseNode, RequestStop
+from autohet.driver.control.actions import Action, Dismiss, RequestStop, StartAgents
+from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.observation import Observation, Workforce
+from autohet.driver.control.observation import Notice, Observation, Workforce
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.recording import Recorder
-from autohet.driver.control.states import Building, Closing, Ended, State, Waiting
+from autohet.driver.control.states import Building, Closing, Ended, State, Training, Waiting
+from autohet.driver.control.upkeep import Upkeep
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
 from planner.cluster import Fleet, NodeType
@@ -39,6 +41,9 @@ class Desk:
         self.timeouts = job.elastic.timeouts()
         self.ledger = Ledger(job, events)
         self.outlook = Outlook()
+        self.upkeep = Upkeep()
+        self.buyer: Buyer | None = None
+        """Where the autoscaler may be asked for other nodes than at first."""
         self.actions: deque[Action] = deque()
         """Decided, and not executed yet."""
         self.recorder: Recorder | None = None
@@ -52,7 +57,7 @@ class Desk:
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None
         self.state: State = Waiting("the job has just started", since=0.0)
-        self._known_notices: set[str] = set()
+        self._known_notices: dict[str, Notice] = {}
         self._known_nodes: set[str] = set()
         self._known_risks: set[str] = set()
         self._released: set[str] = set()
@@ -87,18 +92,19 @@ class Desk:
 
     def _announce(self, seen: Observation) -> None:
         """Write down each notice and each new node once; forget what is gone."""
-        gone = (self._known_nodes | self._known_notices | self.slowdowns.keys()) - seen.nodes.keys()
+        gone = (self._known_nodes | self._known_notices.keys() | self.slowdowns.keys()) - seen.nodes.keys()
         self._tell_of_idle_deaths(self._known_nodes - seen.nodes.keys(), seen)
-        for known in (self._known_nodes, self._known_notices, self._released):
-            known -= gone
+        self._known_nodes -= gone
+        self._released -= gone
+        self._known_notices = {name: n for name, n in self._known_notices.items() if name not in gone}
         self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
         self.planned_nodes -= gone
         self._mourned = {w for w in self._mourned if w in seen.losses or seen.node_of(w) not in seen.nodes}
         for name, notice in seen.notices.items():
             if name not in self._known_notices:
-                self._known_notices.add(name)
                 deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
                 self.events.emit("notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s)
+            self._known_notices[name] = notice
         self._announce_risks(seen)
         for name, view in seen.nodes.items():
             introduced = view.endpoint is not None or seen.now - view.joined_at > AGENT_START_S
@@ -122,6 +128,13 @@ class Desk:
                 f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
             )
             self.events.emit("risk", self.generation, sentence, node=name, source=source)
+
+    def _buy(self, seen: Observation) -> None:
+        if self.buyer is not None:
+            actions, said = self.buyer.decide(seen, self.members, training=isinstance(self.state, Training))
+            self.actions.extend(actions)
+            for sentence in said:
+                self.events.emit("decision", self.generation, sentence)
 
     def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
         """The plan for these nodes, or why there is none."""
@@ -166,7 +179,7 @@ class Desk:
         """Nodes that were not trained on and went without a notice; of all others somebody else tells."""
         busy = {*self.members, *(self.state.participants if isinstance(self.state, Building) else ())}
         for name in sorted(
-            set(gone) - {seen.node_of(worker) for worker in busy} - self._known_notices - self._released
+            set(gone) - {seen.node_of(worker) for worker in busy} - self._known_notices.keys() - self._released
         ):
             reasons = sorted({loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name})
             reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
@@ -223,9 +236,18 @@ class Desk:
         used = {seen.node_of(worker) for worker in self.members}
         for name in seen.notices:
             if name in seen.nodes and name not in used and name not in self._released:
-                self._released.add(name)
                 self._act(Dismiss(tuple(w for w in seen.nodes[name].workers if w in seen.reports)))
-                self._act(ReleaseNode(name))
+                self._release(name, seen)
+
+    def _release(self, name: str, seen: Observation) -> None:
+        self._released.add(name)
+        self._act(self.upkeep.release(name, seen, self.timeouts.checkpoint_s))
+
+    def _direct_agents(self, seen: Observation) -> None:
+        """Nodes that are new get their agents; agents learn what they may forget, and what they must hand over."""
+        if new := tuple(name for name, view in seen.nodes.items() if not view.agent_started):
+            self._act(StartAgents(new))
+        self.actions.extend(self.upkeep.decide(seen))
 
     def _stands(self, report: WorkerReport) -> bool:
         return report.phase in QUIET

@@ -80,6 +80,7 @@ class Guard:
         until = seen.now + timeouts.step_s + timeouts.checkpoint_s
         controller.workforce.request_stop(controller.members, checkpoint=True)
         while seen.now < until:
+            controller.workforce.wait()
             seen = controller.workforce.observe()
             controller.take(seen)
             controller.execute()

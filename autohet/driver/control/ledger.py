@@ -11,8 +11,8 @@ from typing import Any
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
-from autohet.driver.control.observation import Observation
-from autohet.driver.control.upkeep import Age, settled_age
+from autohet.driver.control.observation import Age, Observation
+from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, StepRecord, WorkerReport
 from planner.plan import Plan

@@ -9,6 +9,13 @@ from typing import Any, Protocol
 from autohet.runtime.messages import AgentEndpoint, DataState, GenerationOrder, WorkerReport
 from planner.cluster import Node, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
+from recovery.state.holdings import Holding, Source
+from recovery.state.layout import ShardId
+
+Age = tuple[int, int]
+"""(Generation, step) of a copy of training state: of two the larger is newer, and belongs to the run's present history."""
+Part = tuple[Source, tuple[ShardId, ...]]
+"""Shards of one copy."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class NodeView:
     endpoint: AgentEndpoint | None = None
     data: DataState | None = None
     """How far its agent has prepared the training data; None where nothing is to be prepared."""
+    agent_started: bool = True
 
     @property
     def preparing(self) -> bool:
@@ -89,6 +97,25 @@ class CheckpointState:
 
 
 @dataclass(frozen=True)
+class Launches:
+    """Launches of nodes that failed since the autoscaler began, by type; why the last did, in a sentence (empty: not known)."""
+
+    failed: Mapping[str, int]
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Prune:
+    """What agents may remove: in host memory what is older than `memory_before`, on disk steps before `disk_before`; but not
+    what `living` workers write themselves.
+    """
+
+    memory_before: Age
+    disk_before: int
+    living: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Observation:
     """Everything that a decision may depend on, at one moment."""
 
@@ -106,6 +133,12 @@ class Observation:
 
     store: tuple[str, int] = ("", 0)
     """Host and port of the rendezvous store for a generation that begins now."""
+    newest_copies: Mapping[str, Age | None] = field(default_factory=dict)
+    """Of each released node whose agent takes no more copies, the age of the newest one that it took (None: it took none)."""
+    holdings: Mapping[str, Sequence[Holding]] | None = None
+    """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or none was asked."""
+    launches: Launches | None = None
+    """None where the autoscaler is asked for nothing, or has not answered yet."""
 
     def node_of(self, worker: str) -> str:
         return node_of(worker)
@@ -114,11 +147,39 @@ class Observation:
 class Workforce(Protocol):
     """The processes of a job, as the controller directs them.
 
-    Every call returns at once; its effect shows in a later observation. Names of workers are `node/gpu`.
+    Every direction returns at once; its effect shows in a later observation. Names of workers are `node/gpu`.
     """
 
+    def wait(self) -> None:
+        """Let time pass until the next round is due."""
+        ...
+
     def observe(self) -> Observation:
-        """What is known now; may wait for news up to one tick."""
+        """What is known now. Changes nothing beyond what is known: no process, no node, nothing that is stored."""
+        ...
+
+    def start_agents(self, nodes: Sequence[str]) -> None:
+        """Start the agents of nodes that have joined."""
+        ...
+
+    def drain(self, node: str, reason: str, deadline: float | None) -> None:
+        """Let the cluster put nothing new on a node that leaves, and replace it; `deadline` on the controller's clock."""
+        ...
+
+    def prune(self, what: Prune) -> None:
+        """Let every agent forget what newer state has made useless."""
+        ...
+
+    def ask_holdings(self) -> None:
+        """Ask every agent what it holds, for `Observation.holdings`."""
+        ...
+
+    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+        """Let agents, by node, copy these parts of what they hold to the agents at `to`. The answer to `ask_holdings` is used."""
+        ...
+
+    def end_agent(self, node: str) -> None:
+        """End a released node's agent, upon which the node may go."""
         ...
 
     def hire(self, workers: Sequence[str]) -> None:
@@ -158,7 +219,15 @@ class Workforce(Protocol):
         ...
 
     def release_node(self, node: str) -> None:
-        """The node holds nothing that is needed any more: end what runs there."""
+        """The node is to go: its agent takes no more copies, and says in `Observation.newest_copies` how new the last one is."""
+        ...
+
+    def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
+        """Ask the autoscaler for so many nodes of each type from now on."""
+        ...
+
+    def give_back(self, node: str) -> None:
+        """The node is not wanted any more; its end shows as its notice."""
         ...
 
     def publish(self, status: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from autohet.driver.control.outlook import MOST_S, MOVE_PRIOR_S
 from autohet.runtime.job import Job
@@ -23,6 +23,9 @@ from planner.strategies import Answer, Request, plan_with
 
 REPLANNING_STRATEGY = "autohet"
 MOST_LISTED = 8  # pipelines, in a sentence
+Q = TypeVar("Q")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,29 @@ class Search(Protocol):
         """Nobody wants to know any more."""
 
 
+class Pending(Protocol[T_co]):
+    """The answer to a question that nobody waits for."""
+
+    def result(self) -> T_co | None:
+        """None while it goes on."""
+
+    def drop(self) -> None:
+        """Nobody wants to know any more."""
+
+
+class _Found(Generic[T]):
+    """An answer that is there."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self) -> T:
+        return self._value
+
+    def drop(self) -> None:
+        pass
+
+
 class _Done:
     """A search that was over at once."""
 
@@ -174,6 +200,10 @@ class Planning:
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         """As `propose` with `thorough`, while nobody waits."""
         return _Done(lambda: self.propose(fleet, current, thorough=True))
+
+    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+        """`work(self, question)`, a function of a module that asks this planner several things, while nobody waits."""
+        return _Found(work(self, question))
 
     def _require_nodes(self, fleet: Fleet) -> None:
         """In the job's words, before a search would say it in its own."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
+from autohet.driver.control.actions import Drain
 from autohet.driver.control.observation import Loss, Notice, Observation
 from autohet.runtime.messages import Phase, WorkerReport
 from planner.cluster import Fleet, node_of
@@ -159,6 +160,12 @@ def _cannot_apply(report: WorkerReport, generation: int, step: int) -> bool:
     rolled = report.rolled
     failed = rolled is not None and (rolled.generation, rolled.step) == (generation, step)
     return failed or (not report.whole and report.phase is Phase.FAILED)
+
+
+def new_drains(known: Mapping[str, Notice], observation: Observation) -> list[Drain]:
+    """A node that leaves is drained, so that the cluster replaces it; again where its notice is other than was known."""
+    notices = observation.notices.items()
+    return [Drain(name, notice.source, notice.deadline) for name, notice in notices if notice != known.get(name)]
 
 
 QUIET_S, TOGETHER_S, SHORT_S = 0.3, 0.6, 10.0

@@ -10,7 +10,6 @@ from autohet.driver.control.actions import (
     ClaimGeneration,
     Dismiss,
     Interrupt,
-    ReleaseNode,
     RequestInventories,
 )
 from autohet.driver.control.change import Change
@@ -90,6 +89,7 @@ class Rebuild(Desk):
         self._emit_plan(state, book.start_step)
         self._act(Begin(book.orders))
         self.ledger.orders = book.orders
+        self.upkeep.begin(book.orders)
         participants = tuple(book.orders)
         deadline = seen.now + self.timeouts.rendezvous_s + self.timeouts.transfer_s
         return Building(state.change, state.proposal, generation, participants, deadline)
@@ -140,8 +140,7 @@ class Rebuild(Desk):
         leaving = [w for w in state.participants if w not in state.proposal.plan.workers]
         self._act(Dismiss(tuple(w for w in leaving if w not in seen.losses and seen.node_of(w) in seen.notices)))
         for name in sorted({seen.node_of(w) for w in leaving} & set(seen.notices)):
-            self._released.add(name)
-            self._act(ReleaseNode(name))
+            self._release(name, seen)
         self.members, self.proposal = state.proposal.plan.workers, state.proposal
         self._mourned.clear()
         self.planned_nodes = frozenset(node.name for node in state.proposal.cost.fleet.nodes) & seen.nodes.keys()

@@ -1,9 +1,10 @@
 """`observations.jsonl`: what a run's controller has seen, tick by tick, what the planner has answered, and what was decided. From the first
 two the third follows, which `autohet replay` shows.
 
-The first line is the run (`job`, where it went on from). Every other line is a tick: `seen` has the fields of the observation that are
-other than in the tick before (of mappings the keys that are other, and which are `gone`), `answers` those of the planner in order,
-`decided` the events without their time, `actions` with a SHA-256 of each one's whole content, and the `state` that follows.
+The first line is the run (`job`, where it went on from, the `market` in which nodes may be bought). Every other line is a tick: `seen` has
+the fields of the observation that are other than in the tick before (of mappings the keys that are other, and which are `gone`), `answers`
+those of the planner in order, `decided` the events without their time, `actions` with a SHA-256 of each one's whole content, and the
+`state` that follows.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from autohet.driver.control.actions import Action
 from autohet.driver.control.observation import Observation
-from autohet.driver.control.planning import Answered, Planning, Proposal, Search
+from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
 from autohet.driver.control.value_codec import encode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
-VERSION = 1
+VERSION = 2
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 
@@ -38,6 +39,15 @@ class RecordedAnswer:
     why_not: str
     seconds: float = 0.0
     number: int | None = None
+
+
+@dataclass(frozen=True)
+class RecordedResult:
+    """What came of that question of `Planning.consider`."""
+
+    question: Any
+    value: Any
+    number: int
 
 
 class Recorder:
@@ -60,10 +70,11 @@ class Recorder:
             self._end(error)
         self._before = seen
 
-    def answered(self, answer: RecordedAnswer) -> None:
+    def answered(self, answer: RecordedAnswer | RecordedResult) -> None:
+        if isinstance(answer, RecordedAnswer) and answer.proposal is not None:
+            answer = replace(answer, proposal=replace(answer.proposal, cost=None))  # type: ignore[arg-type]
         if self._tick is not None:
-            made = None if answer.proposal is None else replace(answer.proposal, cost=None)  # type: ignore[arg-type]
-            self._tick["answers"].append(encode(replace(answer, proposal=made)))
+            self._tick["answers"].append(encode(answer))
 
     def note(self, event: Mapping[str, Any]) -> None:
         """An event of the run's log: a decision where it comes from within a tick."""
@@ -134,7 +145,9 @@ def shown(action: Action) -> dict[str, Any]:
     """An action's kind, whom it is for, and a digest of all that it says."""
     whole = json.dumps(encode(action)).encode()
     content = {
-        name: getattr(action, name) for name in ("workers", "step", "generation", "node") if hasattr(action, name)
+        name: getattr(action, name)
+        for name in ("workers", "step", "generation", "node", "counts")
+        if hasattr(action, name)
     }
     plain = {name: list(item) if isinstance(item, tuple) else item for name, item in content.items()}
     return {"do": type(action).__name__, **plain, "sha256": hashlib.sha256(whole).hexdigest()}
@@ -160,6 +173,24 @@ class RecordedPlanning(Planning):
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         self._searches += 1
         return _RecordedSearch(self._inner.search(fleet, current), fleet, self._searches, self._recorder)
+
+    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+        self._searches += 1
+        return _RecordedPending(self._inner.consider(work, question), question, self._searches, self._recorder)
+
+
+class _RecordedPending(Generic[T]):
+    def __init__(self, inner: Pending[T], question: Any, number: int, recorder: Recorder) -> None:
+        self._inner, self._question, self._number, self._recorder = inner, question, number, recorder
+
+    def result(self) -> T | None:
+        found = self._inner.result()
+        if found is not None:
+            self._recorder.answered(RecordedResult(self._question, found, self._number))
+        return found
+
+    def drop(self) -> None:
+        self._inner.drop()
 
 
 class _RecordedSearch:

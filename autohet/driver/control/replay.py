@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation, Workforce
 from autohet.driver.control.orders import OrderBook
-from autohet.driver.control.planning import Answered, Planning, Proposal, Search
-from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, shown, without_time
+from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
+from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, RecordedResult, shown, without_time
 from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -39,7 +40,7 @@ class AnsweredPlanning(Planning):
     def __init__(self, planning: Planning) -> None:
         super().__init__(planning.inputs, planning.clock)
         self._planning = planning
-        self.answers: list[RecordedAnswer] = []
+        self.answers: list[RecordedAnswer | RecordedResult] = []
         self._searches = 0
 
     def ask(self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True) -> Answered:
@@ -49,6 +50,20 @@ class AnsweredPlanning(Planning):
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         self._searches += 1
         return _AnsweredSearch(self, fleet, self._searches)
+
+    def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
+        self._searches += 1
+        return _AnsweredPending(self, question, self._searches)
+
+    def result(self, question: Any, number: int) -> Any:
+        """What has come of that question by this tick."""
+        answer = self.answers[0] if self.answers else None
+        if not isinstance(answer, RecordedResult) or answer.number != number:
+            return None
+        if answer.question != question:
+            raise OtherQuestion(f"the planner is asked {question}, and was asked {answer.question}")
+        del self.answers[0]
+        return answer.value
 
     def found(self, fleet: Fleet, number: int) -> Proposal | None:
         """What that search has found by this tick."""
@@ -60,9 +75,9 @@ class AnsweredPlanning(Planning):
         return self._made(answer)
 
     def _next(self, fleet: Fleet, number: int | None) -> RecordedAnswer:
-        if not self.answers or self.answers[0].number != number:
+        answer = self.answers.pop(0) if self.answers else None
+        if not isinstance(answer, RecordedAnswer) or answer.number != number:
             raise OtherQuestion(f"the planner is asked about {[node.name for node in fleet.nodes]}, and was not then")
-        answer = self.answers.pop(0)
         if answer.fleet != fleet:
             raise OtherQuestion(f"the planner is asked about {fleet}, and was asked about {answer.fleet}")
         return answer
@@ -71,6 +86,17 @@ class AnsweredPlanning(Planning):
         return (
             None if answer.proposal is None else replace(answer.proposal, cost=self._planning.make_cost(answer.fleet))
         )
+
+
+class _AnsweredPending:
+    def __init__(self, planning: AnsweredPlanning, question: Any, number: int) -> None:
+        self._planning, self._question, self._number = planning, question, number
+
+    def result(self) -> Any:
+        return self._planning.result(self._question, self._number)
+
+    def drop(self) -> None:
+        """Nothing goes on."""
 
 
 class _AnsweredSearch:
@@ -176,6 +202,8 @@ class Nobody:
 def controller_at_start(header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook) -> Controller:
     """The recorded run's controller as it stood before its first tick."""
     controller = Controller(header["job"], cast(Workforce, Nobody()), planning, orders, EventLog(None))
+    if header.get("market") is not None:
+        controller.buyer = Buyer(header["job"], planning, header["market"])
     controller.generation = header["generation"]
     if header["first_step"]:
         controller.ledger.go_on_from(header["first_step"])

@@ -1,6 +1,5 @@
-"""What nodes' agents may forget, and which leaving nodes are not needed any more: pure, from orders and reports.
-
-An age is a (generation, step): state of a younger age is newer, and belongs to the run's present history.
+"""What nodes' agents may forget, what they must hand over, and which leaving nodes are not needed any more: pure, from orders and
+reports.
 """
 
 from __future__ import annotations
@@ -8,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from autohet.driver.control.actions import Action, AskHoldings, EndAgent, HandOver, ReleaseNode
+from autohet.driver.control.observation import Age, Observation, Part, Prune
 from autohet.runtime.messages import GenerationOrder, Phase, WorkerReport
 from recovery.state.holdings import Holding, Source, restorable_step
 from recovery.state.layout import ShardId
 
-Age = tuple[int, int]
-Part = tuple[Source, tuple[ShardId, ...]]
 MOVING = frozenset({Phase.BUILDING, Phase.RESTORING, Phase.TRAINING})
 
 
@@ -31,17 +30,6 @@ def settled_age(orders: Mapping[str, GenerationOrder], reports: Mapping[str, Wor
             return None
         ages.append((order.generation, step))
     return min(ages, default=None)
-
-
-@dataclass(frozen=True)
-class Prune:
-    """What agents may remove: in host memory what is older than `memory_before`, on disk steps before `disk_before`; but not
-    what `living` workers write themselves.
-    """
-
-    memory_before: Age
-    disk_before: int
-    living: frozenset[str]
 
 
 @dataclass
@@ -65,6 +53,10 @@ class Upkeep:
     orders: Mapping[str, GenerationOrder] = field(default_factory=dict)
     leaving: dict[str, Farewell] = field(default_factory=dict)
     _pruned: tuple[int | None, Age | None] | None = None
+    _asked_for: frozenset[str] = frozenset()
+    """Nodes because of which agents were asked what they hold, and have not answered yet."""
+    _handed: tuple[int, frozenset[str]] | None = None
+    _insured: frozenset[str] = frozenset()
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self.orders = dict(orders)
@@ -72,6 +64,47 @@ class Upkeep:
     @property
     def generation(self) -> int:
         return next((order.generation for order in self.orders.values()), 0)
+
+    def release(self, node: str, seen: Observation, patience_s: float) -> ReleaseNode:
+        """This node goes once nothing on it is needed, at its deadline (`patience_s` from now where it has none) at the latest."""
+        deadline = seen.notices[node].deadline if node in seen.notices else None
+        self.leaving[node] = Farewell(self.generation, seen.now + patience_s if deadline is None else deadline)
+        return ReleaseNode(node)
+
+    def decide(self, seen: Observation) -> list[Action]:
+        """What agents are told now."""
+        self.leaving = {name: farewell for name, farewell in self.leaving.items() if name in seen.nodes}
+        for name in self.leaving.keys() & seen.newest_copies.keys():
+            self.leaving[name].newest_copy, self.leaving[name].told = seen.newest_copies[name], True
+        manifest = seen.checkpoint.manifest
+        durable = None if manifest is None else (manifest.generation, manifest.step)
+        prune = self.prune(seen.reports, durable)
+        ended = self.unneeded(seen.reports, durable, seen.now)
+        for name in ended:
+            del self.leaving[name]
+        return [*([] if prune is None else [prune]), *self._hand_over(seen), *map(EndAgent, ended)]
+
+    def _hand_over(self, seen: Observation) -> list[Action]:
+        """While nobody trains, no round and no restore brings away what a leaving node alone keeps: its agent must. What nodes at risk
+        alone keep is copied once, when the risk is new, while all train; the next generation's rounds see to it from then on.
+        """
+        leaving, at_risk = (frozenset(names) & seen.nodes.keys() for names in (seen.notices, seen.risks))
+        actions: list[Action] = []
+        if self._asked_for and seen.holdings is not None:
+            parts = self.precious([held for found in seen.holdings.values() for held in found], self._asked_for)
+            ends = {name: view.endpoint for name, view in sorted(seen.nodes.items()) if name not in self._asked_for}
+            stay = tuple(end for end in ends.values() if end is not None)
+            here = {name: found for name, found in parts.items() if name in seen.nodes}
+            actions.append(HandOver(here if stay else {}, stay))
+            self._asked_for = frozenset()
+        case = (self.generation, leaving)
+        stranded = leaving and case != self._handed and self.stranded(seen.reports)
+        self._insured &= at_risk
+        if not self._asked_for and (stranded or at_risk - self._insured):
+            self._handed, self._insured = case if stranded else self._handed, at_risk
+            self._asked_for = leaving | at_risk
+            actions.append(AskHoldings())
+        return actions
 
     def prune(self, reports: Mapping[str, WorkerReport], durable: Age | None) -> Prune | None:
         """What to tell every agent now, if anything. A restore never goes back behind the newest `durable` state."""
@@ -118,7 +151,7 @@ class Upkeep:
 
     def unneeded(self, reports: Mapping[str, WorkerReport], durable: Age | None, now: float) -> list[str]:
         """Leaving nodes that may go: what they hold is held elsewhere, or newer state is; or it has lasted too long."""
-        age = settled_age(self.orders, reports)
+        age = settled_age(self.orders, reports) if self.leaving else None
         return [name for name, farewell in self.leaving.items() if self._over(farewell, age, durable, now)]
 
     def _over(self, farewell: Farewell, age: Age | None, durable: Age | None, now: float) -> bool:

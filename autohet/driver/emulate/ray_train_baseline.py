@@ -23,6 +23,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 
 from autohet.driver.emulate.fleet import EmulatedFleet
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.drain import drain
 
 NUM_NODES = 3
 CHECKPOINT_EVERY = 5
@@ -105,7 +106,7 @@ def _take_a_node(fleet: EmulatedFleet, cause: str) -> None:
     name = max(fleet.nodes)
     node_id = fleet.nodes[name].ray_node.node_id
     if cause == "notice":
-        ray_cluster.drain(node_id, "benchmark", NOTICE_S)
+        drain(node_id, "benchmark", NOTICE_S)
         time.sleep(NOTICE_S)
     fleet.kill(name)
 

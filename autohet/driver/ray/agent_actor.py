@@ -8,37 +8,22 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from autohet.driver.control.upkeep import Part, Prune
-from autohet.driver.sources.node_signs import InstanceFacts, NodeWatch
-from autohet.driver.sources.protocol import Sign
+from autohet.driver.control.observation import Part, Prune
+from autohet.driver.ray.agent_calls import AgentReport
+from autohet.driver.sources.node_signs import NodeWatch
 from autohet.runtime.job import Job
-from autohet.runtime.messages import AgentEndpoint, DataState
+from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.preparation import Preparation
 from autohet.runtime.process_log import RunRecord, log_as
 from autohet.runtime.process_state import ProcessState, process_states
 from recovery.local.agent_store import AgentStore
 from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.peers.server import ShardServer
-
-NOTHING_YET = DataState()
-
-
-@dataclass(frozen=True)
-class AgentReport:
-    """What a node's agent knows: where it serves, what the instance is, what is said of its end, trouble with its disk, its data."""
-
-    node: str
-    endpoint: AgentEndpoint
-    facts: InstanceFacts | None = None
-    signs: tuple[Sign, ...] = ()
-    problems: tuple[str, ...] = ()
-    data: DataState = NOTHING_YET
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1})  # type: ignore[call-overload]
@@ -72,9 +57,7 @@ class AgentActor:
 
     def report(self) -> AgentReport:
         seen = self._watch
-        return AgentReport(
-            self._node, self._endpoint, seen.facts, seen.signs(), self._store.problems, self._data.state
-        )
+        return AgentReport(self._node, self._endpoint, seen.facts, seen.signs(), self._store.problems, self._data.state)
 
     @ray.method(concurrency_group="witness")
     def process_states(self, process_ids: Sequence[int]) -> dict[int, ProcessState]:

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autohet.driver.sources.node_signs import InstanceFacts
+from autohet.driver.sources.protocol import Sign
 from autohet.runtime.job.elastic import Timeouts
+from autohet.runtime.messages import AgentEndpoint, DataState
+
+NOTHING_YET = DataState()
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """What a node's agent knows: where it serves, what the instance is, what is said of its end, trouble with its disk, its data."""
+
+    node: str
+    endpoint: AgentEndpoint
+    facts: InstanceFacts | None = None
+    signs: tuple[Sign, ...] = ()
+    problems: tuple[str, ...] = ()
+    data: DataState = NOTHING_YET
 
 
 class AgentCalls(Protocol):
@@ -46,6 +64,11 @@ class Inventories:
         self._found.update(self._calls.take(self._asked))
         over = set(self._asked.values()) <= silent or now - self._asked_at > self._patience_s
         return dict(self._found) if over else None
+
+    @property
+    def asked(self) -> bool:
+        """Whether something was requested, and not dropped since."""
+        return self._found is not None
 
     def drop(self) -> None:
         """They are used, and old from now on."""

@@ -1,7 +1,6 @@
-"""Ray's cluster as facts: living nodes with their labels, which of them drain, and how to drain one.
+"""Ray's cluster as facts: living nodes with their labels, and which of them drain.
 
-The one place that touches what Ray does not document (2.60): `get_draining_nodes`, `GcsClient.drain_node`, the
-internal key-value store.
+With `drain` the one place that touches what Ray does not document (2.60): `get_draining_nodes`, the internal key-value store.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import ray
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state as ray_state
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 
 from planner.cluster import Cluster, NodeType, node_type_from_labels
@@ -140,17 +137,6 @@ def draining_nodes() -> dict[str, float | None]:
         node_id: (None if deadline_ms == 0 else (deadline_ms - now_ms) / 1000)
         for node_id, deadline_ms in drains.items()
     }
-
-
-def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
-    """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler replaces it.
-    True if accepted.
-    """
-    client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    deadline_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
-    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
-    accepted, _ = client.drain_node(node_id, reason, message, deadline_ms)
-    return bool(accepted)
 
 
 def directory_name(node: RayNode) -> str:

@@ -5,13 +5,21 @@ It retries a type every 5 s for ever and drops the reason on its way (ray/autosc
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import RayError
 
+from autohet.driver.control.observation import Launches
+
+logger = logging.getLogger("autohet")
+LOOK_S = 5.0
 TAIL_BYTES = 1 << 18
 MEANINGS = {
     "InsufficientInstanceCapacity": "EC2 has no capacity",
@@ -23,7 +31,9 @@ MEANINGS = {
     "InvalidAMIID.NotFound": "the image does not exist in this region",
     "Unsupported": "the zone does not have the type",
 }
-_CODE = re.compile(r"An error occurred \(([A-Za-z.]+)\) when calling the \w+ operation(?: \([^)]*\))?: ([^\n\"']{0,200})")
+_CODE = re.compile(
+    r"An error occurred \(([A-Za-z.]+)\) when calling the \w+ operation(?: \([^)]*\))?: ([^\n\"']{0,200})"
+)
 
 
 def failed_launches() -> dict[str, int]:
@@ -56,3 +66,25 @@ def read_monitor_log() -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+class LaunchWatch:
+    """Asks the autoscaler every LOOK_S; what Ray does not answer is asked again the next time."""
+
+    def __init__(
+        self, failed: Callable[[], Mapping[str, int]] = failed_launches, log: Callable[[], str] = read_monitor_log
+    ) -> None:
+        self._failed, self._log, self._looked_at = failed, log, -math.inf
+        self._known: Launches | None = None
+
+    def look(self, now: float) -> Launches | None:
+        """As in `Observation`."""
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            try:
+                failed = self._failed()
+                if self._known is None or failed != self._known.failed:
+                    self._known = Launches(failed, newest_cause(self._log()))
+            except (RayError, RuntimeError, OSError) as error:
+                logger.debug("the autoscaler's failed launches are not known: %s", error)
+        return self._known

@@ -9,7 +9,6 @@ them the autoscaler would put the shapes of two small nodes on one large one.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import yaml
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
+from autohet.driver.control.buying import Market, completed
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
@@ -38,35 +38,6 @@ def launched_from(path: Path = LAUNCHED_FROM) -> dict[str, Any] | None:
         logger.warning("%s, from which this cluster was started, is not used: %s", path, error)
         return None
     return dict(document)
-
-
-def with_min_workers(counts: Mapping[str, int], cluster: Cluster, min_workers: int) -> dict[str, int]:
-    """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may be."""
-    found = dict(counts)
-    left = min_workers - sum(kind.num_gpus * found.get(kind.name, 0) for kind in cluster.node_types)
-    for kind in sorted(cluster.node_types, key=lambda kind: (kind.usd_per_hour or math.inf) / kind.num_gpus):
-        more = min(kind.max_nodes - found.get(kind.name, 0), max(0, math.ceil(left / kind.num_gpus)))
-        if more > 0:
-            found[kind.name] = found.get(kind.name, 0) + more
-            left -= more * kind.num_gpus
-    return found
-
-
-def standing_first(counts: Mapping[str, int], cluster: Cluster, document: Mapping[str, Any]) -> dict[str, int]:
-    """The same number of equal machines, those first that stand anyway (`min_workers` of their type): they cost nothing more."""
-    found = dict(counts)
-    for kind in cluster.node_types:
-        missing = document["available_node_types"][kind.name].get("min_workers", 0) - found.get(kind.name, 0)
-        equal = (
-            other for other in cluster.node_types if (other.gpu_type, other.num_gpus) == (kind.gpu_type, kind.num_gpus)
-        )
-        for other in equal:
-            moved = min(missing, found.get(other.name, 0)) if other is not kind else 0
-            if moved > 0:
-                found[other.name] -= moved
-                found[kind.name] = found.get(kind.name, 0) + moved
-                missing -= moved
-    return found
 
 
 def check_wish(cluster: Cluster, wish: Mapping[str, int]) -> None:
@@ -120,9 +91,9 @@ class FleetRequest:
     A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite each other's. counts: nodes by type.
     """
 
-    def __init__(self, cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int], min_workers: int) -> None:
+    def __init__(self, cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int]) -> None:
         self.cluster, self.counts = cluster, dict(counts)
-        self._document, self._min_workers = document, min_workers
+        self._document = document
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -133,13 +104,9 @@ class FleetRequest:
         return selectors_of(self.cluster, self._document, self.counts)
 
     @property
-    def standing(self) -> dict[str, int]:
-        return standing_nodes(self.cluster, self._document)
-
-    def complete(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """What a plan uses, and what the job needs besides; those first that stand anyway."""
-        enough = with_min_workers(counts, self.cluster, self._min_workers)
-        return standing_first(enough, self.cluster, self._document)
+    def market(self) -> Market:
+        """As it stands now."""
+        return Market(self.cluster, standing_nodes(self.cluster, self._document), dict(self.counts))
 
     def ask(self) -> None:
         if bundles := self.bundles:
@@ -166,8 +133,8 @@ def fleet_request(
     a fleet that is emulated here: its nodes are started at once.
     """
     if cluster is None or (is_emulated(document) and address is None):
-        return FleetRequest(Cluster("", ()), {}, {}, 0)
-    request = FleetRequest(cluster, document, job.elastic.request_nodes or {}, job.elastic.min_workers)
+        return FleetRequest(Cluster("", ()), {}, {})
+    counts = job.elastic.request_nodes or {}
     if job.elastic.request_nodes is None and best is not None:
-        request.counts = request.complete(best)
-    return request
+        counts = completed(best, cluster, standing_nodes(cluster, document), job.elastic.min_workers)
+    return FleetRequest(cluster, document, counts)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation, Part, Prune
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.driver.simulate.order_bytes import push_s, upload_s
@@ -103,9 +103,11 @@ class SimulatedWorkforce:
 
     # time ------------------------------------------------------------------------------------------------------------
 
-    def observe(self) -> Observation:
+    def wait(self) -> None:
         """Let time pass until something happens that the controller may have to answer."""
         self._pass_to(self._next_moment())
+
+    def observe(self) -> Observation:
         reports = {worker: self._report(worker) for worker in self._live if self._answers(worker)}
         run = self._run
         if run is not None:
@@ -388,6 +390,30 @@ class SimulatedWorkforce:
     def release_node(self, node: str) -> None:
         if node in self._nodes:
             self._forget(node, self.now)
+
+    def start_agents(self, nodes: Sequence[str]) -> None:
+        """A node that joins has its agent."""
+
+    def drain(self, node: str, reason: str, deadline: float | None) -> None:
+        """What replaces a node is in the trace."""
+
+    def prune(self, what: Prune) -> None:
+        """Of all that is kept only the newest counts here."""
+
+    def ask_holdings(self) -> None:
+        """No agent answers: only rounds bring copies elsewhere."""
+
+    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
+        """As above."""
+
+    def end_agent(self, node: str) -> None:
+        """A node that was released is gone."""
+
+    def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
+        raise AssertionError("no autoscaler here")
+
+    def give_back(self, node: str) -> None:
+        raise AssertionError("no autoscaler here")
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Nobody looks."""

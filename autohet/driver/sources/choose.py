@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from autohet.driver.sources.node_signs import AgentSigns
 from autohet.driver.sources.protocol import NoticeSource
 from autohet.driver.sources.script_file import ScriptNotices
-from autohet.driver.sources.simple import AgentSigns, RayDrains, Scripted
+from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.sqs_queue import QueueNotices
 from autohet.runtime.job.elastic import ElasticSection
 

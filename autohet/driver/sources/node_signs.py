@@ -1,4 +1,6 @@
-"""What a node's agent watches at its node: the EC2 instance metadata and the GPUs' health, each in a thread of its own."""
+"""What a node's agent watches at its node: the EC2 instance metadata and the GPUs' health, each in a thread of its own; and how the
+driver takes what agents have said for notices.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from autohet.driver.control.observation import Notice
 from autohet.driver.sources.gpu_health import GpuHealth
-from autohet.driver.sources.protocol import Sign
+from autohet.driver.sources.protocol import Sign, WatchedNode
 from autohet.driver.sources.watch import Watch
 from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 
@@ -96,6 +99,26 @@ class NodeWatch:
             watch.close()
         if self._health is not None:
             self._health.close()
+
+
+class AgentSigns:
+    """The driver's source: what the nodes' agents have said."""
+
+    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        return [
+            Notice(
+                node.name,
+                f"{sign.source}: {sign.text}",
+                now,
+                None if sign.in_s is None else node.heard_at + sign.in_s,
+                sign.risk,
+            )
+            for node in nodes
+            for sign in node.signs
+        ]
+
+    def close(self) -> None:
+        """Agents are ended by the workforce."""
 
 
 def _sign(notice: InstanceNotice, now: float) -> Sign:

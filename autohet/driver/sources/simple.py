@@ -1,4 +1,4 @@
-"""Sources that only have to be read: what agents have said, Ray's drains, the script of a rehearsal."""
+"""Sources that only have to be read: Ray's drains, the script of a rehearsal."""
 
 from __future__ import annotations
 
@@ -7,26 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources.protocol import WatchedNode
-
-
-class AgentSigns:
-    """What the nodes' agents see: the instance metadata, the GPUs' health (`node_signs`)."""
-
-    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        return [
-            Notice(
-                node.name,
-                f"{sign.source}: {sign.text}",
-                now,
-                None if sign.in_s is None else node.heard_at + sign.in_s,
-                sign.risk,
-            )
-            for node in nodes
-            for sign in node.signs
-        ]
-
-    def close(self) -> None:
-        """Agents are ended by the workforce."""
 
 
 class RayDrains:

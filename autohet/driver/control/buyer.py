@@ -1,0 +1,92 @@
+"""Keeps what the autoscaler is asked for what the job wants: other types where one is refused, spares, no idle nodes. Pure but for the
+planner's answers: what is to be asked for and given back it returns as actions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from autohet.driver.control.actions import Action, AskForNodes, GiveBack
+from autohet.driver.control.buying import (
+    Idle,
+    Market,
+    Refusals,
+    Shortage,
+    Wanted,
+    fallback,
+    releasable,
+    with_spares,
+)
+from autohet.driver.control.observation import Observation
+from autohet.driver.control.planning import Pending, Planning
+from autohet.runtime.job import Job
+
+LOOK_S = 5.0
+
+
+class Buyer:
+    """Owned by the controller, whose state it is part of."""
+
+    def __init__(self, job: Job, planning: Planning, market: Market) -> None:
+        self._planning, self._market = planning, market
+        self._idle_s = job.elastic.patience * job.elastic.idle_release_s
+        self._bound = job.parallelism.max_usd_per_hour
+        self._refusals, self._idle = Refusals(), Idle(self._idle_s)
+        self._refused: frozenset[str] = frozenset()
+        self._released: set[str] = set()
+        self._base, self.asked = dict(market.counts), dict(market.counts)
+        """Nodes by type that the plans use; and those that were asked for last."""
+        self._search: Pending[Wanted] | None = None
+        self._why = ""
+        self._looked_at = -LOOK_S
+
+    def decide(self, seen: Observation, members: Collection[str], *, training: bool) -> tuple[list[Action], list[str]]:
+        """One round, every LOOK_S: what is to be done, and why in sentences."""
+        if seen.now - self._looked_at < LOOK_S:
+            return [], []
+        self._looked_at = seen.now
+        used = {seen.node_of(worker) for worker in members}
+        self._released &= seen.nodes.keys()
+        alive = Counter(view.node.node_type.name for name, view in seen.nodes.items() if name not in self._released)
+        said = self._heed_refusals(seen, alive)
+        gone = self._let_go(seen, used, training)
+        minutes = self._idle_s / 60
+        said += [f"Deciding to give {name} back, since no plan has used it for {minutes:.0f} minutes" for name in gone]
+        wanted = with_spares(self._base, seen, used, self._market.cluster, self._bound)
+        actions: list[Action] = [] if wanted == self.asked else [AskForNodes(wanted)]
+        self.asked = wanted
+        return actions + [GiveBack(name) for name in gone], said  # in this order, or they would be replaced
+
+    def _heed_refusals(self, seen: Observation, alive: Mapping[str, int]) -> list[str]:
+        if seen.launches is None:
+            return []
+        refused = self._refusals.look(seen.launches.failed, alive, seen.now)
+        if refused != self._refused:
+            self._refused = refused
+            if self._search is not None:
+                self._search.drop()
+            cause = f": {seen.launches.cause}" if seen.launches.cause else ""
+            self._why = f"no {', '.join(sorted(refused))} can be had{cause}" if refused else "all types are tried again"
+            self._search = self._planning.consider(fallback, Shortage(self._market, refused, dict(alive)))
+        found = None if self._search is None else self._search.result()
+        if found is None:
+            return []
+        self._search = None
+        if found.counts is None:
+            return [f"Deciding to ask for the same nodes still, since {self._why}, and {found.reason}"]
+        if found.counts == self._base:
+            return []
+        self._base = dict(found.counts)
+        what = ", ".join(f"{count} {name}" for name, count in sorted(self._base.items()) if count)
+        return [f"Deciding to ask for {what}, since {self._why}"]
+
+    def _let_go(self, seen: Observation, used: Collection[str], training: bool) -> list[str]:
+        """Idle nodes that go, and that are not asked for any more."""
+        idle = [name for name in self._idle.look(seen, used, training=training) if name not in self._released]
+        gone = list(releasable(idle, seen, self._market.standing))
+        self._released |= {*gone}
+        for kind in sorted({seen.nodes[name].node.node_type.name for name in gone}):
+            left = sum(v.node.node_type.name == kind for n, v in seen.nodes.items() if n not in self._released)
+            self._base[kind] = min(self._base.get(kind, 0), left)
+        return gone

@@ -1,0 +1,20 @@
+"""How a Ray node is drained: `GcsClient.drain_node`, which Ray does not document (2.60)."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2
+
+
+def drain(node_id: str, message: str, deadline_s: float | None) -> bool:
+    """Tell Ray that the node will be preempted, so that nothing new is put there and the autoscaler replaces it.
+    True if accepted.
+    """
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    deadline_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
+    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
+    accepted, _ = client.drain_node(node_id, reason, message, deadline_ms)
+    return bool(accepted)

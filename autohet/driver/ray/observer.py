@@ -1,0 +1,224 @@
+"""What is known of a job on a real Ray cluster: its nodes, what agents and workers report, who is lost, and which notices stand."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autohet.driver.control.data_watch import DataWatch
+from autohet.driver.control.durable import Durable
+from autohet.driver.control.observation import Loss, NodeView, Observation
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.agent_calls import AgentReport, Inventories
+from autohet.driver.ray.agent_errands import AgentErrands
+from autohet.driver.ray.cluster import RayNode
+from autohet.driver.ray.introductions import Introductions
+from autohet.driver.ray.launches import LaunchWatch
+from autohet.driver.ray.polling import Poller, RayCalls
+from autohet.driver.ray.rendezvous import Rendezvous
+from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.sources.choose import make_sources
+from autohet.driver.sources.merge import Board
+from autohet.driver.sources.protocol import WatchedNode
+from autohet.driver.sources.simple import RayDrains, Scripted
+from autohet.driver.sources.spot_prices import SpotPrices, live_node_type
+from autohet.runtime.job import Job
+from planner.cluster import Cluster, Node
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+
+NODE_POLL_S = 0.25  # nodes, agents and drains
+MAX_AGENT_STARTS = 3
+MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
+
+
+@dataclass
+class Seat:
+    """A Ray node in use: its name in plans, its agent once that is started, and where its snapshots are."""
+
+    ray_node: RayNode
+    view: NodeView
+    directory: str
+    agent: Any = None
+    released: bool = False
+
+
+class RayObserver:
+    """The observing half of `RayWorkforce`: asks Ray, the actors and the notice sources, and remembers their answers. It starts, ends
+    and drains nothing: its module may not import what does (pyproject.toml).
+
+    `clock` measures silence and deadlines: never the wall clock, which is set while a job runs.
+    """
+
+    def __init__(
+        self, job: Job, run_id: str, durable: Durable, cluster: Cluster | None, clock: Callable[[], float]
+    ) -> None:
+        self.job = job
+        self.run_id = run_id
+        self.durable = durable
+        self.cluster = cluster
+        self.clock = clock
+        self.timeouts = job.elastic.timeouts()
+        self.stop_reason: str | None = None
+        self.launches: LaunchWatch | None = None
+        """Where the autoscaler is asked for nodes."""
+        self.scripted = Scripted()
+        self._drains = RayDrains(ray_cluster.draining_nodes, NODE_POLL_S)
+        self._board = Board(make_sources(job.elastic, self._drains, self.scripted))
+        self._introductions, self._prices = Introductions(), SpotPrices()
+        self._seats: dict[str, Seat] = {}
+        self._names: dict[str, str] = {}
+        self._refused: set[str] = set()
+        self._workers: dict[str, Any] = {}
+        self._losses: dict[str, Loss] = {}
+        self._agents = Poller(lambda handle: handle.report.remote())
+        self._reports = Poller(lambda handle: handle.report.remote())
+        self._rendezvous = Rendezvous(ray_cluster.head_address())
+        self._nodes_read_at = -math.inf
+        self._agent_starts: Counter[str] = Counter()
+        self._stillborn: Counter[str] = Counter()
+        calls = RayCalls()
+        self._inventories = Inventories(calls, self.timeouts)
+        self._errands = AgentErrands(self.timeouts, calls)
+        self._witnesses = Witnesses(self.timeouts, calls)
+        self._data = DataWatch(job)
+
+    def observe(self) -> Observation:
+        now = self.clock()
+        if now - self._nodes_read_at >= NODE_POLL_S:
+            self._nodes_read_at = now
+            self._read_nodes(now)
+            self._agents.poll(0.0, self.clock)
+            self._data.judge({name: a.value.data for name, a in self._agents.answers.items() if a.value}, now)
+        fresh = self._reports.poll(0.05, self.clock)
+        now = self.clock()
+        self._find_losses(now)
+        inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
+        reports = {
+            w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
+        }
+        holdings = self._errands.take(now, self._witnesses.silent_nodes)
+        self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
+        new = {report.worker for report in fresh}
+        reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
+        return Observation(
+            now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=dict(self._board.departures),
+            reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
+            stop_reason=self.stop_reason, risks=dict(self._board.risks), store=self._rendezvous.address,
+            newest_copies=dict(self._errands.newest_copies), holdings=holdings,
+            launches=None if self.launches is None else self.launches.look(now),
+        )  # fmt: skip
+
+    def _view(self, seat: Seat) -> NodeView:
+        answer = self._agents.answers.get(seat.view.node.name)
+        report: AgentReport | None = None if answer is None else answer.value
+        if report is None:
+            return seat.view
+        facts, node = report.facts, seat.view.node
+        price = None if facts is None else self._prices.usd_per_hour(facts.instance_type, facts.zone)
+        kind = live_node_type(node.node_type, facts, seat.ray_node.labels, price)
+        data = self._data.states.get(node.name)
+        return replace(seat.view, endpoint=report.endpoint, node=replace(node, node_type=kind), data=data)
+
+    @property
+    def _agent_handles(self) -> dict[str, Any]:
+        return {name: seat.agent for name, seat in self._seats.items() if seat.agent is not None}
+
+    def _read_nodes(self, now: float) -> None:
+        alive = {node.node_id: node for node in ray_cluster.living_nodes()}
+        for name in [name for name, seat in self._seats.items() if seat.ray_node.node_id not in alive]:
+            self._forget(name, "its node died", now)
+        for node_id, node in alive.items():
+            if node_id not in self._names and node_id not in self._refused:
+                self._seat(node, now)
+
+    def _seat(self, node: RayNode, now: float) -> None:
+        """Give a new node its name; a node whose facts are missing is refused once, with a warning."""
+        try:
+            kind = self._introductions.node_type(node, self.cluster)
+        except ConfigError as error:
+            self._refused.add(node.node_id)
+            logger.warning("A node at %s is not used: %s", node.address, error)
+            return
+        if kind is None:
+            return  # it is asked
+        name = node.labels.get(ray_cluster.NAME_LABEL) or self._free_name(node.group)
+        self._names[node.node_id] = name
+        directory = f"{self.run_id}/{ray_cluster.directory_name(node)}"
+        self._seats[name] = Seat(node, NodeView(Node(name, kind), now, agent_started=False), directory)
+
+    def _free_name(self, group: str) -> str:
+        taken = set(self._names.values())
+        return next(name for index in range(len(taken) + 1) if (name := f"{group}-{index}") not in taken)
+
+    def _forget(self, name: str, reason: str, now: float) -> None:
+        """The node is gone: its workers are lost, its agent and its notices with it."""
+        seat = self._seats.pop(name)
+        self._agents.remove(name)
+        self._errands.forget(name)
+        for worker in seat.view.workers:
+            self._stillborn.pop(worker, None)
+            if worker in self._losses and self._losses[worker].for_good:
+                del self._losses[worker]
+            if worker in self._workers:
+                self._lose(worker, reason, now)
+
+    def _find_losses(self, now: float) -> None:
+        for worker, answer in self._reports.answers.items():
+            if worker in self._losses:
+                continue
+            silent = answer.heard_at is not None and now - answer.heard_at > self.timeouts.heartbeat_s
+            late = answer.heard_at is None and now - answer.asked_at > self.timeouts.worker_start_s
+            if answer.error is not None:
+                self._stillborn[worker] += answer.heard_at is None
+                self._lose(worker, answer.error, now)
+            elif silent or late:
+                self._lose(worker, f"said nothing for {now - (answer.heard_at or answer.asked_at):.1f} s", now)
+        for worker, reason in self._frozen(now).items():
+            self._lose(worker, reason, now)
+        for name, answer in list(self._agents.answers.items()):
+            if answer.error is not None and name in self._seats:
+                self._lose_agent(name, answer.error, now)
+
+    def _frozen(self, now: float) -> dict[str, str]:
+        heard = [
+            Heard(worker, answer.value.process_id, answer.heard_at)
+            for worker, answer in self._reports.answers.items()
+            if answer.heard_at is not None and worker not in self._losses
+        ]
+        return self._witnesses.frozen(heard, self._agent_handles, now)
+
+    def _lose_agent(self, name: str, error: str, now: float) -> None:
+        """Without its agent a node cannot be used: it is given up, and taken on anew unless it was told to go or its
+        agent keeps dying.
+        """
+        seat = self._seats[name]
+        self._forget(name, f"its node's agent died ({error})", now)
+        if seat.released:
+            return
+        self._agent_starts[seat.ray_node.node_id] += 1
+        if self._agent_starts[seat.ray_node.node_id] < MAX_AGENT_STARTS:
+            del self._names[seat.ray_node.node_id]
+        else:
+            logger.warning("The agent of %s died %d times; the node is not used any more", name, MAX_AGENT_STARTS)
+
+    def _lose(self, worker: str, reason: str, now: float) -> None:
+        answer = self._reports.answers.get(worker)
+        heard = now if answer is None or answer.heard_at is None else answer.heard_at
+        for_good = self._stillborn[worker] >= MAX_WORKER_STARTS
+        if for_good:
+            reason = f"it died in each of {MAX_WORKER_STARTS} starts: {reason}"
+        self._losses.setdefault(worker, Loss(worker, reason, now, heard, for_good))
+
+    def _watched(self, name: str, seat: Seat) -> WatchedNode:
+        answer = self._agents.answers.get(name)
+        report: AgentReport | None = None if answer is None else answer.value
+        if answer is None or report is None or answer.heard_at is None:
+            return WatchedNode(name, seat.ray_node.node_id)
+        instance = None if report.facts is None else report.facts.instance_id
+        return WatchedNode(name, seat.ray_node.node_id, instance, report.signs, answer.heard_at)
