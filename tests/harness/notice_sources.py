@@ -16,8 +16,8 @@ import pynvml
 
 from autohet.driver.control.observation import Notice
 from autohet.driver.sources import gpu_health
-from autohet.driver.sources.merge import Board
-from autohet.driver.sources.node_signs import AgentSigns, NodeWatch
+from autohet.driver.sources.merge import AgentSigns, Board
+from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.driver.sources.protocol import NoticeSource, WatchedNode
 from autohet.driver.sources.script_file import ScriptNotices
 from autohet.driver.sources.simple import RayDrains, Scripted
@@ -81,7 +81,7 @@ def metadata(tmp_path: Path) -> Iterator[Case]:
     with ImdsServer() as server:
         server.status_for_all = 500
         os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = server.endpoint
-        watch = NodeWatch(["aws"], 0.02)
+        watch = MetadataWatch(0.02)
         try:
 
             def offend() -> None:
@@ -175,7 +175,8 @@ def script_file(tmp_path: Path) -> Iterator[Case]:
 
     def offend() -> None:
         with path.open("ab") as file:
-            file.write(b"\xff\xfe\n[]\nnull\n{}\n"
+            file.write(
+                b"\xff\xfe\n[]\nnull\n{}\n"
                 + DEEP.encode()
                 + b'\n{"node": 3}\n{"node": "n", "in_s": "soon"}\n{"node": "n", "in_s": 1e400}\n'
             )
@@ -221,7 +222,7 @@ def gpus(tmp_path: Path) -> Iterator[Case]:
     throttled_s, gpu_health.THROTTLED_S = gpu_health.THROTTLED_S, 0.05
     with installed(fake), ExitStack() as stack:
         stack.callback(setattr, gpu_health, "THROTTLED_S", throttled_s)
-        watch = NodeWatch(["gpu"], 0.02)
+        watch = gpu_health.GpuWatch(0.02)
         stack.callback(watch.close)
 
         def offend() -> None:

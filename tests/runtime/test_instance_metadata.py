@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from autohet.driver.sources.node_signs import NodeWatch
+from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer
@@ -71,7 +71,7 @@ def test_an_agent_reports_it_by_the_services_clock(
     server.clock_ahead_s = ahead_s  # the server takes its date from the clock that is set next
     monkeypatch.setattr(time, "time", lambda: true_time() - ahead_s)
     try:
-        watch = NodeWatch(["aws"], 0.02)
+        watch = MetadataWatch(0.02)
         deadline = time.monotonic() + 20
         while not watch.signs():
             assert time.monotonic() < deadline

@@ -15,7 +15,8 @@ import ray
 
 from autohet.driver.control.observation import Part, Prune
 from autohet.driver.ray.agent_calls import AgentReport
-from autohet.driver.sources.node_signs import NodeWatch
+from autohet.driver.sources.gpu_health import GpuWatch
+from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.preparation import Preparation
@@ -52,12 +53,15 @@ class AgentActor:
         self._server = ShardServer(self._store, token, host=host)
         self._replicator = Replicator(self._store, memory_directory, token)
         self._endpoint = AgentEndpoint(node, host, self._server.port, token)
-        self._watch = NodeWatch(notice_sources, job.elastic.metadata_poll_s)
+        poll_s = job.elastic.metadata_poll_s
+        self._metadata = MetadataWatch(poll_s) if "aws" in notice_sources else None
+        self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self._data = Preparation(job)
 
     def report(self) -> AgentReport:
-        seen = self._watch
-        return AgentReport(self._node, self._endpoint, seen.facts, seen.signs(), self._store.problems, self._data.state)
+        facts = None if self._metadata is None else self._metadata.facts
+        signs = tuple(sign for watch in (self._metadata, self._gpus) if watch is not None for sign in watch.signs())
+        return AgentReport(self._node, self._endpoint, facts, signs, self._store.problems, self._data.state)
 
     @ray.method(concurrency_group="witness")
     def process_states(self, process_ids: Sequence[int]) -> dict[int, ProcessState]:
@@ -84,7 +88,9 @@ class AgentActor:
 
     def close(self, forget_snapshots: bool) -> None:
         """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""
-        self._watch.close()
+        for watch in (self._metadata, self._gpus):
+            if watch is not None:
+                watch.close()
         self._data.close()
         self._replicator.close()
         self._server.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autohet.driver.sources.node_signs import AgentSigns
+from autohet.driver.sources.merge import AgentSigns
 from autohet.driver.sources.protocol import NoticeSource
 from autohet.driver.sources.script_file import ScriptNotices
 from autohet.driver.sources.simple import RayDrains, Scripted

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from autohet.driver.sources.protocol import Sign
+from autohet.driver.sources.watch import Watch
 
 SOURCE = "GPU health"
 XID_OF_HARDWARE = {
@@ -131,6 +133,33 @@ class GpuHealth:
             if self._events is not None:
                 self._nvml.nvmlEventSetFree(self._events)
             self._nvml.nvmlShutdown()
+
+
+@dataclass(frozen=True)
+class _Looked:
+    signs: tuple[Sign, ...]
+
+
+class GpuWatch:
+    """Owns a thread that looks every `poll_s`; where NVML has no driver it tries again, more seldom."""
+
+    def __init__(self, poll_s: float) -> None:
+        self._health: GpuHealth | None = None
+        self._watch = Watch("NVML", self._look, poll_s)
+
+    def _look(self) -> _Looked:
+        if self._health is None:
+            self._health = GpuHealth()
+        return _Looked(tuple(self._health.look()))
+
+    def signs(self) -> tuple[Sign, ...]:
+        """What stands now."""
+        return () if self._watch.answer is None else self._watch.answer.signs
+
+    def close(self) -> None:
+        self._watch.close()
+        if self._health is not None:
+            self._health.close()
 
 
 def _pynvml() -> Any:

@@ -15,6 +15,26 @@ SAME_MOMENT_S = 2.0
 """Deadlines this close are the same: they are told in whole seconds and counted from the moment of an answer."""
 
 
+class AgentSigns:
+    """The source of what the nodes' agents have said, who watch instance metadata and GPUs."""
+
+    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
+        return [
+            Notice(
+                node.name,
+                f"{sign.source}: {sign.text}",
+                now,
+                None if sign.in_s is None else node.heard_at + sign.in_s,
+                sign.risk,
+            )
+            for node in nodes
+            for sign in node.signs
+        ]
+
+    def close(self) -> None:
+        """Agents are ended by the workforce."""
+
+
 def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
     """What stands of a node, given what stood before and what its sources say now: the earliest deadline counts, later news updates
     earlier, and a notice stays seen since it was first seen. Sources that fall silent withdraw nothing.

@@ -1,18 +1,12 @@
-"""What a node's agent watches at its node: the EC2 instance metadata and the GPUs' health, each in a thread of its own; and how the
-driver takes what agents have said for notices.
-"""
+"""What a node's agent hears of its node's instance metadata on EC2, in a thread of its own."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from autohet.driver.control.observation import Notice
-from autohet.driver.sources.gpu_health import GpuHealth
-from autohet.driver.sources.protocol import Sign, WatchedNode
+from autohet.driver.sources.protocol import Sign
 from autohet.driver.sources.watch import Watch
 from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 
@@ -37,47 +31,26 @@ class _Heard:
     notices: tuple[InstanceNotice, ...]
 
 
-@dataclass(frozen=True)
-class _Looked:
-    signs: tuple[Sign, ...]
+class MetadataWatch:
+    """Owns a thread that asks the metadata service every `poll_s`."""
 
-
-class NodeWatch:
-    """Owns its threads. sources: `aws` and `gpu` are watched here; others are the driver's."""
-
-    def __init__(self, sources: Sequence[str], poll_s: float, nvml: Any = None) -> None:
-        self._metadata, self._nvml = InstanceMetadata(), nvml
+    def __init__(self, poll_s: float) -> None:
+        self._metadata = InstanceMetadata()
         self._facts: InstanceFacts | None = None
-        self._health: GpuHealth | None = None
-        self._watches: list[Watch[Any]] = []
-        self._aws = self._gpu = None
-        if "aws" in sources:
-            self._aws = self._start(Watch("the EC2 instance metadata", self._ask_metadata, poll_s))
-            self._aws.wait_for_first(FACTS_WITHIN_S)
-        if "gpu" in sources:
-            self._gpu = self._start(Watch("NVML", self._ask_gpus, poll_s))
-
-    def _start(self, watch: Watch[Any]) -> Watch[Any]:
-        self._watches.append(watch)
-        return watch
+        self._watch = Watch("the EC2 instance metadata", self._ask, poll_s)
+        self._watch.wait_for_first(FACTS_WITHIN_S)
 
     @property
     def facts(self) -> InstanceFacts | None:
         """None until the metadata service has answered; off EC2 for ever."""
-        heard = None if self._aws is None else self._aws.answer
-        return None if heard is None else heard.facts
+        return None if self._watch.answer is None else self._watch.answer.facts
 
     def signs(self) -> tuple[Sign, ...]:
         """What stands now; deadlines counted from now."""
-        now = time.monotonic()
-        found: tuple[Sign, ...] = ()
-        if self._aws is not None and self._aws.answer is not None:
-            found += tuple(_sign(notice, now) for notice in self._aws.answer.notices)
-        if self._gpu is not None and self._gpu.answer is not None:
-            found += self._gpu.answer.signs
-        return found
+        now, heard = time.monotonic(), self._watch.answer
+        return () if heard is None else tuple(_sign(notice, now) for notice in heard.notices)
 
-    def _ask_metadata(self) -> _Heard:
+    def _ask(self) -> _Heard:
         self._facts = self._facts or InstanceFacts(
             self._metadata.instance_id(),
             self._metadata.instance_type(),
@@ -89,36 +62,8 @@ class NodeWatch:
             standing.append(self._metadata.rebalance())
         return _Heard(self._facts, tuple(notice for notice in standing if notice is not None))
 
-    def _ask_gpus(self) -> _Looked:
-        if self._health is None:
-            self._health = GpuHealth(self._nvml)
-        return _Looked(tuple(self._health.look()))
-
     def close(self) -> None:
-        for watch in self._watches:
-            watch.close()
-        if self._health is not None:
-            self._health.close()
-
-
-class AgentSigns:
-    """The driver's source: what the nodes' agents have said."""
-
-    def notices(self, nodes: Sequence[WatchedNode], now: float) -> list[Notice]:
-        return [
-            Notice(
-                node.name,
-                f"{sign.source}: {sign.text}",
-                now,
-                None if sign.in_s is None else node.heard_at + sign.in_s,
-                sign.risk,
-            )
-            for node in nodes
-            for sign in node.signs
-        ]
-
-    def close(self) -> None:
-        """Agents are ended by the workforce."""
+        self._watch.close()
 
 
 def _sign(notice: InstanceNotice, now: float) -> Sign:
