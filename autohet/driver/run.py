@@ -42,7 +42,7 @@ from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
 from autohet.driver.control.recording import RecordedPlanning, Recorder, recorder_beside
 from autohet.driver.control.resumption import found_checkpoint, summary_of_finished
-from autohet.driver.control.states import Training, drop_search
+from autohet.driver.control.states import drop_search
 from autohet.driver.emulate.fleet import EmulatedFleet, first_nodes, is_emulated
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
@@ -120,9 +120,8 @@ class JobRun:
         asked = planning if recorder is None else RecordedPlanning(planning, recorder)
         self.controller = Controller(job, self.workforce, asked, self.orders, events)
         self.controller.recorder = recorder
-        self.rehearsal = Rehearsal(
-            job.elastic.script if "script" in job.elastic.notice_sources else (), self.workforce, fleet, clock
-        )
+        rehearsal = Rehearsal(fleet, self.workforce.scripted, self.workforce.kill_processes, clock)
+        self.workforce.rehearsal = rehearsal.happen
         self.market: Market | None = None
         self._published_at = -math.inf
         self._clock = clock
@@ -156,12 +155,8 @@ class JobRun:
 
     def tick(self) -> Observation:
         seen = self.controller.tick()
-        self.rehearsal.play(
-            self.controller.ledger.committed_steps,
-            seen,
-            self.controller.members,
-            isinstance(self.controller.state, Training),
-        )
+        if self.fleet is not None:
+            self.fleet.reap(self._clock())
         if self._clock() - self._published_at >= STATUS_PERIOD_S:
             self._published_at = self._clock()
             self.workforce.publish(self.controller.status())

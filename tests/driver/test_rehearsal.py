@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from autohet.driver.control.observation import NodeView, Observation
+from autohet.driver.control.observation import NodeView, Notice, Observation
+from autohet.driver.control.script import Script
 from autohet.driver.emulate.rehearsal import Rehearsal, check_script
 from autohet.driver.sources.simple import Scripted
 from autohet.runtime.job import ScriptedEvent
+from autohet.runtime.messages import Phase, WorkerReport
 from planner.cluster import Cluster, Node, cluster_from_document
 from planner.errors import ConfigError
+from tests.harness.fake_job import fake_job
 from tests.harness.local_fleet import cluster_document
 
 FIRST = {"big": 1, "small": 2}
@@ -61,25 +66,36 @@ def test_on_a_real_cluster_only_notices_and_deaths_of_its_types() -> None:
             check_script([impossible], cluster(), None, 40)
 
 
-class Recorder:
-    """What a rehearsal does to the workforce."""
-
-    def __init__(self) -> None:
-        self.scripted = Scripted()
-        self.killed: list[str] = []
-
-    def kill_processes(self, workers: list[str]) -> None:
-        self.killed += workers
+def script_of(*events: ScriptedEvent) -> Script:
+    job = fake_job()
+    return Script(replace(job, elastic=replace(job.elastic, script=events)))
 
 
 def test_an_event_of_a_node_that_has_gone_meanwhile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     kind = next(kind for kind in cluster().node_types if kind.name == "small")
     seen = Observation(0.0, {"small-0": NodeView(Node("small-0", kind), 0.0)})
-    workforce = Recorder()
-    script = [event(1, "notice", "small-1"), event(2, "death", node_type="big"), event(3, "notice", "small-0")]
-    rehearsal = Rehearsal(script, workforce, None, lambda: 0.0)  # type: ignore[arg-type]
+    events = [event(1, "notice", "small-1"), event(2, "death", node_type="big"), event(3, "notice", "small-0")]
+    script = script_of(*events)
+    scripted, killed = Scripted(), list[str]()
+    rehearsal = Rehearsal(None, scripted, killed.extend, lambda: 0.0)
     for step in range(5):
-        rehearsal.play(step, seen, ["small-0/0"], True)
-    assert list(workforce.scripted.by_node) == ["small-0"]
+        for due in script.due(step, seen, ["small-0/0"]):
+            rehearsal.happen(due)
+    assert list(scripted.by_node) == ["small-0"]
     assert "no small-1 is there" in caplog.text
     assert "no node of type big" in caplog.text
+    assert killed == []
+
+
+def test_one_event_at_a_time_befalls_a_node_of_its_type_that_trains() -> None:
+    kind = next(kind for kind in cluster().node_types if kind.name == "small")
+    nodes = {f"small-{index}": NodeView(Node(f"small-{index}", kind), 0.0) for index in range(3)}
+    reports = {f"{name}/0": WorkerReport(f"{name}/0", 7, 1, Phase.TRAINING, 4, 1) for name in nodes}
+    seen = Observation(0.0, nodes, {"small-1": Notice("small-1", "EC2", 0.0)}, reports)
+    script = script_of(event(3, "freeze", node_type="small"), event(3, "death", "small-2"))
+    members = ["small-0/0", "small-1/0"]
+    assert script.due(2, seen, members) == []
+    (freeze,) = script.due(4, seen, members)
+    assert (freeze.node, freeze.there, dict(freeze.processes)) == ("small-0", True, {"small-0/0": 7})
+    assert [due.node for due in script.due(4, seen, members)] == ["small-2"]
+    assert script.due(4, seen, members) == []

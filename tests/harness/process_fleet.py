@@ -24,6 +24,7 @@ from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
 from planner.cluster import Node, NodeType
@@ -38,7 +39,7 @@ CALM_TICK_S, BUSY_TICK_S = 0.05, 0.01
 
 
 @dataclass
-class ProcessFleet:
+class ProcessFleet(NoAgents):
     """Implements `Workforce`. `act(point)` is called, in the driver's thread, when a worker has come to a fault point."""
 
     job: Job
@@ -281,12 +282,6 @@ class ProcessFleet:
     def _agents(self) -> dict[str, RemoteProcess]:
         return {name: seat.agent for name, seat in self._seats.items()}
 
-    def start_agents(self, nodes: Sequence[str]) -> None:
-        raise AssertionError("nodes come with their agents")
-
-    def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """Nobody replaces a node here."""
-
     def prune(self, what: Prune) -> None:
         self._errands.prune(self._agents, what)
 
@@ -372,15 +367,6 @@ class ProcessFleet:
         if seat is not None and not seat.released:
             seat.released = True
             self._errands.refuse_copies(node, seat.agent)
-
-    def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
-        raise AssertionError("no autoscaler here")
-
-    def give_back(self, node: str) -> None:
-        raise AssertionError("no autoscaler here")
-
-    def publish(self, status: Mapping[str, Any]) -> None:
-        """Nobody asks for the status here."""
 
     def call(self, worker: str, method: str, timeout_s: float = 10.0) -> Any:
         """A worker's answer to one more question, once the run has ended."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState, Launches, Loss, NodeView, Notice, Observation
+from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.messages import AgentEndpoint, Phase, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
 
@@ -24,7 +25,7 @@ class Process:
 
 
 @dataclass
-class ScriptedWorkforce:
+class ScriptedWorkforce(NoAgents):
     """Implements `Workforce`; `now` advances by one tick with each observation. `builds` is how many ticks a build takes."""
 
     kind: NodeType
@@ -38,6 +39,7 @@ class ScriptedWorkforce:
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
     stop_reason: str | None = None
     released: list[str] = field(default_factory=list)
+    rehearsed: list[Any] = field(default_factory=list)
     asked: list[dict[str, int]] = field(default_factory=list)
     launches: Launches | None = None
     commits: list[int] = field(default_factory=list)
@@ -147,29 +149,11 @@ class ScriptedWorkforce:
     def wait(self) -> None:
         pass
 
-    def start_agents(self, nodes: Any) -> None:
-        raise AssertionError("nodes come with their agents")
-
-    def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        pass
-
-    def prune(self, what: Any) -> None:
-        pass
-
-    def ask_holdings(self) -> None:
-        pass
-
-    def hand_over(self, parts: Any, to: Any) -> None:
-        pass
-
-    def end_agent(self, node: str) -> None:
-        pass
-
     def ask_for_nodes(self, counts: Any) -> None:
         self.asked.append(dict(counts))
 
     def give_back(self, node: str) -> None:
         self.warn(node, 60)
 
-    def publish(self, status: Any) -> None:
-        pass
+    def rehearse(self, what: Any) -> None:
+        self.rehearsed.append(what)

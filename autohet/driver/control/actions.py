@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autohet.driver.control.observation import Part, Prune, Workforce
+from autohet.runtime.job import ScriptedEvent
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder
 from recovery.state.ancestry import Descent
 
@@ -135,10 +136,21 @@ class GiveBack:
     node: str
 
 
+@dataclass(frozen=True)
+class Rehearse:
+    """Let a scripted event happen to `node` (arrival: its name, if the script gives one). there: whether it is known; processes: ids of its
+    workers' processes."""
+
+    event: ScriptedEvent
+    node: str | None
+    there: bool
+    processes: Mapping[str, int]
+
+
 Action = (
     Hire | Dismiss | ClaimGeneration | Begin | RequestStop | Interrupt | RollForward | RequestInventories
     | CommitCheckpoint | ReleaseNode | EndAgent | StartAgents | Drain | Prune | AskHoldings | HandOver
-    | AskForNodes | GiveBack
+    | AskForNodes | GiveBack | Rehearse
 )  # fmt: skip
 
 
@@ -181,3 +193,5 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.ask_for_nodes(counts)
         case GiveBack(node):
             workforce.give_back(node)
+        case Rehearse():
+            workforce.rehearse(action)

@@ -1,6 +1,4 @@
-"""The controller: wait, observe, decide, execute, one tick at a time. Deciding calls neither the workforce nor a clock: what is to be
-done goes into `actions`, and `execute` has it done.
-"""
+"""The controller: wait, observe, decide, execute, one tick at a time. All that is decided goes into `actions`, and nowhere else."""
 
 from __future__ import annotations
 
@@ -69,6 +67,8 @@ class Controller(Rebuild):
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
         self._buy(seen)
+        if isinstance(self.state, Training):
+            self.actions.extend(self.script.due(self.ledger.committed_steps, seen, self.members))
 
     def _step(self, seen: Observation) -> State:
         match self.state:

@@ -18,6 +18,7 @@ from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.recording import Recorder
+from autohet.driver.control.script import Script
 from autohet.driver.control.states import Building, Closing, Ended, State, Training, Waiting
 from autohet.driver.control.upkeep import Upkeep
 from autohet.runtime.job import Job
@@ -42,6 +43,7 @@ class Desk:
         self.ledger = Ledger(job, events)
         self.outlook = Outlook()
         self.upkeep = Upkeep()
+        self.script = Script(job)
         self.buyer: Buyer | None = None
         """Where the autoscaler may be asked for other nodes than at first."""
         self.actions: deque[Action] = deque()

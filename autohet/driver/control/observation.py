@@ -230,6 +230,10 @@ class Workforce(Protocol):
         """The node is not wanted any more; its end shows as its notice."""
         ...
 
+    def rehearse(self, what: Any) -> None:
+        """Let a scripted event (`actions.Rehearse`) happen."""
+        ...
+
     def publish(self, status: Mapping[str, Any]) -> None:
         """Make the job's status visible to `autohet status`."""
         ...

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autohet.driver.control.observation import Notice, Observation
+from autohet.driver.control.actions import Rehearse
+from autohet.driver.control.observation import Notice
 from autohet.driver.emulate.fleet import EmulatedFleet
-from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.sources.simple import Scripted
 from autohet.runtime.job import ScriptedEvent
 from planner.cluster import Cluster
 from planner.errors import ConfigError
@@ -100,34 +101,26 @@ class ExpectedFleet:
 
 
 class Rehearsal:
-    """Makes the events of `elastic.script` happen, each once. `fleet` None: a real cluster, where only notices and
-    deaths of workers can be rehearsed (deaths and freezes kill or stop processes, they take no machine away)."""
+    """Makes scripted events happen. `fleet` None: a real cluster, where only notices and deaths of workers can be rehearsed (deaths kill
+    processes, they take no machine away). kill: ends these workers' processes."""
 
     def __init__(
         self,
-        script: Sequence[ScriptedEvent],
-        workforce: RayWorkforce,
         fleet: EmulatedFleet | None,
+        scripted: Scripted,
+        kill: Callable[[Sequence[str]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._left = sorted(script, key=lambda event: event.at_step)
-        self._workforce, self._fleet, self._clock = workforce, fleet, clock
+        self._fleet, self._scripted, self._kill, self._clock = fleet, scripted, kill, clock
 
-    def play(self, step: int, seen: Observation, members: Sequence[str], training: bool) -> None:
-        """Start what is due: one event at a time, and only while training stands on a whole fleet."""
-        if self._fleet is not None:
-            self._fleet.reap(self._clock())
-        if training and self._left and step >= self._left[0].at_step:
-            self._happen(self._left.pop(0), seen, members)
-
-    def _happen(self, event: ScriptedEvent, seen: Observation, members: Sequence[str]) -> None:
+    def happen(self, what: Rehearse) -> None:
+        event, name = what.event, what.node
         if event.event == "arrival":
             assert self._fleet is not None, "check_script lets no arrival on a real cluster pass"
             node = self._fleet.add(event.node_type or "", event.node)
             logger.info("Rehearsal: %s joins", node.name)
             return
-        name = event.node or self._pick(event, seen, members)
-        if name is None or name not in seen.nodes or (self._fleet is not None and name not in self._fleet.nodes):
+        if name is None or not what.there or (self._fleet is not None and name not in self._fleet.nodes):
             missing = f"no {event.node}" if event.node else f"no node of type {event.node_type} that trains"
             logger.warning(
                 "Rehearsal: the %s at step %d does not happen: %s is there", event.event, event.at_step, missing
@@ -136,29 +129,14 @@ class Rehearsal:
         logger.info("Rehearsal: %s of %s", event.event, name)
         if event.event == "notice":
             now = self._clock()
-            self._workforce.scripted.by_node[name] = Notice(name, "scripted notice", now, now + event.deadline_s)
+            self._scripted.by_node[name] = Notice(name, "scripted notice", now, now + event.deadline_s)
             if self._fleet is not None:
                 self._fleet.doom(name, now + event.deadline_s)
-        elif event.event == "death" and self._fleet is not None:
+        elif event.event == "freeze":
+            assert self._fleet is not None, "check_script lets no freeze on a real cluster pass"
+            for process_id in what.processes.values():
+                self._fleet.freeze(process_id)
+        elif self._fleet is not None:
             self._fleet.kill(name)
         else:
-            self._strike(event, name, seen)
-
-    def _strike(self, event: ScriptedEvent, name: str, seen: Observation) -> None:
-        workers = [worker for worker in seen.reports if seen.node_of(worker) == name]
-        if event.event == "freeze":
-            assert self._fleet is not None, "check_script lets no freeze on a real cluster pass"
-            for worker in workers:
-                self._fleet.freeze(seen.reports[worker].process_id)
-        else:
-            self._workforce.kill_processes(workers)
-
-    def _pick(self, event: ScriptedEvent, seen: Observation, members: Sequence[str]) -> str | None:
-        """A node of the type that trains now; the last by name, so that a rehearsal repeats."""
-        trains = {seen.node_of(worker) for worker in members}
-        fitting = [
-            n
-            for n, v in seen.nodes.items()
-            if v.node.node_type.name == event.node_type and n in trains and n not in seen.notices
-        ]
-        return max(fitting, default=None)
+            self._kill(list(what.processes))

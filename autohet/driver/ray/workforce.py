@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from autohet.driver.control.actions import Rehearse
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.observation import Part, Prune
 from autohet.driver.ray import cluster as ray_cluster
@@ -44,6 +45,8 @@ class RayWorkforce(RayObserver):
         self._worker_threads = worker_threads
         self._record = record
         self._request: FleetRequest | None = None
+        self.rehearsal: Callable[[Rehearse], None] | None = None
+        """Makes scripted events happen."""
         self._waited_at = -math.inf
 
     def wait(self) -> None:
@@ -170,6 +173,10 @@ class RayWorkforce(RayObserver):
         """A draining node then has no lease left, and Ray lets it go."""
         if node in self._agent_handles:
             ray.kill(self._agent_handles[node])
+
+    def rehearse(self, what: Rehearse) -> None:
+        assert self.rehearsal is not None, "no script, no rehearsal"
+        self.rehearsal(what)
 
     def buy_by(self, request: FleetRequest) -> None:
         """What the autoscaler is asked for changes from now on, as the controller decides."""

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation, Part, Prune
+from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.manifest import SimulatedManifest
+from autohet.driver.simulate.no_agents import NoAgents
 from autohet.driver.simulate.order_bytes import push_s, upload_s
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.spot_trace import TraceEvent
@@ -60,7 +61,7 @@ class _Run:
     uploads: list[tuple[float, int]] = field(default_factory=list)
 
 
-class SimulatedWorkforce:
+class SimulatedWorkforce(NoAgents):
     """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long the controller lets arrivals gather."""
 
     def __init__(
@@ -390,30 +391,3 @@ class SimulatedWorkforce:
     def release_node(self, node: str) -> None:
         if node in self._nodes:
             self._forget(node, self.now)
-
-    def start_agents(self, nodes: Sequence[str]) -> None:
-        """A node that joins has its agent."""
-
-    def drain(self, node: str, reason: str, deadline: float | None) -> None:
-        """What replaces a node is in the trace."""
-
-    def prune(self, what: Prune) -> None:
-        """Of all that is kept only the newest counts here."""
-
-    def ask_holdings(self) -> None:
-        """No agent answers: only rounds bring copies elsewhere."""
-
-    def hand_over(self, parts: Mapping[str, Sequence[Part]], to: Sequence[AgentEndpoint]) -> None:
-        """As above."""
-
-    def end_agent(self, node: str) -> None:
-        """A node that was released is gone."""
-
-    def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
-        raise AssertionError("no autoscaler here")
-
-    def give_back(self, node: str) -> None:
-        raise AssertionError("no autoscaler here")
-
-    def publish(self, status: Mapping[str, Any]) -> None:
-        """Nobody looks."""

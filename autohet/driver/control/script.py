@@ -1,0 +1,37 @@
+"""When the scripted events of a rehearsal are due, and whom they befall (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from autohet.driver.control.actions import Rehearse
+from autohet.driver.control.observation import Observation
+from autohet.runtime.job import Job, ScriptedEvent
+
+
+class Script:
+    """The events that have not happened yet. Owned by the controller, whose state it is part of."""
+
+    def __init__(self, job: Job) -> None:
+        script = job.elastic.script if "script" in job.elastic.notice_sources else ()
+        self._left = sorted(script, key=lambda event: event.at_step)
+
+    def due(self, step: int, seen: Observation, members: Collection[str]) -> list[Rehearse]:
+        """At most one event, once `step` steps are committed; asked only while training stands on a whole fleet."""
+        if not self._left or step < self._left[0].at_step:
+            return []
+        event = self._left.pop(0)
+        name = event.node if event.node or event.event == "arrival" else _pick(event, seen, members)
+        processes = {w: report.process_id for w, report in seen.reports.items() if seen.node_of(w) == name}
+        return [Rehearse(event, name, name in seen.nodes, processes)]
+
+
+def _pick(event: ScriptedEvent, seen: Observation, members: Collection[str]) -> str | None:
+    """A node of the type that trains now; the last by name, so that a rehearsal repeats."""
+    trains = {seen.node_of(worker) for worker in members}
+    fitting = [
+        n
+        for n, v in seen.nodes.items()
+        if v.node.node_type.name == event.node_type and n in trains and n not in seen.notices
+    ]
+    return max(fitting, default=None)
