@@ -35,6 +35,17 @@ def test_equal_fleets_are_searched_once_and_answers_name_the_nodes_that_are_ther
     check_plan(second.plan, 4)
 
 
+def test_what_one_policy_has_found_another_places():
+    """Counted names of a plan that followed another go beyond the fleet's number of nodes."""
+    memory = PlanMemory()
+    first = planning_of(memory)
+    before = first.answer(fleet_of("small-0", "small-1", "small-2"), None)
+    first.answer(fleet_of("small-1", "small-2"), before.plan)
+    found = planning_of(memory).answer(fleet_of("small-0", "small-1"), None)
+    assert {worker.rpartition("/")[0] for worker in found.plan.workers} <= {"small-0", "small-1"}
+    check_plan(found.plan, 4)
+
+
 def test_what_is_remembered_is_what_the_planner_would_say():
     planning = planning_of(PlanMemory())
     fleet = fleet_of("small-0", "small-1", "big-0")

@@ -52,6 +52,8 @@ class PlanMemory:
     searched: dict[Counts, float] = field(default_factory=dict)
     """Step time of those fleets that a whole search was made for."""
     answers: dict[tuple[object, ...], Remembered | str] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Of each counted name: a plan that one policy has found is another's to place."""
     grids: dict[tuple[str, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
     """(node type, nodes) -> its symmetric plan."""
     speed: dict[Kind, float] = field(default_factory=dict)
@@ -239,7 +241,7 @@ class RememberedPlanning(Planning):
         for name in dict.fromkeys((*planned, *sorted(node.name for node in fleet.nodes))):
             kind = self._kinds[name]
             names[name] = f"{kind[0]}@{kind[1]:g}-{used[kind]:05d}"
-            self._kinds[names[name]] = kind
+            self._kinds[names[name]] = self.memory.kinds[names[name]] = kind
             used[kind] += 1
         return names
 
@@ -251,7 +253,7 @@ class RememberedPlanning(Planning):
         names: dict[str, str] = {}
         used: Counter[Kind] = Counter()
         for name in sorted({node_of(worker) for worker in plan.workers}):
-            kind = self._kinds[name]
+            kind = self.memory.kinds[name]
             names[name] = of_kind[kind][used[kind]]
             used[kind] += 1
         return renamed(plan, names)
