@@ -46,7 +46,7 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
         rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
         for number in _numbers(supply, node):
             total = counts[rows].sum(axis=1)
-            enough = np.flatnonzero(total >= number) if number * size <= tables.batch else np.zeros(0, dtype=np.int64)
+            enough = np.flatnonzero(total >= number) if (number - 1) * size < tables.batch else np.zeros(0, dtype=np.int64)
             # no pipeline deeper than asked: the same share of each node type is left idle
             share = np.minimum(1.0, number * tables.deepest / np.maximum(total[enough], 1))[:, None]
             groups = np.floor(counts[rows[enough]] * share + 1e-9).astype(np.int64)

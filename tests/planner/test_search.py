@@ -1,9 +1,11 @@
 """Fleets beyond what is compared exhaustively."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from autohet.bench.planner.searches import small_case
 from planner.cluster import Fleet, Node
 from planner.plan import check_plan
 from planner.search import limits
@@ -71,3 +73,10 @@ def test_nodes_with_a_slow_network_are_left_out_where_they_slow_everyone():
     whole, part = (request(nodes, 288, model(32, 1024)) for nodes in (every, without))
     assert step_s(whole) <= step_s(part) * limits.CLEARLY, "walks of other draws end within that of each other"
     assert sum(len(idle.workers) for idle in plan_with("autohet", whole).idle) == 48
+
+
+def test_the_last_pipeline_may_have_less_than_one_microbatch_of_the_others() -> None:
+    """Three sequences on two GPUs, where launches cost: two at once on one, the third on the other."""
+    asked = small_case(random.Random(1000))
+    best = plan_with("exhaustive", asked).prediction.step_time_s
+    assert plan_with("autohet", asked).prediction.step_time_s <= best * limits.PLAIN
