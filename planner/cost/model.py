@@ -86,13 +86,7 @@ class CostModel:
         self._decoder = decoder or partial(decoder_graph, spec, sequence_length=sequence_length, precision=precision)
         self._decoders: dict[int, Decoder | None] = {}
         self._layer_times = LayerTimeModel(
-            self.profile,
-            spec,
-            self.model,
-            precision,
-            sequence_length,
-            self.parameters,
-            self._tp_communication_s,
+            self.profile, spec, self.model, precision, sequence_length, self.parameters, self._tp_communication_s
         )
         self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
         self._memories: dict[tuple[int, int, Recompute, TensorShare | None], MemoryTerms] = {}
