@@ -108,6 +108,8 @@ class Exchange:
             for shard in flight.message.shards:
                 self._coming.pop(shard, None)
         self._free.append(flight.buffer)
+        while len(self._free) > 1 and sum(old.untyped_storage().nbytes() for old in self._free) > IN_FLIGHT_BYTES:
+            del self._free[0]
 
     def _split(self, shards: Sequence[ShardId]) -> tuple[list[ShardId], list[ShardId]]:
         """Those that are packed, and those that go by themselves; the same at both ends."""

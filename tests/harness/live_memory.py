@@ -34,7 +34,7 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = storage.nbytes() if counted else 0
+        self._alive[key] = storage.nbytes() if counted and tensor.device.type != "meta" else 0  # shapes without memory
         self.bytes += self._alive[key]
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         weakref.finalize(storage, self._freed, key)

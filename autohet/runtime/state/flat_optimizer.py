@@ -8,7 +8,7 @@ through memory of one piece's size. Either way an element gets the same bits: se
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,37 +67,46 @@ class _Cut:
 class FlatOptimizer:
     """Updates what this worker keeps the state of.
 
-    state: local slices by state name; each tensor that can be becomes a view of a flat one, and its old memory is let go of at once, one
-    kind of one stretch after the other.
+    state: local slices by state name; each tensor that can be becomes a view of a flat one. What it was before may be a view itself, of a
+    flat one of an earlier generation, which is free only once no view of it is left. So masters go first, then first moments, then
+    second ones: beside the state lies a third of it at most, which is what gradients take later.
     """
 
     def __init__(self, local: LocalBuffers, state: MutableMapping[str, Tensor]) -> None:
         self._state = state
-        self._stretches: list[_Stretch] = []
         self._cuts: list[_Cut] = []
+        stretches: list[tuple[int, list[Piece]]] = []
         for index in local.kept:
             for whole, pieces in itertools.groupby(
                 local.buffers[index].pieces, lambda piece: piece.units == local.owned[piece.parameter]
             ):
                 if whole:
-                    self._stretches.append(self._stretch(index, list(pieces)))
+                    stretches.append((index, list(pieces)))
                 else:
                     for piece in pieces:
                         runs = runs_of(piece, local.specs[piece.parameter], local.owned[piece.parameter])
                         self._cuts.append(_Cut(index, piece, runs))
+        by_kind = [self._laid_out(kind, stretches) for kind in STATE_KINDS]
+        self._stretches = [
+            _Stretch(index, pieces[0].offset, tensors)
+            for (index, pieces), tensors in zip(stretches, zip(*by_kind, strict=True), strict=True)
+        ]
 
     @torch.no_grad()
-    def _stretch(self, index: int, pieces: list[Piece]) -> _Stretch:
+    def _laid_out(self, kind: str, stretches: Sequence[tuple[int, list[Piece]]]) -> list[Tensor]:
+        """All of one kind's flat tensors, one for each stretch; what is in none has memory of its own."""
+        for name in {state_name(kind, cut.piece.parameter) for cut in self._cuts}:
+            self._state[name] = _in_own_memory(self._state[name])
+        return [self._flat(kind, pieces) for _, pieces in stretches]
+
+    def _flat(self, kind: str, pieces: Sequence[Piece]) -> Tensor:
         start, stop = pieces[0].offset, pieces[-1].end
-        tensors = []
-        for kind in STATE_KINDS:
-            flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
-            for piece in pieces:
-                name = state_name(kind, piece.parameter)
-                view = flat[piece.offset - start :][: piece.num_elements].view(piece.shape)
-                self._state[name] = view.copy_(self._state[name])
-            tensors.append(flat)
-        return _Stretch(index, start, tuple(tensors))
+        flat = self._state[state_name(kind, pieces[0].parameter)].new_zeros(stop - start)
+        for piece in pieces:
+            name = state_name(kind, piece.parameter)
+            view = flat[piece.offset - start :][: piece.num_elements].view(piece.shape)
+            self._state[name] = view.copy_(self._state[name])
+        return flat
 
     @torch.no_grad()
     def update(self, flats: Mapping[int, Tensor], settings: TrainingSection, step: int, factor: float) -> None:
@@ -111,6 +120,11 @@ class FlatOptimizer:
             tensors = cut.taken(self._state)
             fused_update(tensors, cut.gradient(flats), settings, step, factor)
             cut.give_back(tensors, self._state)
+
+
+def _in_own_memory(tensor: Tensor) -> Tensor:
+    """A copy, where it is a part of a larger piece of memory."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def fused_update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from autohet.runtime.state.state_source import local_slice
 from planner.plan import Plan
 from recovery.state.layout import ShardId
 from recovery.state.slices import shard_views
+from tests.harness.live_memory import LiveMemory
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
 
@@ -130,3 +132,30 @@ def test_state_becomes_views_of_a_few_flat_tensors() -> None:
     FlatOptimizer(LocalBuffers(drawn, CONFIG, "w", None), state)
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
     assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(STATE_KINDS)
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans(3, 2), st.booleans())
+def test_state_that_lies_flat_already_takes_a_third_more_to_lay_out_and_leaves_nothing_behind(
+    drawn: Plan, sharded: bool
+) -> None:
+    """As after a generation with other holders: each kind is one flat tensor, whose views a restore has kept in place."""
+    stages = [replace(stage, shard_optimizer=sharded) for stage in drawn.pipelines[0].stages]
+    drawn = replace(drawn, pipelines=(replace(drawn.pipelines[0], stages=tuple(stages)), *drawn.pipelines[1:]))
+    layout = layout_of_plan(drawn, CONFIG)
+    for worker in drawn.workers:
+        local, units = LocalBuffers(drawn, CONFIG, worker, None), layout.units_of(worker)
+        with LiveMemory() as memory:
+            state = {}
+            for kind in STATE_KINDS:
+                shapes = {n: layout.tensors[n].local_shape(held) for n, held in units.items() if n.startswith(f"{kind}/")}
+                flat = torch.zeros(sum(math.prod(shape) for shape in shapes.values()))
+                parts = flat.split([math.prod(shape) for shape in shapes.values()])
+                state |= {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+                del flat, parts
+            before = memory.bytes
+            optimizer = FlatOptimizer(local, state)
+            padding = 4 * ALIGNMENT * len(units)
+            assert memory.peak_bytes <= before * 4 / 3 + padding
+            assert memory.bytes <= before + padding
+            del optimizer
