@@ -38,24 +38,28 @@ def gone_back() -> GoneBack:
     return GoneBack(book, layout, upkeep)
 
 
-def copy(node: str, step: int, generation: int, layout: Layout, shards: Iterable[ShardId] | None = None) -> Holding:
+def copy(
+    node: str, step: int, generation: int, layout: Layout, shards: Iterable[ShardId] | None = None, kind: str = "memory"
+) -> Holding:  # fmt: skip
     held = layout.shards if shards is None else frozenset(shards)
-    return Holding(Source("memory", node, f"{node}/0", step, generation), held)
+    return Holding(Source(kind, node, f"{node}/0", step, generation), held)
 
 
-def test_the_newer_step_of_the_history_that_was_left_is_not_gone_on_from(gone_back: GoneBack) -> None:
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_the_newer_step_of_the_history_that_was_left_is_not_gone_on_from(gone_back: GoneBack, kind: str) -> None:
     book, layout = gone_back.book, gone_back.layout
-    kept = {"a": [copy("a", 8, 1, layout)], "b": [copy("b", 6, 2, layout)]}
+    kept = {"a": [copy("a", 8, 1, layout, kind=kind)], "b": [copy("b", 6, 2, layout)]}
     written = book.write(3, WHOLE, observe("a", "b", "c", inventories=kept), (C,), ("here", 1))
     assert written.start_step == 6
     assert sources(written, C) == {("memory", "b", "b/0"): len(layout.shards)}
 
 
-def test_halves_of_one_step_from_two_histories_are_no_state(gone_back: GoneBack) -> None:
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_halves_of_one_step_from_two_histories_are_no_state(gone_back: GoneBack, kind: str) -> None:
     book, layout = gone_back.book, gone_back.layout
     shards = sorted(layout.shards)
     half = len(shards) // 2
-    mixed = {"a": [copy("a", 6, 1, layout, shards[:half])], "b": [copy("b", 6, 2, layout, shards[half:])]}
+    mixed = {"a": [copy("a", 6, 1, layout, shards[:half], kind)], "b": [copy("b", 6, 2, layout, shards[half:])]}
     with pytest.raises(NotRestorable):
         book.write(3, WHOLE, observe("a", "b", "c", inventories=mixed), (C,), ("here", 1))
     old = {"a": [*mixed["a"], copy("a", BACK_TO, 1, layout)], "b": mixed["b"]}
