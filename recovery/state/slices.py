@@ -74,3 +74,11 @@ def shard_views(
         for unit, view in unit_views(tensors[name], units, state[name]).items():
             views[ShardId(name, unit)] = view
     return views
+
+
+def names_by_memory(state: Mapping[str, torch.Tensor]) -> list[set[str]]:
+    """Names of the tensors that lie in one piece of memory, which is free only once none of them is left."""
+    found: dict[int, set[str]] = {}
+    for name, tensor in state.items():
+        found.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+    return list(found.values())

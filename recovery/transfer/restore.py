@@ -22,7 +22,7 @@ from recovery.errors import RestoreError
 from recovery.local.agent_store import AgentStore
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
-from recovery.state.slices import TORCH_DTYPES, empty_local, shard_views
+from recovery.state.slices import TORCH_DTYPES, empty_local, names_by_memory, shard_views
 from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, MessageGroup
 from recovery.transfer.messages import Message
 from recovery.transfer.reads import Reads
@@ -98,8 +98,8 @@ def restore(
     """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
     this one has done its part.
 
-    A local tensor whose units are all kept is taken over as it is, not copied; `live` must stay untouched until
-    everybody is done. `progress(bytes so far, bytes in all)` is called from any thread. `arrived` is filled with each shard
+    A local tensor whose units are all kept is taken over as it is, not copied, where all that shares its memory is, too; `live` must stay
+    untouched until everybody is done. `progress(bytes so far, bytes in all)` is called from any thread. `arrived` is filled with each shard
     that is here and checked: if a peer's loss ends the restore, they need not come again.
 
     Raises:
@@ -111,7 +111,11 @@ def restore(
     part = schedule.parts.get(worker)
     if part is None:
         part = WorkerPart(worker, "", schedule.step)
-    return _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived).run()
+    execution = _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived)
+    try:
+        return execution.run()
+    finally:
+        execution.let_go()
 
 
 class _Restore:
@@ -174,7 +178,9 @@ class _Restore:
         return state, in_place
 
     def _taken_over(self, live: LiveState | None) -> set[str]:
-        """Tensors of the old state that are the new one's as they are: all their units stay, and on the device."""
+        """Tensors of the old state that are the new one's as they are: all their units stay, and on the device, and so does all that
+        shares their memory. Of a flat tensor that stays in part the rest would stay, too: what is kept of it is copied.
+        """
         worker, keep = self._part.worker, set(self._part.keep)
         if live is None or worker not in self._layout.shards_by_worker or worker not in live.layout.shards_by_worker:
             return set()
@@ -184,7 +190,7 @@ class _Restore:
             as_it_is = name in live.state and before.get(name) == units and all(shard in keep for shard in here)
             if as_it_is and not any(shard in live.arrived for shard in here):
                 found.add(name)
-        return found
+        return found.intersection(*(found if names <= found else found - names for names in names_by_memory(live.state)))
 
     @torch.no_grad()
     def run(self) -> Restored:
@@ -208,6 +214,12 @@ class _Restore:
         return Restored(
             self._state, by_tier, time.monotonic() - began, tuple(reads.failures), tuple(reads.bad), dict(reads.slow)
         )
+
+    def let_go(self) -> None:
+        """Of the old state and the new one. This object and its reads refer to each other: both would stay in the device's memory until
+        the garbage collector happens to come.
+        """
+        self._live, self._targets, self._state = {}, {}, {}
 
     # messages
 

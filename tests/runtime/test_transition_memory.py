@@ -45,14 +45,14 @@ DEADLINE_S = 120
 
 
 class CountedWorker(Worker):
-    """A worker whose generations all allocate on one counted device. `peak_bytes`: of the second step of a generation."""
+    """A worker whose generations all allocate on one counted device. `peak_bytes`: of a generation from its first update on."""
 
     def __init__(self, place: WorkerPlace, job: Job) -> None:
         self.memory = LimitedMemory()
         super().__init__(place, job, self._entered)
 
     def _entered(self, phase: str, step: int) -> None:
-        if phase == "forward" and step == 1:
+        if phase == "apply" and step % 2 == 0:
             self.memory.peak_bytes = self.memory.bytes
 
     def _run(self, order: GenerationOrder, groups: Any) -> None:

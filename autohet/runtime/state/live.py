@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from autohet.runtime.step_commit import StateVersion, Trainer
 from recovery.errors import SnapshotError
 from recovery.local.snapshot import SnapshotLease
 from recovery.state.layout import Layout, ShardId
-from recovery.state.slices import unit_views
+from recovery.state.slices import names_by_memory, unit_views
 from recovery.transfer.restore import LiveState
 
 logger = logging.getLogger("autohet.worker")
@@ -82,7 +82,7 @@ class Live:
         snapshot: the host's copy of this state; a shard whose bits it has gets no second one.
         """
         gc.collect()  # a trainer's parameters and their hooks refer to each other
-        leaving = [name for names in _by_memory(self.state) if not names <= set(kept) for name in sorted(names)]
+        leaving = [name for names in names_by_memory(self.state) if not names <= set(kept) for name in sorted(names)]
         copies, units, moved = self._copies(snapshot), self.layout.units_of(self.worker), 0
         for name in leaving:
             tensor = self.state.pop(name)
@@ -107,14 +107,6 @@ class Live:
         self.in_host_memory.clear()
         while self._leases:
             self._leases.pop().release()
-
-
-def _by_memory(state: Mapping[str, Tensor]) -> Iterable[set[str]]:
-    """Names of tensors that lie in one piece of memory."""
-    found: dict[int, set[str]] = {}
-    for name, tensor in state.items():
-        found.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
-    return found.values()
 
 
 @torch.no_grad()
