@@ -206,3 +206,9 @@ def random_pair(seed: int) -> tuple[Plan, Plan]:
 def test_a_plan_that_fits_in_training_fits_in_its_transition(tmp_path: Path) -> None:
     """One of the pairs below, in which some devices have room for both states and one has not."""
     move(*random_pair(0), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 41))
+def test_no_pair_of_plans_that_fit_in_training_fails_between(seed: int, tmp_path: Path) -> None:
+    move(*random_pair(seed), tmp_path)
