@@ -111,7 +111,7 @@ class RemoteProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 30.0) -> None:
         """Kill and reap."""
         self.kill()
         self._process.join(timeout_s)
