@@ -1,6 +1,8 @@
 """One reconfiguration overtakes another: what it cost is told of the one that trains, and nothing is forgotten."""
 
-from autohet.driver.control.states import Building, Quiescing, Waiting
+from dataclasses import replace
+
+from autohet.driver.control.states import Building, Quiescing, Sourcing, Waiting
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.faulty_workforce import FaultyWorkforce
 
@@ -31,6 +33,25 @@ def test_a_death_while_a_notice_is_being_served_is_timed_from_the_death():
     assert change["cause"] == "death"
     assert change["seconds"]["detect"] >= 0
     assert change["seconds"]["total"] < 6, "not from the notice on, which cost nobody a step"
+
+
+def test_orders_that_a_death_has_overtaken_while_their_generation_was_claimed_are_not_sent(monkeypatch):
+    """The leaver is in no plan any more, and yet a newcomer was to get a part of its state from it."""
+    controller, workforce = make(nodes=2)
+    run(controller, trained(controller, 5))
+    leaver = controller.members[0].split("/")[0]
+    claim = workforce.claim_generation
+    monkeypatch.setattr(workforce, "claim_generation", lambda entry: None)
+    workforce.warn(leaver, 60)
+    workforce.join("small-9")
+    run(controller, lambda: isinstance(controller.state, Sourcing) and controller.state.book is not None)
+    assert f"{leaver}/0" in controller.state.book.orders
+    assert f"{leaver}/0" not in controller.state.proposal.plan.workers
+    workforce.kill(leaver)
+    monkeypatch.setattr(workforce, "claim_generation", claim)
+    workforce.checkpoint = replace(workforce.checkpoint, claimed=controller.generation)
+    run(controller, lambda: controller.ended)  # who is not there cannot take orders: a KeyError of this workforce
+    assert controller.ended.ok
 
 
 def test_a_death_in_an_arrivals_build_counts_the_time_from_which_all_stood():

@@ -338,8 +338,8 @@ class ProcessFleet(NoAgents):
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
         self._inventories.drop()
-        for worker in orders.keys() & self._workers.keys():
-            self._workers[worker].process.ask("begin", orders[worker])
+        for worker, order in orders.items():
+            self._workers[worker].process.ask("begin", order)
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._tell(workers, "request_stop", checkpoint)

@@ -47,7 +47,8 @@ class Rebuild(Desk):
             return state
         if needs_more and seen.inventories is None and seen.now < state.deadline:
             return state
-        if any(w not in seen.reports or w in seen.losses for w in state.proposal.plan.workers):
+        taking_part = state.proposal.plan.workers if state.book is None else state.book.orders
+        if any(w not in seen.reports or w in seen.losses for w in taking_part):
             return Quiescing(state.change, seen.now + self.timeouts.quiesce_s, interrupted=True)  # it died meanwhile
         if state.book is None:
             return self._claim(state, seen)

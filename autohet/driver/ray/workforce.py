@@ -103,10 +103,9 @@ class RayWorkforce(RayObserver):
         self.durable.claim(entry)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
-        """Who was dismissed after the orders were written, as its node died, gets none: the others meet without it, or fail and say so."""
         self._inventories.drop()
-        for worker in orders.keys() & self._workers.keys():
-            self._workers[worker].begin.remote(orders[worker])
+        for worker, order in orders.items():
+            self._workers[worker].begin.remote(order)
 
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._tell(workers, lambda handle: handle.request_stop.remote(checkpoint))
