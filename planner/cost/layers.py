@@ -284,8 +284,8 @@ class LayerTimeModel:
             add = self._communication(gpu_type, tp_degree, microbatch, name)
             ratio = degree / tp_degree
             notes.append(f"{kind} on {gpu_type} at TP {tp_degree}: from TP {degree} by FLOPs and link bandwidth")
-            own = (max(LEAST_OWN * each, each - had) * ratio + add for each in (forward, backward))
-            return next(own), next(own)
+            forward, backward = (max(LEAST_OWN * each, each - had) * ratio + add for each in (forward, backward))
+            return forward, backward
         source = self._nearest_key(gpu_type, name) if self.borrow else None
         if source is not None:
             return self._borrowed(source, gpu_type, tp_degree, microbatch, name, layer, notes)

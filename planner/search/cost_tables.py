@@ -5,13 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from planner.cluster import NodeType
+from planner.cluster import GIB, NodeType
 from planner.cost.model import CostModel, LayerCosts
 from planner.errors import InfeasibleError
 from planner.search.problem import Request
 from planner.search.tables import Floats, Kind, Resource, Row, Tables
-
-GIB = 2**30
 
 
 def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Fleet, node_of
+from planner.cluster import GIB, Fleet, node_of
 from planner.cost.model import CostModel, Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, check_plan
@@ -12,8 +12,6 @@ from planner.redundancy import redundancy
 from planner.search import limits
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.search.tables import Tables
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.cluster import GIB
 from planner.errors import InfeasibleError
 from planner.spmd.costs import CostTable, Floats, Shares, SpmdCluster, Wire, round_to_units
 from planner.spmd.graph import Graph
 from planner.spmd.program import Program
-from planner.spmd.ratios import GIB, check_ratios, check_rounded, closed_form, linear_program
+from planner.spmd.ratios import check_ratios, check_rounded, closed_form, linear_program
 from planner.spmd.search import Search
 
 Ratios = tuple[tuple[float, ...], ...]

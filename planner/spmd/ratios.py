@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from planner.cluster import GIB
 from planner.errors import ConfigError, InfeasibleError
 from planner.spmd.costs import CostTable, Shares, Term, Wire, Work
 from planner.spmd.program import Program
-
-GIB = 2**30
 
 
 def closed_form(speeds: Sequence[float]) -> list[tuple[float, ...]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from autohet.driver.sources.protocol import Sign
@@ -135,11 +134,6 @@ class GpuHealth:
             self._nvml.nvmlShutdown()
 
 
-@dataclass(frozen=True)
-class _Looked:
-    signs: tuple[Sign, ...]
-
-
 class GpuWatch:
     """Owns a thread that looks every `poll_s`; where NVML has no driver it tries again, more seldom."""
 
@@ -147,14 +141,14 @@ class GpuWatch:
         self._health: GpuHealth | None = None
         self._watch = Watch("NVML", self._look, poll_s)
 
-    def _look(self) -> _Looked:
+    def _look(self) -> tuple[Sign, ...]:
         if self._health is None:
             self._health = GpuHealth()
-        return _Looked(tuple(self._health.look()))
+        return tuple(self._health.look())
 
     def signs(self) -> tuple[Sign, ...]:
         """What stands now."""
-        return () if self._watch.answer is None else self._watch.answer.signs
+        return self._watch.answer or ()
 
     def close(self) -> None:
         self._watch.close()
