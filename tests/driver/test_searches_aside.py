@@ -104,7 +104,7 @@ def test_a_search_in_its_own_process_finds_what_this_one_would_and_ends_when_dro
 
 def found(search, within_s):
     deadline = time.monotonic() + within_s
-    while (proposal := search.proposal()) is None:
+    while (proposal := search.result()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return proposal

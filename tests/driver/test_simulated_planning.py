@@ -81,10 +81,10 @@ def test_the_driver_is_busy_while_workers_wait_and_a_search_beside_training_answ
     current = planning.propose(fleet, None)
     assert spent == [Costs().search_seconds(2, waiting=True)]
     search = planning.search(fleet, current)
-    assert search.proposal() is None
+    assert search.result() is None
     assert wakes == [100.0 + Costs().search_seconds(2, waiting=False)]
     now[0] = wakes[0]
-    assert search.proposal().stay
+    assert search.result().stay
 
 
 def test_renaming_keeps_the_plan():

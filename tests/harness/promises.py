@@ -32,7 +32,7 @@ class RememberedPlanning(Planning):
     looks = 0
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
-        return _SlowSearch(super().search(fleet, current).proposal, self.looks)
+        return _SlowSearch(super().search(fleet, current).result, self.looks)
 
     def propose(
         self, fleet: Fleet, current: Proposal | None, *, redundant: bool = True, thorough: bool | None = None
@@ -61,7 +61,7 @@ class _SlowSearch:
         except ConfigError as error:
             self.error = error
 
-    def proposal(self) -> Proposal | None:
+    def result(self) -> Proposal | None:
         assert not self.dropped
         if self.looks > 0:
             self.looks -= 1

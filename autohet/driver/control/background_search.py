@@ -44,7 +44,7 @@ class _Aside:
         request = planning.request(fleet, self._cost)
         self._errand = run_in_background(replanned, planning.question(current, request, thorough=True))
 
-    def proposal(self) -> Proposal | None:
+    def result(self) -> Proposal | None:
         if not self._errand.ended:
             return None
         decision = self._errand()

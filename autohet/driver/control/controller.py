@@ -258,7 +258,7 @@ class Controller(Rebuild):
         """What the search has found, once it has."""
         trouble = considering.trouble
         try:
-            proposal = considering.search.proposal()
+            proposal = considering.search.result()
         except ConfigError as error:
             state.considering = None
             return self._stay(state, trouble, str(error))

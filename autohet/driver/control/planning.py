@@ -100,44 +100,28 @@ def replanned(asked: Question) -> ReplanDecision:
     return replan(asked.plan, asked.request, horizon_s=asked.horizon_s, migration=migration, thorough=asked.thorough)
 
 
-class Search(Protocol):
-    """A whole search while training goes on."""
-
-    def proposal(self) -> Proposal | None:
-        """What it found, None while it goes on. Raises ConfigError where no plan exists."""
-
-    def drop(self) -> None:
-        """Nobody wants to know any more."""
-
-
 class Pending(Protocol[T_co]):
     """The answer to a question that nobody waits for."""
 
     def result(self) -> T_co | None:
-        """None while it goes on."""
+        """What was found, None while it goes on. Of a search: raises ConfigError where no plan exists."""
 
     def drop(self) -> None:
         """Nobody wants to know any more."""
 
 
-class _Found(Generic[T]):
-    """An answer that is there."""
+Search = Pending[Proposal]
+"""A whole search while training goes on."""
 
-    def __init__(self, value: T) -> None:
-        self._value = value
+
+class _AtOnce(Generic[T]):
+    """An answer that is there as soon as it is asked for."""
+
+    def __init__(self, answer: Callable[[], T]) -> None:
+        self._answer = answer
 
     def result(self) -> T:
-        return self._value
-
-    def drop(self) -> None:
-        pass
-
-
-class _Done:
-    """A search that was over at once."""
-
-    def __init__(self, propose: Callable[[], Proposal]) -> None:
-        self.proposal = propose
+        return self._answer()
 
     def drop(self) -> None:
         pass
@@ -199,11 +183,11 @@ class Planning:
 
     def search(self, fleet: Fleet, current: Proposal | None) -> Search:
         """As `propose` with `thorough`, while nobody waits."""
-        return _Done(lambda: self.propose(fleet, current, thorough=True))
+        return _AtOnce(lambda: self.propose(fleet, current, thorough=True))
 
     def consider(self, work: Callable[[Planning, Q], T], question: Q) -> Pending[T]:
         """`work(self, question)`, a function of a module that asks this planner several things, while nobody waits."""
-        return _Found(work(self, question))
+        return _AtOnce(lambda: work(self, question))
 
     def _require_nodes(self, fleet: Fleet) -> None:
         """In the job's words, before a search would say it in its own."""

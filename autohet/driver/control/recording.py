@@ -197,9 +197,9 @@ class _RecordedSearch:
     def __init__(self, inner: Search, fleet: Fleet, number: int, recorder: Recorder) -> None:
         self._inner, self._fleet, self._number, self._recorder = inner, fleet, number, recorder
 
-    def proposal(self) -> Proposal | None:
+    def result(self) -> Proposal | None:
         try:
-            found = self._inner.proposal()
+            found = self._inner.result()
         except ConfigError as error:
             self._recorder.answered(RecordedAnswer(self._fleet, None, str(error), number=self._number))
             raise

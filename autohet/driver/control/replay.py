@@ -103,7 +103,7 @@ class _AnsweredSearch:
     def __init__(self, planning: AnsweredPlanning, fleet: Fleet, number: int) -> None:
         self._planning, self._fleet, self._number = planning, fleet, number
 
-    def proposal(self) -> Proposal | None:
+    def result(self) -> Proposal | None:
         return self._planning.found(self._fleet, self._number)
 
     def drop(self) -> None:

@@ -273,7 +273,7 @@ class _Later:
     def __init__(self, planning: RememberedPlanning, fleet: Fleet, current: Proposal | None, ready_at: float) -> None:
         self._planning, self._fleet, self._current, self._ready_at = planning, fleet, current, ready_at
 
-    def proposal(self) -> Proposal | None:
+    def result(self) -> Proposal | None:
         if self._planning.clock() < self._ready_at:
             return None
         current = None if self._current is None else self._current.plan
