@@ -190,7 +190,9 @@ class _Restore:
             as_it_is = name in live.state and before.get(name) == units and all(shard in keep for shard in here)
             if as_it_is and not any(shard in live.arrived for shard in here):
                 found.add(name)
-        return found.intersection(*(found if names <= found else found - names for names in names_by_memory(live.state)))
+        return found.intersection(
+            *(found if names <= found else found - names for names in names_by_memory(live.state))
+        )
 
     @torch.no_grad()
     def run(self) -> Restored:
