@@ -14,9 +14,10 @@ from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search.cost_tables import tables_of
 from planner.search.judge import unacceptable
-from planner.search.memory import cost_like, search_with_memory
+from planner.search.memory import cost_like
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request
+from planner.uneven import search_with_uneven, uneven_groups, uneven_stages
 
 FASTER = 1.1  # times the speed, to see what speed is worth
 WIDER = 2.0  # times the bandwidth of its links, and times the memory
@@ -74,13 +75,14 @@ class OneMore:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one plan."""
+    """Of one plan. uneven: what its stages of uneven shares gain, where it has some."""
 
     places: tuple[Place, ...]
     one_more: tuple[OneMore, ...]
+    uneven: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
-        return [place.sentence() for place in self.places] + [more.sentence() for more in self.one_more]
+        return [*self.uneven, *(place.sentence() for place in self.places), *(more.sentence() for more in self.one_more)]
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -97,6 +99,7 @@ def explain(request: Request, answer: Answer) -> Explanation:
     return Explanation(
         tuple(_place(request, answer, kind) for kind in kinds if kind in used),
         tuple(more for kind in kinds if (more := _one_more(request, answer, kind)) is not None),
+        (f"{answer.choice}.",) if uneven_stages(answer.plan) else (),
     )
 
 
@@ -118,7 +121,8 @@ def _where(fleet: Fleet, plan: Plan, kind: NodeType) -> str:
     """Its stages: how many of which pipelines, at which end, of how many blocks."""
     blocks, ends, pipelines, alone = list[int](), set[str](), 0, 0
     for pipeline in plan.pipelines:
-        mine = [i for i, stage in enumerate(pipeline.stages) if fleet.node_of(stage.workers[0]).node_type == kind]
+        types = [{fleet.node_of(worker).node_type for worker in stage.workers} for stage in pipeline.stages]
+        mine = [i for i, found in enumerate(types) if kind in found]
         pipelines, alone = pipelines + bool(mine), alone + (len(mine) == len(pipeline.stages))
         blocks += [pipeline.stages[i].num_layers for i in mine]
         for i in mine if len(mine) < len(pipeline.stages) else ():
@@ -151,14 +155,14 @@ def _gains(request: Request, answer: Answer, kind: NodeType) -> dict[str, float]
 
 def _searched(request: Request, seed: Plan) -> Answer | None:
     try:
-        return search_with_memory(replace(request, prove=False), [seed])
+        return search_with_uneven(replace(request, prove=False), [seed])
     except InfeasibleError:
         return None
 
 
 def _next_best(request: Request, plan: Plan, kind: NodeType) -> tuple[str, float] | None:
     """The quickest plan with the type's groups elsewhere, layers cut and microbatches shared anew: in words, and its step time."""
-    tables = tables_of(request)
+    tables = tables_of(replace(request, uneven=uneven_groups(request)))
     moves = Moves(tables, random.Random(0), request.mixed_microbatch)
     found = [
         (words, step_s)

@@ -21,9 +21,10 @@ from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
 from planner.search.improve import Improver, Judge, tries_for
 from planner.search.judge import costed, least_ahead, unacceptable
-from planner.search.memory import cost_like, search_with_memory
+from planner.search.memory import cost_like
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
+from planner.uneven import gathered, is_bounded, search_with_uneven, sentence, uneven_groups, uneven_stages
 
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
@@ -159,7 +160,7 @@ class _Judged:
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
     try:
-        return search_with_memory(request, seeds)
+        return search_with_uneven(request, seeds)
     except InfeasibleError:
         return None
 
@@ -185,16 +186,27 @@ def _candidates(previous: Plan, request: Request, alive: set[str], judged: _Judg
         return [i for i, pipeline in enumerate(plan.pipelines) if not touched.isdisjoint(pipeline.workers)]
 
     tries = tries_for(len(alive)) // limits.WALKS
-    return [*out, Improver(moves, judge).walk(best, tries, broken)]
+    out.append(Improver(moves, judge).walk(best, tries, broken))
+    if groups := uneven_groups(request):
+        moves = Moves(tables_of(replace(request, uneven=groups), sizes), random.Random(0), request.mixed_microbatch)
+        cut = recut(previous, request, alive, moves)
+        starts = list(map(cost.working_ahead, [*gathered(moves, [out[-1]]), *([] if cut is None else [cut])]))
+        even_s = min(map(judged.seconds_a_batch, out))
+        walked = [Improver(moves, judge).walk(min(starts, key=judge.score), tries, broken)] if starts else []
+        out += [plan for plan in walked if judged.seconds_a_batch(plan) * limits.CLEARLY <= even_s]
+    return out
 
 
 def recut(previous: Plan, request: Request, alive: set[str], moves: Moves) -> Plan | None:
-    """The previous plan with each pipeline that lost a worker cut anew over its whole groups, or where these cannot hold the model
-    without it; the groups of those and free nodes, in groups as large, make new pipelines where they can."""
+    """The previous plan with each pipeline that lost a worker cut anew over its whole groups, and those whose rest may have uneven shares,
+    or where these cannot hold the model without it; the groups of those and free nodes, in groups as large, make new pipelines where
+    they can."""
     made, left = list[Pipeline](), list[Group]()
     for pipeline in previous.pipelines:
-        groups = [group for group in groups_of(pipeline) if alive.issuperset(group)]
-        whole = len(groups) == len(pipeline.stages)
+        lives = (tuple(worker for worker in group if worker in alive) for group in groups_of(pipeline))
+        pairs = zip(groups_of(pipeline), lives, strict=True)
+        groups = [rest for group, rest in pairs if rest == group or moves.is_uneven(rest)]
+        whole = groups == groups_of(pipeline)
         anew = pipeline if whole else moves.cut(groups, pipeline.microbatch_sequences)
         made += [] if anew is None else [anew]
         left += groups if anew is None else []
@@ -342,7 +354,7 @@ def _decision(
     stay = best.plan == previous
     report = searched.search if searched else SearchReport(seconds, 1, None, None)
     proof = NO_PROOF
-    if report.lower_bound_s is not None:
+    if report.lower_bound_s is not None and is_bounded(replace(request, uneven=uneven_groups(request)), best.plan):
         proof = proof_of(report.lower_bound_s, best.prediction.step_time_s)
     report = SearchReport(seconds, report.plans_evaluated, proof.lower_bound_s, proof.gap, proof.says)
     idle = searched.idle if searched is not None and searched.plan == best.plan else ()
@@ -364,6 +376,8 @@ def _reason(best: _Scored, kept: _Scored | None, searched: Answer | None, horizo
             f" within {horizon_s:.0f} s"
         )
     text = f"moving in about {best.seconds:.1f} s to {step:.4g} s a step"
+    if stages := uneven_stages(best.plan):
+        text += f" ({sentence(stages)})"
     if kept is None:
         return text + ": the present plan uses workers that are gone"
     return (

@@ -88,7 +88,7 @@ class CostModel:
         self._layer_times = LayerTimeModel(
             self.profile, spec, self.model, precision, sequence_length, self.parameters, self._tp_communication_s
         )
-        self._costs: dict[tuple[NodeType, int, int], LayerCosts] = {}
+        self._costs: dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts] = {}
         self._memories: dict[tuple[int, int, Recompute, TensorShare | None], MemoryTerms] = {}
         self._place(fleet)
 
@@ -146,13 +146,14 @@ class CostModel:
         """The fleet's node types, in order of appearance."""
         return tuple(dict.fromkeys(node.node_type for node in self.fleet.nodes))
 
-    def layer_costs(self, node_type: NodeType, tp_degree: int, microbatch: int) -> LayerCosts:
-        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type, as `assumed`; cached."""
-        key = (node_type, tp_degree, microbatch)
+    def layer_costs(self, node_type: NodeType, tp_degree: int, microbatch: int, share: TensorShare | None = None) -> LayerCosts:
+        """Arrays of seconds and bytes of every layer on `tp_degree` GPUs of one node of that type, as `assumed`; cached. share: of one of
+        them, where these are uneven."""
+        key = (node_type, tp_degree, microbatch, share)
         if key not in self._costs:
-            times = self._layer_times.times(node_type.gpu_type, tp_degree, microbatch, self.assumed.recompute)
+            times = self._layer_times.times(node_type.gpu_type, tp_degree, microbatch, self.assumed.recompute, share)
             slowdown = node_type.slowdown
-            memory = self._assumed_memory(tp_degree, microbatch)
+            memory = self._assumed_memory(tp_degree, microbatch, share)
             self._costs[key] = LayerCosts(
                 forward_s=times.forward_s * slowdown,
                 backward_s=times.backward_s * slowdown,
@@ -160,7 +161,7 @@ class CostModel:
                 state_bytes=memory.state_bytes,
                 activation_bytes=memory.activation_bytes,
                 peak_bytes=memory.peak_bytes,
-                sync_bytes=self._sync_bytes(tp_degree),
+                sync_bytes=self._sync_bytes(tp_degree if share is None else 1 / share.fraction),
                 fixed_bytes=self.fixed_bytes(node_type) + self._assumed_communicators(tp_degree),
                 border_bytes=self.parameters.border_messages * self.activation_message_bytes(microbatch),
                 limit_bytes=self.limit_bytes(node_type),
@@ -180,10 +181,10 @@ class CostModel:
         """Bytes of a GPU that a plan may use: its memory less the margin."""
         return (1.0 - self.parameters.memory_margin) * node_type.gpu_memory_bytes
 
-    def _assumed_memory(self, tp_degree: int, microbatch: int) -> MemoryTerms:
-        memory = self._memory(tp_degree, microbatch, self.assumed.recompute).shared(self.assumed.holders)
+    def _assumed_memory(self, tp_degree: int, microbatch: int, share: TensorShare | None) -> MemoryTerms:
+        memory = self._memory(tp_degree, microbatch, self.assumed.recompute, share).shared(self.assumed.holders)
         if self.assumed.at_least is not None:
-            least = self._memory(tp_degree, microbatch, self.assumed.at_least)
+            least = self._memory(tp_degree, microbatch, self.assumed.at_least, share)
             memory = replace(memory, activation_bytes=np.minimum(memory.activation_bytes, least.activation_bytes))
         return memory
 
@@ -221,12 +222,12 @@ class CostModel:
         node -> those that share its."""
         return self.links.all_reduce_s(members, num_bytes, flows)
 
-    def tied_sync_bytes(self, tp_degree: int) -> float:
+    def tied_sync_bytes(self, tp_degree: float) -> float:
         """Gradient bytes of the tied embedding on one worker: in `sync_bytes` of the embedding and of the head, although a stage
         that holds both sums it once."""
         return self.spec.tied_parameters / tp_degree * self.parameters.sync_bytes_per_parameter
 
-    def _sync_bytes(self, tp_degree: int) -> Floats:
+    def _sync_bytes(self, tp_degree: float) -> Floats:
         layers = (self.spec.embedding, *self.spec.blocks, self.spec.head)
         width = self.parameters.sync_bytes_per_parameter
         found = np.array([layer.parameters_per_worker(tp_degree) * width for layer in layers])
@@ -359,8 +360,10 @@ class CostModel:
         )
 
     def working_ahead(self, plan: Plan, most: int = MOST_AHEAD) -> Plan:
-        """The plan as it would be run: what its stages do for memory chosen where there is a choice (`Assumed.choices`), then as many
-        microbatches in flight as fit, at most so many more at each stage than at the next, where transfers run beside the work."""
+        """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what stages do for memory where there is a
+        choice (`Assumed.choices`), then as many microbatches in flight as fit, at most so many more at each stage than at the next, where
+        transfers run beside the work."""
+        plan = self._memory_of.with_shares(plan)
         if self.assumed.choices:
             plan = self._memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
         return plan if self.parameters.transfers != "none" else self._memory_of.working_ahead(plan, most)

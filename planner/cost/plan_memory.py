@@ -9,6 +9,7 @@ from planner.cost.boundaries import BoundaryCosts
 from planner.cost.parameters import CostParameters
 from planner.cost.stage_costs import Sharing, StageCosts, sharing_of
 from planner.cost.sync import SyncJob, sync_jobs
+from planner.cost.uneven import ALIKE, slowest_s, whole_shares
 from planner.in_flight import one_each, working_ahead
 from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, Stage
@@ -38,6 +39,33 @@ class PlanMemory:
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
         """As `planner.cost.sync.sync_jobs`; remembered."""
         return self._jobs(plan)[0]
+
+    def with_shares(self, plan: Plan) -> Plan:
+        """The plan in which each stage of uneven shares has those with which it is quickest of all that fit, as few microbatches in flight
+        as 1F1B allows. It keeps its own where these fit and are as quick, and where none fit."""
+        if not any(stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages):
+            return plan
+        sharing, taken = sharing_of(plan), self._communicator_bytes(plan)
+        pipelines = []
+        for pipeline in plan.pipelines:
+            first = replace(pipeline, most_in_flight=())
+            stages = (
+                replace(s, tp_shares=self._shares(first, i, sharing, taken)) for i, s in enumerate(pipeline.stages)
+            )
+            pipelines.append(replace(pipeline, stages=tuple(stages)))
+        return replace(plan, pipelines=tuple(pipelines))
+
+    def _shares(self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]) -> tuple[int, ...]:
+        stage, parts = pipeline.stages[index], self.spec.max_tp_degree
+        if not stage.tp_shares:
+            return ()
+        by_parts = self._stages.seconds_by_parts(pipeline, index, parts, sharing, _most_of(taken, stage))
+        found = whole_shares(by_parts)
+        return (
+            found
+            if found and slowest_s(by_parts, found) < (1 - ALIKE) * slowest_s(by_parts, stage.tp_shares)
+            else stage.tp_shares
+        )
 
     def with_choices(self, plan: Plan, choices: Sequence[Recompute], shard: bool) -> Plan:
         """The plan, optimizer state shared out or not, in which each stage recomputes by the first choice with which it fits, as few

@@ -1,6 +1,6 @@
 """What one stage of a plan takes, remembered: searches change few stages of a plan at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,13 +165,41 @@ class StageCosts:
         """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one
         node."""
         nodes = [self.fleet.node_of(worker) for worker in stage.workers]
-        if len({node.name for node in nodes}) == 1:
-            return 0.0
-        num_bytes = self.message_bytes(microbatch)
-        members = sorted(((node.name, node.node_type) for node in nodes), key=lambda member: member[0])
-        over = self.links.all_reduce_s(members, num_bytes)
-        inside = self.links.all_reduce_s([("node", nodes[0].node_type)] * stage.tp_degree, num_bytes)
-        return 2 * stage.num_layers * max(0.0, over - inside)
+        members = [(node.name, node.node_type) for node in nodes]
+        return stage.num_layers * spread_tp_s(self.links, members, self.message_bytes(microbatch))
+
+    def seconds_by_parts(
+        self, pipeline: Pipeline, index: int, parts: int, sharing: Sharing, taken_bytes: float
+    ) -> list[list[float]]:
+        """Of each rank of a stage with shares: seconds of a microbatch with one of so many parts, two and so on; infinite where memory,
+        less `taken_bytes`, does not hold the microbatches in flight."""
+        stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
+        chosen, flying = _entries(stage, index, count), pipeline.in_flight(index)
+        is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
+
+        def seconds(kind: NodeType, share: TensorShare) -> float:
+            memory = self._bytes_of(pipeline, index, sharing.holders, is_shared, share, {kind})
+            if memory.free_bytes - taken_bytes < flying * memory.activation_bytes:
+                return np.inf
+            times = self._layer_times(kind, share, stage, size)
+            return kind.slowdown * float((times.forward_s + times.backward_s)[chosen].sum())
+
+        kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
+        of = {
+            kind: [seconds(kind, TensorShare(0, k, parts)) for k in range(1, parts + 1)]
+            for kind in dict.fromkeys(kinds)
+        }
+        return [of[kind] for kind in kinds]
+
+
+def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes: float) -> float:
+    """Seconds by which a block's two all-reduces in one direction take longer than a profile, which is measured inside one node, over
+    members (node name, node type) of several."""
+    if len({name for name, _ in members}) == 1:
+        return 0.0
+    over = links.all_reduce_s(sorted(members, key=lambda member: member[0]), num_bytes)
+    inside = links.all_reduce_s([("node", members[0][1])] * len(members), num_bytes)
+    return 2 * max(0.0, over - inside)
 
 
 def _entries(stage: Stage, index: int, num_stages: int) -> NDArray[np.int64]:

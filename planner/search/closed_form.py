@@ -36,7 +36,7 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
     for size in tables.sizes:
         options = [[-1] for _ in supply]
         for r, row in enumerate(tables.rows):
-            if row.microbatch == size:
+            if row.microbatch == size and tables.kinds[row.kind].count:
                 options[tables.kinds[row.kind].resource].append(r)
         rows = np.array(list(itertools.product(*options)), dtype=np.int64)
         used = np.where(rows >= 0, degrees[rows], 0)

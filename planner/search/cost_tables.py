@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.cluster import GIB, NodeType
 from planner.cost.model import CostModel, LayerCosts
+from planner.cost.uneven import group_costs
 from planner.errors import InfeasibleError
 from planner.search.problem import Request
 from planner.search.tables import Floats, Kind, Resource, Row, Tables
@@ -24,10 +25,9 @@ def tables_of(request: Request, sizes: Sequence[int] = ()) -> Tables:
     for index, kind in enumerate(kinds):
         node_type = resources[kind.resource].node_type
         for size in sizes or microbatch_sizes(request):
-            costs = cost.layer_costs(node_type, kind.tp_degree, size)
+            costs = _costs(cost, kind, node_type, size)
             if _block_bytes(costs) <= costs.limit_bytes:
-                tied = _tied_bytes(cost, kind, node_type, size)
-                rows.append(_row(costs, index, size, tied, cost.tied_sync_bytes(kind.tp_degree)))
+                rows.append(_row(cost, costs, index, size, kind.tp_degree))
     if not rows:
         raise InfeasibleError(_no_block(request, resources, kinds))
     near_s, apart_s = (_boundaries(cost, resources, kinds, rows, near) for near in (True, False))
@@ -64,6 +64,16 @@ def _kinds(request: Request, resources: tuple[Resource, ...]) -> Iterator[Kind]:
             if degree >= request.min_tp_degree:
                 yield Kind(index, degree, len(resource.node_names) * (resource.node_type.num_gpus // degree))
             degree *= 2
+    for group in request.uneven:
+        index = next(i for i, resource in enumerate(resources) if resource.node_type == group.kinds[0])
+        size, nodes = len(group.kinds), len(resources[index].node_names) * (len(group.nodes) == 1)
+        yield Kind(index, size, nodes * (resources[index].node_type.num_gpus // size), group)
+
+
+def _costs(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> LayerCosts:
+    if kind.group is not None:
+        return group_costs(cost, kind.group, size)
+    return cost.layer_costs(node_type, kind.tp_degree, size)
 
 
 def _no_kind(request: Request) -> str:
@@ -75,10 +85,12 @@ def _no_kind(request: Request) -> str:
     )
 
 
-def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float) -> Row:
+def _row(cost: CostModel, costs: LayerCosts, kind: int, size: int, tp_degree: int) -> Row:
     """The peaks of equal blocks become part of what every stage holds, the excess of embedding and head part of these, of which a
     stage with both needs the larger only. So do both borders of a stage: the embedding and the head take one off each."""
     common = float(costs.peak_bytes[1:-1].max())
+    # a stage with embedding and head holds the tied tensor once
+    tied = float(costs.state_bytes[0] * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters))
     state = costs.state_bytes.copy()
     further = np.maximum(costs.peak_bytes[[0, -1]] - common, 0.0)
     state[[0, -1]] += further - costs.border_bytes
@@ -86,17 +98,9 @@ def _row(costs: LayerCosts, kind: int, size: int, tied: float, tied_sync: float)
         kind=kind, microbatch=size, forward_s=costs.forward_s, backward_s=costs.backward_s, state_bytes=state,
         activation_bytes=costs.activation_bytes, sync_bytes=costs.sync_bytes,
         fixed_bytes=costs.fixed_bytes + common + 2 * costs.border_bytes, limit_bytes=costs.limit_bytes,
-        tied_bytes=tied + float(further.min()), tied_sync_bytes=tied_sync,
+        tied_bytes=tied + float(further.min()), tied_sync_bytes=cost.tied_sync_bytes(tp_degree),
         update_s_a_byte=float(costs.update_s.sum() / max(costs.sync_bytes.sum(), 1.0)),
     )  # fmt: skip
-
-
-def _tied_bytes(cost: CostModel, kind: Kind, node_type: NodeType, size: int) -> float:
-    """State bytes of the tied tensor, which a stage with embedding and head holds once."""
-    if not cost.spec.tied_embeddings:
-        return 0.0
-    state = cost.layer_costs(node_type, kind.tp_degree, size).state_bytes[0]
-    return float(state * cost.spec.tied_parameters / max(1, cost.spec.embedding.parameters))
 
 
 def _block_bytes(costs: LayerCosts) -> float:
@@ -130,7 +134,7 @@ def _boundaries(
     for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
         a, b, size = kinds[rows[i].kind], kinds[rows[j].kind], rows[i].microbatch
         one, other = resources[a.resource], resources[b.resource]
-        fits = one is other and a.tp_degree + b.tp_degree <= one.node_type.num_gpus
+        fits = one is other and a.gpus + b.gpus <= one.node_type.num_gpus
         if rows[j].microbatch == size and (fits if near else one is not other or len(one.node_names) > 1):
             there = cost.boundary_s(one.node_type, other.node_type, size, same_node=near, tp_degree=b.tp_degree)
             back = cost.boundary_s(other.node_type, one.node_type, size, same_node=near, tp_degree=a.tp_degree)

@@ -5,7 +5,8 @@ so that the same mechanisms run on three GPUs and on a thousand; all are counts,
 EVERY_NUMBER = 16  # pipelines: up to so many every number is tried, beyond numbers a sixteenth apart: nearer ones make nearly equal plans
 FEW = 6  # of a ranked list (orders, families, cuts, drafts) that are looked at more closely; all orders of three node types
 FINE = 1e-3  # of the step time: less is not searched for, a hundredth of the model's error
-CLEARLY = 1.02  # times faster: what recomputes, shards (shared moments have no twin) or is one program must be so, where a plain plan fits
+CLEARLY = 1.02  # times faster: what recomputes, shards (shared moments have no twin), has uneven stages or is one program must be so
+UNEVEN_GPUS = 4  # of unlike nodes in one stage at most: of eight parts each must have one, and some several
 
 # ---- drafts: families of near-equal pipelines ----
 FAMILIES = 60  # whose cuts are computed together, best first by a closed form; the next only while it lets hope for better ones

@@ -47,7 +47,7 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     evaluated += first.search.plans_evaluated if isinstance(first, Answer) else 0
     plan = fewest_shared(request.cost, best.plan)
     prediction = request.cost.predict(plan)
-    proof = _proof(request, prediction.step_time_s)
+    proof = proof_for(request, prediction.step_time_s)
     report = SearchReport(request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says)
     rejected = tuple(_left(assumed, each, best) for assumed, each in zip([plain, *others], tried) if each is not best)
     return replace(best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected))
@@ -122,8 +122,9 @@ def _promises(request: Request, step_s: float) -> bool:
     return min((each.seconds for each in proposals_for(free, tables_of(free))), default=step_s) * limits.CLEARLY < step_s
 
 
-def _proof(request: Request, step_s: float) -> Proof:
-    free = _unlimited(request)
+def proof_for(request: Request, step_s: float) -> Proof:
+    """Of a plan of so many seconds, beside all that the job allows for memory."""
+    free = request if request.cost.choices.is_fixed else _unlimited(request)
     return prove(tables_of(free), step_s) if request.prove else NO_PROOF
 
 

@@ -32,6 +32,7 @@ class Moves:
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
         self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in tables.node_types.items()))
         self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
+        self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
             self._move_blocks, self._reorder, self._exchange, self._hand_over, self._split_or_merge, self._resize,
@@ -70,6 +71,11 @@ class Moves:
         found = tuple(row for row in rows if row is not None)
         return found if len(found) == len(rows) else None
 
+    def is_uneven(self, group: Group) -> bool:
+        """Whether the tables have it with uneven shares."""
+        row = self.tables.row_of(group, self.tables.sizes[0]) if group else None
+        return row is not None and self.tables.kind(row).group is not None
+
     def cut(self, groups: Sequence[Group], size: int) -> Pipeline | None:
         """A pipeline of these groups in this order; None where it cannot hold the model."""
         rows = self.rows(groups, size) if 0 < len(groups) <= self.tables.deepest else None
@@ -95,9 +101,10 @@ class Moves:
 
     def _with_groups(self, pipeline: Pipeline, groups: list[Group]) -> Pipeline | None:
         """With the cut as it is, where the stages are as many, or anew."""
-        if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5:
+        uneven = any(stage.tp_shares for stage in pipeline.stages)
+        if len(groups) != len(pipeline.stages) or self.rng.random() < 0.5 or uneven:
             return self.cut(groups, pipeline.microbatch_sequences)
-        stages = [replace(stage, workers=group, tp_shares=()) for stage, group in zip(pipeline.stages, groups, strict=True)]
+        stages = [replace(stage, workers=group) for stage, group in zip(pipeline.stages, groups, strict=True)]
         return replace(pipeline, stages=tuple(stages))
 
     def _regrouped(self, pipelines: Pipelines, groups: dict[int, list[Group]]) -> Pipelines | None:
@@ -133,8 +140,9 @@ class Moves:
                 return None
             sizes[giver] -= many
             sizes[taker] += many
-            starts = itertools.accumulate(sizes, initial=0)
-            pipelines[i] = replace(pipelines[i], stages=tuple(map(Stage, starts, sizes, groups_of(pipelines[i]))))
+            cut = zip(itertools.accumulate(sizes, initial=0), sizes, pipelines[i].stages)
+            stages = (Stage(start, size, stage.workers, tp_shares=stage.tp_shares) for start, size, stage in cut)
+            pipelines[i] = replace(pipelines[i], stages=tuple(stages))
         return pipelines
 
     def _reorder(self, pipelines: Pipelines, chosen: list[int]) -> Pipelines | None:
@@ -167,7 +175,7 @@ class Moves:
                 if i == at or (whole and (self._type_of(mine), len(mine)) == kind):
                     if split:
                         out += [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
-                    elif len(two) == 2 and len(two[0]) == len(two[1]):
+                    elif len(two) == 2 and (len(two[0]) == len(two[1]) or self._uneven):
                         out.append(two[0] + two[1])
                         i += 1
                     else:

@@ -106,8 +106,8 @@ def plan_on(tables: Tables, draft: Draft, groups: Sequence[Sequence[tuple[str, .
 def stages_on(tables: Tables, shape: Shape, workers: Sequence[tuple[str, ...]]) -> tuple[Stage, ...]:
     """The stages of a shape on these groups."""
     out = []
-    for start, end, group in zip(shape.starts, shape.ends, workers):
-        first = max(start - 1, 0)
+    for row, start, end, group in zip(shape.rows, shape.starts, shape.ends, workers):
+        first, of = max(start - 1, 0), tables.kind(row).group
         last = min(end - 1, tables.num_blocks)
-        out.append(Stage(first, last - first, group))
+        out.append(Stage(first, last - first, group, tp_shares=of.shares if of else ()))
     return tuple(out)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.cluster import Fleet
+from planner.cost.uneven import UnevenGroup
 from planner.errors import ConfigError
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
@@ -30,6 +31,7 @@ class Request:
     on two nodes at least.
     clock: seconds from anywhere; without it `time_limit_s` has no effect and `seconds` is 0. The limit ends `metis`, `fasop` and
     `pareto`; `autohet` counts what it tries, so that a busy machine finds the same plan.
+    uneven: groups of GPUs that stages may be with shares of their own (`planner.uneven`).
     spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster (`planner.spmd`).
     prove: whether to prove a lower bound of the step time, which takes up to a second.
     """
@@ -53,6 +55,7 @@ class Request:
     clock: Callable[[], float] = no_clock
     prove: bool = True
     spmd: bool = False
+    uneven: tuple[UnevenGroup, ...] = ()
 
     @property
     def deepest(self) -> int:

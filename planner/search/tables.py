@@ -5,6 +5,7 @@ the embedding first, then the blocks, then the head (`num_layers = num_blocks + 
 contiguous range is one subtraction.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from planner.cluster import NodeType, node_of
 from planner.cost.schedule import Transfers
+from planner.cost.uneven import UnevenGroup
 from planner.in_flight import MOST_AHEAD
 
 Floats = NDArray[np.float64]
@@ -34,11 +36,18 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`tp_degree` GPUs of one node of resource `resource`; `count` of them fit in the fleet."""
+    """`tp_degree` GPUs of one node of resource `resource`; `count` of them fit in the fleet. group: with uneven shares, where it lies on
+    several nodes, the first of that resource, no drafts are made of it (count 0)."""
 
     resource: int
     tp_degree: int
     count: int
+    group: UnevenGroup | None = None
+
+    @property
+    def gpus(self) -> int:
+        """Of its resource."""
+        return self.tp_degree if self.group is None else self.group.kinds.count(self.group.kinds[0])
 
 
 @dataclass(frozen=True)
@@ -91,11 +100,16 @@ class Tables:
         return self.kinds[self.rows[row].kind]
 
     def row_of(self, group: Sequence[str], microbatch: int) -> int | None:
-        """The row of a tensor-parallel group at a microbatch size; None where it would leave its node or no row is known."""
+        """The row of a tensor-parallel group at a microbatch size; None where no row is known."""
         node = node_of(group[0])
         if any(node_of(worker) != node for worker in group[1:]):
-            return None
+            return self._spread_row(group, microbatch) if self.spread_rows else None
         return self.row_by_use.get((self.node_types[node], len(group), microbatch))
+
+    def _spread_row(self, group: Sequence[str], microbatch: int) -> int | None:
+        kinds = Counter(self.node_types[node_of(worker)] for worker in group)
+        apart = len({node_of(worker) for worker in group}) > len(kinds)
+        return None if apart else self.spread_rows.get((frozenset(kinds.items()), microbatch))
 
     @cached_property
     def node_types(self) -> dict[str, NodeType]:
@@ -184,7 +198,13 @@ class Tables:
     def row_by_use(self) -> dict[tuple[NodeType, int, int], int]:
         """By node type, TP degree and microbatch size."""
         kinds = [(self.resources[kind.resource].node_type, kind.tp_degree) for kind in self.kinds]
-        return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows)}
+        return {(*kinds[row.kind], row.microbatch): r for r, row in enumerate(self.rows) if self.kinds[row.kind].count}
+
+    @cached_property
+    def spread_rows(self) -> dict[tuple[frozenset[tuple[NodeType, int]], int], int]:
+        """Of groups over several nodes, by how many GPUs of each type, and microbatch size."""
+        groups = [(r, row.microbatch, self.kinds[row.kind].group) for r, row in enumerate(self.rows)]
+        return {(frozenset(Counter(g.kinds).items()), size): r for r, size, g in groups if g and len(g.nodes) > 1}
 
     @cached_property
     def last_layer_that_fits(self) -> Ints:

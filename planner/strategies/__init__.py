@@ -6,17 +6,17 @@ from dataclasses import replace
 from planner.errors import ConfigError, InfeasibleError
 from planner.search import limits
 from planner.search.judge import describe
-from planner.search.memory import search_with_memory
 from planner.search.problem import Answer, Idle, Rejected, Request, SearchReport
 from planner.strategies.exhaustive import search_exhaustive
 from planner.strategies.fasop import search_fasop
 from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
-from planner.strategies.symmetric import search_megatron, search_varuna
+from planner.strategies.staged import search_megatron, search_varuna
+from planner.uneven import search_with_uneven
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
-    "autohet": search_with_memory,
+    "autohet": search_with_uneven,
     "metis": search_metis,
     "fasop": search_fasop,
     "hap": search_hap,

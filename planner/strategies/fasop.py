@@ -20,8 +20,7 @@ from planner.search.cost_tables import tables_of
 from planner.search.judge import answer_of
 from planner.search.problem import Answer, Request, check_request
 from planner.search.tables import Tables
-from planner.strategies.staged import Group, Groups, Shortlist, Staged, ends_of
-from planner.strategies.symmetric import equal_split
+from planner.strategies.staged import Group, Groups, Shortlist, Staged, ends_of, equal_split
 
 # Sender's and receiver's node type, whether they are one node, the receiver's TP degree, groups that it leaves the node for together.
 Transfer = tuple[NodeType, NodeType, bool, int, int, int]
@@ -58,7 +57,7 @@ def _try_order(request: Request, tables: Tables, shortlist: Shortlist, nodes: tu
     """All grids on one order of the nodes; returns their number. `whole`: only grids that use every GPU."""
     sums, transfers, tried = tables.time_sums.tolist(), Transfers(request), 0
     for tp in sorted({kind.tp_degree for kind in tables.kinds}):
-        gpus = [w for node in nodes for w in (node.workers if whole else node.workers[: _multiple(node, tp)])]
+        gpus = [w for node in nodes for w in (node.workers if whole else node.workers[: node.node_type.num_gpus // tp * tp])]
         groups = Groups(tables, gpus)
         for depth, width, microbatch in _grids(tables, len(gpus), tp, whole):
             tried += 1
@@ -69,10 +68,6 @@ def _try_order(request: Request, tables: Tables, shortlist: Shortlist, nodes: tu
             for ends in cuts(sums, staged.slowest(tables), seconds, kinds_change(sums[0])):
                 shortlist.add(staged, ends)
     return tried
-
-
-def _multiple(node: Node, tp: int) -> int:
-    return node.node_type.num_gpus // tp * tp
 
 
 def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[int, int, int]]:

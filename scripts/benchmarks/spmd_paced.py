@@ -1,6 +1,7 @@
-"""SPMD programs on a mixed fleet of paced processes: the plan of `hap` beside even and proportional ones, predicted and measured.
+"""SPMD programs and uneven stages on fleets of paced processes: the plan that is found beside even and proportional ones, predicted and
+measured.
 
-    python scripts/benchmarks/spmd_paced.py [--steps 5] [--json scripts/benchmarks/results/spmd_paced.json]
+    python scripts/benchmarks/spmd_paced.py [--steps 5] [--cells lost_gpu ...] [--json scripts/benchmarks/results/spmd_paced.json]
 
 Each worker is a real process with real gloo collectives; its operators take the time of the GPU type that it poses as
 (`autohet.runtime.pacing`). Links are this machine's loopback, not slowed down: the cells show what a share costs, not what a slow network
@@ -21,7 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from provenance import provenance
 
 from planner.plan import Plan
+from planner.search.memory import search_with_memory
+from planner.search.problem import Request
+from planner.uneven import uneven_stages
 from tests.harness.paced_programs import (
+    LENGTH,
     PacedFleet,
     chosen_plan,
     data_parallel_plan,
@@ -33,13 +38,21 @@ RESULTS = Path(__file__).parent / "results" / "spmd_paced.json"
 
 
 def plans_of(name: str, of: PacedFleet) -> dict[str, Plan]:
-    """The plan of hap and those that it is compared with."""
+    """The plan of hap, or of autohet with uneven stages, and those that it is compared with."""
+    if name == "uneven_stage":
+        return {"autohet": chosen_plan(of, "autohet"), "even_stages": best_of_even_stages(of)}
     count = len(of.fleet().workers)
     plans = {"hap": chosen_plan(of, "hap")}
     if name == "lost_gpu":
         return plans | {"symmetric": chosen_plan(of, "megatron")}
     even, proportional = data_parallel_plan(of, [1.0] * count), data_parallel_plan(of, speeds_of(of))
     return plans | {"even": even, "proportional": proportional}
+
+
+def best_of_even_stages(of: PacedFleet) -> Plan:
+    """What autohet finds where no stage may have uneven shares."""
+    cost = of.cost()
+    return search_with_memory(Request(cost.fleet, cost.spec, cost, of.batch, LENGTH)).plan
 
 
 CELLS = {
@@ -55,6 +68,10 @@ CELLS = {
         "a node of 4 that lost a GPU, 16 sequences; beside the best symmetric plan",
         PacedFleet((("L40S", 3, 1),), {"L40S": 1.0}, 16, 0.03),
     ),
+    "uneven_stage": (
+        "a node of 4 that lost a GPU, 2 sequences: the plan of autohet beside its best of even stages",
+        PacedFleet((("L40S", 3, 1),), {"L40S": 1.0}, 2, 0.2),
+    ),
 }
 
 
@@ -63,18 +80,17 @@ def measured(name: str, steps: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for kind, plan in plans_of(name, of).items():
         predicted_s, measured_s = predicted_and_measured(of, plan, steps)
-        shares = dict(plan.spmd.units) if plan.spmd is not None else None
+        shares = dict(plan.spmd.units) if plan.spmd is not None else [s.tp_shares for s in uneven_stages(plan)] or None
         rows[kind] = {
             "gpus": len(plan.workers), "microbatches": [p.num_microbatches for p in plan.pipelines], "units": shares,
             "predicted_s": predicted_s, "measured_s": measured_s, "measured_over_predicted": measured_s / predicted_s,
         }  # fmt: skip
         error = measured_s / predicted_s - 1
         print(f"{name}, {kind}: predicted {predicted_s:.3f} s, measured {measured_s:.3f} s ({error:+.1%})", flush=True)
-    ours = rows["hap"]
-    for kind, row in rows.items():
-        if kind != "hap":
-            row["hap_faster_predicted"] = row["predicted_s"] / ours["predicted_s"]
-            row["hap_faster_measured"] = row["measured_s"] / ours["measured_s"]
+    (found, ours), *others = rows.items()
+    for _, row in others:
+        row[f"{found}_faster_predicted"] = row["predicted_s"] / ours["predicted_s"]
+        row[f"{found}_faster_measured"] = row["measured_s"] / ours["measured_s"]
     return {"what": what, "load": os.getloadavg()[0], "plans": rows}
 
 

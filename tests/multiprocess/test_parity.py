@@ -26,8 +26,10 @@ from autohet.runtime.models import family_of
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.reference import reference_model, train_reference
 from planner.plan import Plan
+from planner.strategies import plan_with
 from tests.harness.training_case import BACK_ENDS, Case, rows_of, run_case
 from tests.harness.worker_pool import WorkerPool
+from tests.planner.cases import fleet, request, with_gpus
 
 pytestmark = pytest.mark.multiprocess
 
@@ -300,6 +302,15 @@ def test_uneven_shares_equal_plain_transformers(pool: Any, name: str, back_end: 
     models = {"llama": LLAMA, "grouped": {**LLAMA, "num_key_value_heads": 2}, "qwen3": QWEN3, "gpt2": GPT2}
     document = with_memory(plan_document(*UNEVEN[name]), "selective", sharded=model == "qwen3")
     check(pool, Case(models[model], document, TRAINING, STEPS, back_end=back_end))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_an_uneven_stage_that_is_found_equals_plain_transformers(pool: Any, back_end: str) -> None:
+    """Two nodes of four GPUs, of which one was lost."""
+    left = with_gpus(fleet(("A10G", 2, 4)), "a10g-1", 3)
+    plan = plan_with("autohet", request(left, BATCH, microbatch_sequences=2)).plan
+    assert [stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages] == [(), (3, 3, 2)]
+    check(pool, Case(LLAMA, {**plan.to_document(), "sequence_length": LENGTH}, TRAINING, STEPS, back_end=back_end))
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ def with_nics(of: Fleet, bytes_per_s: Mapping[str, float]) -> Fleet:
     return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
+def with_gpus(of: Fleet, name: str, num_gpus: int) -> Fleet:
+    """The fleet where one node has so many GPUs left."""
+    left = (replace(n, node_type=replace(n.node_type, num_gpus=num_gpus)) if n.name == name else n for n in of.nodes)
+    return Fleet(of.generation, tuple(left))
+
+
 def slowed(of: Fleet, name: str, slowdown: float) -> Fleet:
     """The fleet with one node as much slower than others of its type."""
     slow = {n.name: replace(n, node_type=replace(n.node_type, slowdown=slowdown)) for n in of.nodes if n.name == name}
