@@ -118,7 +118,8 @@ def _improved(request: Request, tables: Tables, ranked: list[Costed]) -> tuple[P
     cost = request.cost
     judge = Judge(partial(seconds_of, request), cost.pipelines_at_least_s, cost.working_ahead)
     improver = Improver(moves, judge)
-    best = improver.best_of(list(starts.values()), tries_for(len(request.fleet.workers)))
+    tries = tries_for(len(request.fleet.workers)) // (limits.WALKS if request.uneven else 1)  # uneven groups: a second search
+    best = improver.best_of(list(starts.values()), tries)
     met = {each.plan: each.step_time_s for each in ranked} | improver.timed
     chosen, why = plainest(request.fleet, met | {best: judge.score(best)})
     return chosen, improver.walked, why
