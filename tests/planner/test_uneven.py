@@ -109,6 +109,16 @@ def test_an_uneven_stage_that_gains_little_is_left() -> None:
     assert answer.plan == search_with_memory(wanted).plan
 
 
+def test_an_uneven_stage_that_gains_less_than_is_asked_for_is_refused_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gains a seventh."""
+    wanted = asked(LOST, 4)
+    monkeypatch.setattr(limits, "CLEARLY", 1.16)
+    answer = plan_with("autohet", wanted)
+    assert not uneven_stages(answer.plan)
+    (refused,) = [item for item in answer.rejected if item.what == "stages of uneven shares"]
+    assert "not 16% faster than even ones" in refused.why
+
+
 def test_groups_that_are_no_faster_than_a_part_of_them_are_not_looked_at() -> None:
     slow = asked(LOST, 4)
     nodes = (replace(n, node_type=replace(n.node_type, intra_node_bytes_per_s=1e7)) for n in slow.fleet.nodes)
@@ -138,9 +148,10 @@ def test_shares_follow_memory_where_those_by_speed_do_not_fit() -> None:
     assert shares[-1] < quick.pipelines[0].stages[0].share(0).fraction
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "nodes of two"])
 def test_moves_keep_uneven_stages_whole(name: str) -> None:
-    types, batch, wishes = CASES[name]
+    more = {"nodes of two": ((("A100", 2, 2), ("A10G", 2, 2)), 2, {"joined": True, "microbatch_sequences": 2})}
+    types, batch, wishes = (CASES | more)[name]
     wanted = asked(types, batch, **wishes)
     wanted = replace(wanted, uneven=uneven_groups(wanted))
     moves = Moves(tables_of(wanted), random.Random(1))
@@ -153,7 +164,10 @@ def test_moves_keep_uneven_stages_whole(name: str) -> None:
             check_plan(drawn, wanted.spec.num_layers, max_tp_degree=8)
             plan = wanted.cost.working_ahead(drawn)
             check_plan(plan, wanted.spec.num_layers, max_tp_degree=8)
-            seen += bool(uneven_stages(plan))
+            for stage in uneven_stages(plan):
+                nodes = {wanted.fleet.node_of(worker).name: wanted.fleet.gpu_type(worker) for worker in stage.workers}
+                assert len(nodes) == len(set(nodes.values())), "GPUs of one type lie on one node"
+                seen += 1
     assert seen > 20
 
 
