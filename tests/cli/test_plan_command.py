@@ -196,6 +196,24 @@ def test_a_plan_says_how_robust_it_is_and_with_explain_why_it_is_so(case, capsys
     assert "One more" not in text
 
 
+def test_a_node_that_lost_a_gpu_gets_an_uneven_stage_and_is_told_what_it_gains(case, capsys):
+    sizes = "num_hidden_layers: 8, hidden_size: 4096, intermediate_size: 11008, num_attention_heads: 32, vocab_size: 32000"
+    training = "{global_batch_sequences: 2, sequence_length: 1024, precision: bf16}"
+    (case / "job.yaml").write_text(f"name: small\nmodel: {{config: {{model_type: llama, {sizes}}}}}\ntraining: {training}\n")
+    node = "{node_config: {InstanceType: g5.12xlarge}, resources: {CPU: 8, GPU: 3}, max_workers: 1}"
+    (case / "cluster.yaml").write_text(f"cluster_name: c\navailable_node_types:\n  a10g: {node}\n")
+    assert _run(case, "--json", "--explain", "--out", str(case / "out.json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    (stage,) = document["plan"]["pipelines"][0]["stages"]
+    assert stage["tp_shares"] == [3, 3, 2]
+    assert "3 to a10g-0/0, 3 to a10g-0/1, 2 to a10g-0/2: with even stages alone the step would be" in document["choice"]
+    assert document["explanation"]["sentences"][0] == f"{document['choice']}."
+    assert _run(case, "--evaluate", str(case / "out.json"), "--framework", "autohet", "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["plan"] == document["plan"]
+    assert again["predicted"]["step_time_s"] == document["predicted"]["step_time_s"]
+
+
 def test_a_strategy_that_refuses_is_a_row_beside_the_others(case, capsys):
     assert _run(case, "--compare", " megatron, exhaustive", "--json") == 0
     megatron, exhaustive = json.loads(capsys.readouterr().out)["results"]
