@@ -171,6 +171,33 @@ def test_moves_keep_uneven_stages_whole(name: str) -> None:
     assert seen > 20
 
 
+def test_neighbours_of_unlike_sizes_merge_into_an_uneven_stage() -> None:
+    wanted = asked(LOST, 4, microbatch_sequences=2)
+    stages = (Stage(0, 5, ("a10g-0/0", "a10g-0/1")), Stage(5, 3, ("a10g-0/2",)))
+    plan = Plan("tiny", 4, 2, 128, (Pipeline(stages, 2, 2),))
+    moves = Moves(tables_of(replace(wanted, uneven=uneven_groups(wanted))), random.Random(0))
+    drawn = [moves.draw(plan) for _ in range(200)]
+    assert any(each is not None and uneven_stages(each) for each in drawn)
+
+
+@pytest.mark.parametrize(("types", "joined"), [(LOST, False), ((("A100", 1, 1), ("A10G", 2, 2)), True)])
+def test_tables_have_what_the_prediction_says_of_uneven_stages(types: Any, joined: bool) -> None:
+    wanted = asked(types, 4, joined=joined)
+    tables = tables_of(replace(wanted, uneven=uneven_groups(wanted)))
+    groups = [("a10g-0/0", "a10g-0/1", "a10g-0/2")] if not joined else [("a100-0/0", "a10g-1/0"), ("a10g-1/0", "a100-0/0", "a10g-1/1")]
+    for workers, size in itertools.product(groups, (1, 4)):
+        row = tables.row_of(workers, size)
+        assert row is not None
+        group = tables.kind(row).group
+        assert group is not None
+        stage = Stage(0, 8, tuple(sorted(workers)), tp_shares=group.shares)
+        seconds = wanted.cost.stage_seconds(Pipeline((stage,), 1, size), 0)
+        by_layer = float(tables.time_sums[row, -1]) + tables.stage_overhead_s
+        assert by_layer == pytest.approx(sum(seconds), rel=0.03 if joined else 1e-9), "of unlike GPUs each layer's slowest counts"
+        assert by_layer >= sum(seconds) * (1 - 1e-9)
+    assert not joined or tables.row_of(("a100-0/0", "a10g-0/0", "a10g-1/0"), 1) is None
+
+
 @pytest.mark.parametrize("types", [LOST, (("T4", 1, 3), ("A10G", 1, 1)), (("A10G", 1, 3), ("A100", 1, 2))])
 @pytest.mark.parametrize("batch", [2, 4])
 def test_the_bound_holds_for_uneven_stages_on_one_node(types: Any, batch: int) -> None:
