@@ -41,6 +41,13 @@ def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: s
     return done.result()
 
 
+def has_bytes(connection: socket.socket, within_s: float) -> bool:
+    """Whether bytes to read (or the connection's end) are there, or come within so many seconds."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
 def await_bytes(connection: socket.socket, cancelled: threading.Event | None, what: str) -> None:
     """Until the connection has bytes (or its end) to read, at most for its own timeout.
 
@@ -50,9 +57,8 @@ def await_bytes(connection: socket.socket, cancelled: threading.Event | None, wh
     patience = connection.gettimeout()
     if cancelled is None or patience is None:
         return
-    poll, until = select.poll(), time.monotonic() + patience
-    poll.register(connection, select.POLLIN)
-    while not poll.poll(1000 * WAKE_S):
+    until = time.monotonic() + patience
+    while not has_bytes(connection, WAKE_S):
         check(cancelled, what)
         if time.monotonic() > until:
             raise TimeoutError(f"nothing came within {patience:.3g} s")

@@ -5,15 +5,17 @@ used.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 
 import numpy as np
 
-from recovery.cancellation import call_until
+from recovery.cancellation import call_until, check, has_bytes
 from recovery.errors import PeerRefused, PeerTimeout, PeerUnreachable, ShardCorrupt, ShardUnavailable, SnapshotError
 from recovery.peers.protocol import (
     CORRUPT,
@@ -39,29 +41,33 @@ from recovery.state.holdings import Source
 from recovery.state.layout import ShardId, TensorSpec
 from recovery.storage.protocol import BandwidthLimit
 
+logger = logging.getLogger(__name__)
+
 SEND_BYTES = 1 << 20
+
+_NO_BYTES = np.empty(0, dtype=np.uint8)
 
 ShardReply = memoryview | ShardUnavailable | ShardCorrupt
 
 
 class ShardClient:
-    """One connection to one node's server, kept until `close`. One thread uses it; take several for several
-    streams.
+    """One connection to one node's server, made when it is needed and kept until `close`. One thread uses it, for one request at a
+    time; take several for several streams.
+
+    A request has the connection to itself until its reply is read to the end; what is left half-way, or fails, is closed. Where the
+    server has closed a kept one meanwhile (it was restarted, or waited too long for a request), the request goes over a new one, once.
     """
 
     def __init__(
-        self, host: str, port: int, token: str, timeout_s: float, *, reuse_buffer: bool = False,
-        cancelled: threading.Event | None = None, tls: PeerTls | None = None,
+        self, host: str, port: int, token: str, timeout_s: float, *, reuse_buffer: bool = False, tls: PeerTls | None = None
     ) -> None:  # fmt: skip
         """`host` is the peer's address on the interface to use. `timeout_s` bounds the connection, each wait for
         bytes and (beside a minimal speed) each shard. With `reuse_buffer` what `read` yields is valid until the
-        next. Once `cancelled` is set, a read ends with Cancelled. `tls` None: what the environment
-        says (`recovery.peers.tls`).
+        next. `tls` None: what the environment says (`recovery.peers.tls`).
         """
         self._tls = tls or PeerTls.from_environment()
-        self._cancelled = cancelled
         self._reuse_buffer = reuse_buffer
-        self._scratch = np.empty(0, dtype=np.uint8)
+        self._scratch = _NO_BYTES
         self.peer = f"{host}:{port}"
         self._address, self._token, self._timeout_s = (host, port), token, timeout_s
         self._connection: socket.socket | None = None
@@ -72,9 +78,14 @@ class ShardClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is a connection, and nothing under way on it."""
+        return self._connection is not None
+
     def read(
         self, source: Source, shards: Sequence[ShardId], checksums: Mapping[ShardId, int],
-        into: Mapping[ShardId, memoryview] | None = None,
+        into: Mapping[ShardId, memoryview] | None = None, cancelled: threading.Event | None = None,
     ) -> Iterator[tuple[ShardId, ShardReply]]:  # fmt: skip
         """Each shard's bytes, in the order asked, or why this one is not to be had from here.
 
@@ -82,21 +93,22 @@ class ShardClient:
         sends. With `into`, shards named there are received straight into that memory (which holds anything after a failure).
 
         Raises:
-            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Cancelled.
+            PeerTimeout, PeerUnreachable, PeerRefused: nothing more comes from this peer. Cancelled: `cancelled` was set.
         """
-        finished = False
-        try:
-            connection = self._ask({"op": "read", "source": _place(source), "shards": list(shards)})
-            for shard in shards:
-                yield shard, self._reply(connection, source, shard, checksums.get(shard), (into or {}).get(shard))
-            finished = True
-        except PeerRefused:
-            raise
-        except OSError as error:
-            raise self._failure(error, f"sending shards of {source}") from error
-        finally:
-            if not finished:  # left half-way, the connection's next bytes belong to this request
-                self.close()
+        if not shards:
+            return
+        request: dict[str, object] = {"op": "read", "source": _place(source), "shards": list(shards)}
+        damaged = False
+        with self._ask(request, f"sending shards of {source}", cancelled) as (connection, first):
+            for number, shard in enumerate(shards):
+                header = receive(connection, REPLY.size, cancelled) if number else first
+                memory = (into or {}).get(shard)
+                reply = self._reply(connection, header, source, shard, checksums.get(shard), memory, cancelled)
+                damaged = damaged or isinstance(reply, ShardCorrupt)
+                yield shard, reply
+        if damaged:  # maybe the frames, and not the bytes alone
+            self.close()
+        self._scratch = _NO_BYTES  # as large as the largest shard: not kept by each connection that waits
 
     def push(
         self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview | FileRange], *,
@@ -122,53 +134,82 @@ class ShardClient:
             "checksums": list(checksums) if checksums is not None else _checksums(pieces),
             "superseded": superseded,
         }
-        try:
-            connection = self._ask(request)
-            self._check_push(connection, source)
+        with self._ask(request, f"taking shards of {source}") as (connection, first):
+            self._check_push(first, source)
             for piece in pieces.values():
                 _send_bounded(connection, piece, limit)
-            self._check_push(connection, source)
-        except PeerRefused:
-            raise
-        except OSError as error:
-            raise self._failure(error, f"taking shards of {source}") from error
+            self._check_push(receive(connection, REPLY.size), source)
 
-    def _check_push(self, connection: socket.socket, source: Source) -> None:
-        status = REPLY.unpack(receive(connection, REPLY.size))[0]
+    def _check_push(self, header: bytes | bytearray, source: Source) -> None:
+        status = REPLY.unpack(header)[0]
         if status == OK:
             return
-        self.close()
         if status == FULL:
             raise SnapshotError(self.peer, f"has no room for shards of {source}")
         raise ShardCorrupt("all", self.peer, "damaged on the way")
 
-    def _ask(self, request: dict[str, object]) -> socket.socket:
-        if self._connection is None:
-            connect = partial(socket.create_connection, self._address, self._timeout_s)
-            self._connection = call_until(self._cancelled, connect, self.peer)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                self._connection = self._tls.context(server=False).wrap_socket(self._connection)
-            self._greet(self._connection)
-        send_request(self._connection, request)
-        return self._connection
+    @contextmanager
+    def _ask(
+        self, request: dict[str, object], doing: str, cancelled: threading.Event | None = None
+    ) -> Iterator[tuple[socket.socket, bytearray]]:
+        """The connection that the request went over, and the first header of its reply. Within, the reply is read to its end."""
+        check(cancelled, self.peer)
+        kept, self._connection = self._connection, None
+        try:
+            exchange = None if kept is None else self._ask_again(kept, request, cancelled)
+            connection, header = exchange or self._ask_anew(request, cancelled)
+            with _closed_if_left(connection):
+                yield connection, header
+            self._connection = connection
+        except PeerRefused:
+            raise
+        except TimeoutError as error:
+            raise PeerTimeout(self.peer, doing, self._timeout_s) from error
+        except OSError as error:
+            raise PeerUnreachable(self.peer, str(error)) from error
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _ask_again(
+        self, kept: socket.socket, request: dict[str, object], cancelled: threading.Event | None
+    ) -> tuple[socket.socket, bytearray] | None:
+        """As `_ask_anew` on a kept connection; None where the server has closed it: that says nothing against the peer."""
+        try:
+            with _closed_if_left(kept):
+                if has_bytes(kept, 0.0):
+                    raise ConnectionError("its end, or bytes that belong to no request")
+                return kept, _exchange(kept, request, cancelled)
+        except (ConnectionError, ssl.SSLError) as error:
+            logger.debug("a kept connection to %s is of no use any more: %s", self.peer, error)
+            return None
+
+    def _ask_anew(
+        self, request: dict[str, object], cancelled: threading.Event | None
+    ) -> tuple[socket.socket, bytearray]:
+        connection = call_until(cancelled, self._connect, self.peer)
+        with _closed_if_left(connection):
+            self._greet(connection, cancelled)
+            return connection, _exchange(connection, request, cancelled)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection(self._address, self._timeout_s)
+        with _closed_if_left(connection):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection if self._tls is None else self._tls.context(server=False).wrap_socket(connection)
+
+    def _greet(self, connection: socket.socket, cancelled: threading.Event | None) -> None:
         """Show that we have the token, and see that the peer has it."""
-        theirs, ours = bytes(receive(connection, NONCE_BYTES, self._cancelled)), os.urandom(NONCE_BYTES)
+        theirs, ours = bytes(receive(connection, NONCE_BYTES, cancelled)), os.urandom(NONCE_BYTES)
         connection.sendall(HELLO.pack(VERSION, ours, mac_of(self._token, "client", theirs, ours)))
-        if receive(connection, 1, self._cancelled)[0] != OK:
-            self.close()
+        if receive(connection, 1, cancelled)[0] != OK:
             raise PeerRefused(self.peer, "it rejected the token or the protocol version")
-        mac = receive(connection, WELCOME.size - 1, self._cancelled)
+        mac = receive(connection, WELCOME.size - 1, cancelled)
         if not hmac.compare_digest(bytes(mac), mac_of(self._token, "server", theirs, ours)):
-            self.close()
             raise PeerRefused(self.peer, "it does not have the token itself: it is no agent of this job")
 
     def _reply(
-        self, connection: socket.socket, source: Source, shard: ShardId, expected: int | None, memory: memoryview | None
-    ) -> ShardReply:
-        status, length = REPLY.unpack(receive(connection, REPLY.size, self._cancelled))
+        self, connection: socket.socket, header: bytearray, source: Source, shard: ShardId, expected: int | None,
+        memory: memoryview | None, cancelled: threading.Event | None,
+    ) -> ShardReply:  # fmt: skip
+        status, length = REPLY.unpack(header)
         where = f"{self.peer}, {source}"
         if status == UNAVAILABLE:
             return ShardUnavailable(shard, where, "the peer has it no more")
@@ -177,7 +218,7 @@ class ShardClient:
         if length > MAX_SHARD_BYTES or (memory is not None and length != len(memory)):
             raise ConnectionError(f"{self.peer} announces {length} bytes for {shard}")
         data = self._memory(length) if memory is None else memory
-        found = receive_into(connection, data, self._cancelled)
+        found = receive_into(connection, data, cancelled)
         if expected is None:
             return ShardUnavailable(shard, where, "no checksum of it is known")
         return data if found == expected else ShardCorrupt(shard, where, "the bytes are not those committed")
@@ -190,16 +231,26 @@ class ShardClient:
             self._scratch = np.empty(length, dtype=np.uint8)
         return self._scratch[:length].data
 
-    def _failure(self, error: OSError, doing: str) -> PeerTimeout | PeerUnreachable:
-        self.close()
-        if isinstance(error, TimeoutError):
-            return PeerTimeout(self.peer, doing, self._timeout_s)
-        return PeerUnreachable(self.peer, str(error))
-
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _exchange(connection: socket.socket, request: dict[str, object], cancelled: threading.Event | None) -> bytearray:
+    """Send the request; returns the first header of its reply."""
+    send_request(connection, request)
+    return receive(connection, REPLY.size, cancelled)
+
+
+@contextmanager
+def _closed_if_left(connection: socket.socket) -> Iterator[None]:
+    """Closes the connection unless the block is done to its end: its next bytes would belong to what was left."""
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _send_bounded(connection: socket.socket, piece: memoryview | FileRange, limit: BandwidthLimit | None) -> None:

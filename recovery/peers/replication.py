@@ -24,6 +24,7 @@ from recovery.errors import RecoveryError, ShardUnavailable
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot_file import SnapshotFile
 from recovery.peers.client import ShardClient
+from recovery.peers.pool import ClientPool
 from recovery.peers.protocol import FileRange
 from recovery.peers.replication_targets import ReplicationTarget
 from recovery.state.holdings import Source
@@ -106,13 +107,16 @@ def withdraw_others(directory: Path | str, living: Collection[str]) -> None:
 
 
 class Replicator:
-    """The agent's part: owns one thread, of low priority, that pushes what the rounds of its node's workers ask for."""
+    """The agent's part: owns one thread, of low priority, that pushes what the rounds of its node's workers ask for, and its
+    connections.
+    """
 
     def __init__(self, store: AgentStore, memory_directory: Path | str, token: str) -> None:
         self._store, self._directory, self._token = store, Path(memory_directory), token
         self._done: dict[str, tuple[int, int]] = {}
         self._waiting: dict[str, tuple[Round, float]] = {}  # for a snapshot, since when
         self._limits: dict[float | None, BandwidthLimit] = {}
+        self._pool = ClientPool()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
         self._thread.start()
@@ -121,6 +125,7 @@ class Replicator:
         """Stop after the push under way, bounded by its deadline; join the thread."""
         self._stop.set()
         self._thread.join(timeout_s)
+        self._pool.close()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # threads are processes to Linux's scheduler
@@ -198,7 +203,7 @@ class Replicator:
         first = next(iter(pieces))
         tensors = self._store.file_of(source, first).map.tensors
         limit = self._limits.setdefault(targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s))
-        with ShardClient(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
+        with self._pool.client(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
             client.push(source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete)
 
 

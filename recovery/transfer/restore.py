@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recovery.errors import RestoreError
 from recovery.local.agent_store import AgentStore
+from recovery.peers.pool import ClientPool
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import TORCH_DTYPES, empty_local, names_by_memory, shard_views
@@ -64,14 +65,16 @@ class Access:
     timeout_s: float
     cancelled: threading.Event | None = field(default=None, kw_only=True)
 
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str) -> Tier:
-        """What reads `source` for a worker on `node`, until `cancelled` (the restore's own, if None) is set."""
+    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
+        """What reads `source` for a worker on `node`, until `cancelled` (the restore's own, if None) is set; `pool` has the restore's
+        connections to agents.
+        """
         if source.kind == "s3":
             return DurableTier(self.read_durable)
         return (
             NodeTier(self.store)
             if source.node == node
-            else PeerTier(self.agents, self.timeout_s, cancelled or self.cancelled)
+            else PeerTier(self.agents, pool, self.timeout_s, cancelled or self.cancelled)
         )
 
 
@@ -144,7 +147,8 @@ class _Restore:
         self._came = threading.Condition(self._lock)
         self._here: set[ShardId] = set()
         self._bytes: Counter[str] = Counter()
-        tier_of = partial(access.tier, node=part.node)
+        self._pool = ClientPool()
+        tier_of = partial(access.tier, node=part.node, pool=self._pool)
         self._reads = Reads(part.node, layout, schedule, tier_of, self, access.cancelled)
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
         self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
@@ -197,7 +201,7 @@ class _Restore:
     @torch.no_grad()
     def run(self) -> Restored:
         began = time.monotonic()
-        with self._reads as reads:
+        with self._pool, self._reads as reads:
             for fetch in reads.pieces_of(self._part.fetches):
                 self._start(fetch)
             for shard in self._part.keep:

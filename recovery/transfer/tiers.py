@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recovery.errors import RecoveryError, ShardCorrupt, ShardUnavailable
 from recovery.local.agent_store import AgentStore
-from recovery.peers.client import ShardClient
+from recovery.peers.pool import ClientPool
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
@@ -78,9 +78,12 @@ class NodeTier:
 
 @dataclass(frozen=True)
 class PeerTier:
-    """Other nodes' memory and disks, through their agents' shard servers: node -> (host, port, token)."""
+    """Other nodes' memory and disks, through their agents' shard servers: node -> (host, port, token). Connections come from `pool`,
+    which its owner closes.
+    """
 
     agents: Mapping[str, tuple[str, int, str]]
+    pool: ClientPool
     timeout_s: float
     cancelled: threading.Event | None = None
 
@@ -90,8 +93,8 @@ class PeerTier:
         endpoint = self.agents.get(source.node)
         if endpoint is None:
             raise ShardUnavailable(shards[0], str(source), "its node has no agent")
-        with ShardClient(*endpoint, self.timeout_s, reuse_buffer=True, cancelled=self.cancelled) as client:
-            for shard, data in client.read(source, shards, checksums, into):
+        with self.pool.client(*endpoint, self.timeout_s) as client:
+            for shard, data in client.read(source, shards, checksums, into, self.cancelled):
                 yield shard, data if isinstance(data, RecoveryError) else _as_tensor(data)
 
 

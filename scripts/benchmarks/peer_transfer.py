@@ -26,6 +26,7 @@ import torch
 
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import shard_views
@@ -121,7 +122,8 @@ class _Setting:
         self.into = {shard: view.view(-1).view(torch.uint8).numpy().data for shard, view in views.items()}
 
     def read(self) -> None:
-        tier = PeerTier(self.agents, 30.0)
+        pool = ClientPool()
+        tier = PeerTier(self.agents, pool, 30.0)
         shards = sorted(self.into)
         parts = [shards[start : start + 8] for start in range(0, len(shards), 8)]
 
@@ -129,8 +131,8 @@ class _Setting:
             given = tier.read(self.holding.source, part, self.holding.checksums, self.into)
             return sum(isinstance(data, torch.Tensor) for _, data in given)
 
-        with ThreadPoolExecutor(STREAMS) as pool:
-            assert sum(pool.map(stream, parts)) == len(shards)
+        with pool, ThreadPoolExecutor(STREAMS) as threads:
+            assert sum(threads.map(stream, parts)) == len(shards)
 
     def restore(self) -> None:
         access = Access(self.own, self.agents, lambda *_: [], 30.0)

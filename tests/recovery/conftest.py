@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recovery.peers import server as shard_server
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage, StorageOptions
 from tests.harness.s3_server import S3Server, s3_server
@@ -39,3 +40,17 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
 @pytest.fixture
 def directory(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "durable"), SMALL)
+
+
+@pytest.fixture
+def greetings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets one more with each connection on which a peer shows its token to a shard server of this process."""
+    seen: list[str] = []
+    greet = shard_server._Handler._greet
+
+    def counted(handler: shard_server._Handler) -> bool:
+        seen.append(str(handler.client_address))
+        return greet(handler)
+
+    monkeypatch.setattr(shard_server._Handler, "_greet", counted)
+    return seen

@@ -160,8 +160,8 @@ def test_a_silent_peer_is_cancelled() -> None:
             cancelled = threading.Event()
             threading.Timer(0.2, cancelled.set).start()
             began = time.monotonic()
-            with pytest.raises(Cancelled), ShardClient(host, port, "token", 30.0, cancelled=cancelled) as client:
-                list(client.read(Source("memory", "n1", "n1/0", STEP), sorted(SHARDS), {}))
+            with pytest.raises(Cancelled), ShardClient(host, port, "token", 30.0) as client:
+                list(client.read(Source("memory", "n1", "n1/0", STEP), sorted(SHARDS), {}, cancelled=cancelled))
             assert time.monotonic() - began < 0.2 + SOON_S, case
             for one in waiting:
                 one.close()

@@ -111,6 +111,20 @@ def test_a_peer_keeps_the_complete_round_and_the_open_one(nodes: list[Node], wri
         assert {s for s in range(7) if nodes[1].has(s)} == {step, step - 1} - {0}
 
 
+def test_rounds_share_a_connection_that_the_replicator_closes(tmp_path: Path, greetings: list[str]) -> None:
+    with ExitStack() as stack:
+        nodes = [Node(stack, tmp_path, name) for name in ("n0", "n1")]
+        ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
+        replicator = Replicator(nodes[0].store, nodes[0].memory, TOKEN)
+        writer = SnapshotWriter(nodes[0].memory, WORKER, CASE.layout, 1)
+        for step in range(1, 4):
+            assert replicate(nodes, writer, step).error is None
+        writer.close(20)
+        replicator.close()
+        until(lambda: not nodes[1].server._server._open)
+    assert len(greetings) == 1
+
+
 def test_the_next_peer_takes_it_where_the_first_is_gone(nodes: list[Node], writer: SnapshotWriter) -> None:
     nodes[1].server.close()
     ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1", "n2")))

@@ -23,6 +23,7 @@ from recovery.errors import RestoreError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFile
+from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
@@ -75,8 +76,8 @@ class Fleet:
 class Faulty(Access):
     faults: Mapping[str, FaultyTier]
 
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str) -> Tier:
-        real = super().tier(source, cancelled, node=node)
+    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
+        real = super().tier(source, cancelled, node=node, pool=pool)
         kind = "s3" if source.kind == "s3" else source.kind if source.node == node else "peer"
         faulty = self.faults.get(kind)
         if faulty is None:

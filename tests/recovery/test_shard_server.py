@@ -17,11 +17,12 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.peers.client import ShardClient
-from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, WELCOME, mac_of, receive, receive_request
+from recovery.peers.protocol import HELLO, NONCE_BYTES, OK, REPLY, mac_of, receive
 from recovery.peers.server import ShardServer
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
+from tests.harness.scripted_peer import ScriptedPeer
 from tests.harness.state_cases import placed, state_of, tensors_of, unit
 
 CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
@@ -68,6 +69,7 @@ def test_many_requests_over_one_connection(client: ShardClient) -> None:
     for asked in (SHARDS, SHARDS[3:5], SHARDS[::-1]):
         got = [(shard, bytes(data)) for shard, data in client.read(HERE, asked, SUMS) if isinstance(data, memoryview)]
         assert got == [(shard, content(shard)) for shard in asked]
+    assert not list(client.read(HERE, [], SUMS)), "nothing is asked, nothing is waited for"
 
 
 def test_into_memory_of_the_caller(client: ShardClient) -> None:
@@ -172,23 +174,8 @@ def test_a_push_damaged_on_the_way_leaves_nothing(
 @contextmanager
 def peer(behave: Callable[[socket.socket], None], token: str = TOKEN) -> Iterator[int]:
     """A server that greets and takes the request as it should, then does what the test wants."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(bytes(NONCE_BYTES))
-            _, nonce, _ = HELLO.unpack(receive(connection, HELLO.size))
-            connection.sendall(WELCOME.pack(OK, mac_of(token, "server", bytes(NONCE_BYTES), nonce)))
-            receive_request(connection)
-            behave(connection)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield listener.getsockname()[1]
-    thread.join(20)
-    listener.close()
-    assert not thread.is_alive()
+    with ScriptedPeer(lambda connection, _: behave(connection), token) as served:
+        yield served.port
 
 
 def test_a_silent_peer_times_out() -> None:

@@ -15,6 +15,7 @@ from recovery.checkpoint.write import write_shards
 from recovery.errors import RecoveryError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
+from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.state.checksum import checksum
 from recovery.state.holdings import Source
@@ -63,8 +64,8 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
     if request.param == kind:
         yield Held(NodeTier(store), source, flip)
     else:
-        with ShardServer(store, TOKEN, host="127.0.0.1") as server:
-            yield Held(PeerTier({"n0": ("127.0.0.1", server.port, TOKEN)}, 20), source, flip)
+        with ShardServer(store, TOKEN, host="127.0.0.1") as server, ClientPool() as pool:
+            yield Held(PeerTier({"n0": ("127.0.0.1", server.port, TOKEN)}, pool, 20), source, flip)
     store.close()
 
 
