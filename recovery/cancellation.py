@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: s
 
 def has_bytes(connection: socket.socket, within_s: float) -> bool:
     """Whether bytes to read (or the connection's end) are there, or come within so many seconds."""
+    if isinstance(connection, ssl.SSLSocket) and connection.pending():
+        return True  # decrypted with what came before: the kernel knows nothing of them any more
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * within_s))

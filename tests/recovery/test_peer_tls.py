@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from recovery.errors import PeerTimeout, PeerUnreachable
+from recovery.errors import Cancelled, PeerTimeout, PeerUnreachable
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.peers.client import ShardClient
+from recovery.peers.pool import ClientPool
 from recovery.peers.server import ShardServer
 from recovery.peers.tls import PeerTls
+from recovery.transfer.tiers import PeerTier
 from tests.harness.state_cases import placed, state_of, tensors_of
 
 CASE = placed(tensors_of(2), 2, [[(2, ["n0/0"])]])
@@ -49,13 +54,19 @@ def make_certificates(directory: Path, name: str) -> PeerTls:
     return PeerTls(directory / "certificate.pem", directory / "key.pem", directory / "authority.pem")
 
 
-def test_agents_of_one_authority_read_and_push_and_others_do_not(tmp_path: Path) -> None:
-    ours, foreign = make_certificates(tmp_path / "ours", "job"), make_certificates(tmp_path / "foreign", "other")
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AgentStore]:
     writer = SnapshotWriter(tmp_path / "memory", "n0/0", CASE.layout, 1)
     writer.start(5, state_of(CASE.layout, "n0/0", 5))
     writer.wait(20)
     writer.close(20)
     store = AgentStore(tmp_path / "memory", tmp_path / "disk", "n0")
+    yield store
+    store.close()
+
+
+def test_agents_of_one_authority_read_and_push_and_others_do_not(tmp_path: Path, store: AgentStore) -> None:
+    ours, foreign = make_certificates(tmp_path / "ours", "job"), make_certificates(tmp_path / "foreign", "other")
     (held,) = store.inventory()
     shards = sorted(held.shards)
     with ShardServer(store, "token", host="127.0.0.1", tls=ours) as server:
@@ -69,4 +80,22 @@ def test_agents_of_one_authority_read_and_push_and_others_do_not(tmp_path: Path)
                 pytest.raises((PeerUnreachable, PeerTimeout)),
             ):
                 list(client.read(held.source, shards, held.checksums))
-    store.close()
+
+
+def test_a_restores_reads_share_a_connection_and_may_be_cancelled(
+    tmp_path: Path, store: AgentStore, greetings: list[str]
+) -> None:
+    """What one record of TLS brought is read bit by bit: nothing more comes that could be waited for."""
+    ours = make_certificates(tmp_path / "ours", "job")
+    (held,) = store.inventory()
+    shards, cancelled = sorted(held.shards), threading.Event()
+    with ShardServer(store, "token", host="127.0.0.1", tls=ours) as server, ClientPool(ours) as pool:
+        tier = PeerTier({"n0": ("127.0.0.1", server.port, "token")}, pool, 5, cancelled)
+        for _ in range(3):
+            pieces = [piece for _, piece in tier.read(held.source, shards, held.checksums, {})]
+            assert len(pieces) == len(shards)
+            assert all(isinstance(piece, Tensor) for piece in pieces)
+        assert len(greetings) == 1
+        cancelled.set()
+        with pytest.raises(Cancelled):
+            list(tier.read(held.source, shards, held.checksums, {}))
