@@ -61,10 +61,10 @@ def robustness(cost: CostModel, plan: Plan, candidates: Sequence[Plan], draws: i
     number = draws or limits.DRAWS
     rng = random.Random(seed)
     steps, losses = list[float](), list[float]()
+    possible = [each for each in candidates if cost.predict(each).fits]  # in each draw, which changes no bytes
     for _ in range(number):
         drawn = cost.varied({kind: _drawn(kind, rng) for kind in cost.node_types})
-        mine = drawn.predict(plan).step_time_s
-        others = [each.step_time_s for each in map(drawn.predict, candidates) if each.fits]
+        mine, *others = (drawn.simulate(each).step_time_s for each in (plan, *possible))
         steps.append(mine)
         losses.append(mine / min([mine, *others]) - 1)
     return Robustness(seed, len(candidates), tuple(steps), tuple(losses))

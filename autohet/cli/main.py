@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
+from autohet import __version__
 from planner.errors import ConfigError
 
 COMMANDS = {
@@ -36,7 +36,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 the work failed, 2 the input is wrong (one message says what and how to mend it)."
         " `autohet COMMAND --help` shows a command's options; with --json it prints one JSON document and nothing else.",
     )
-    parser.add_argument("--version", action="version", version=f"autohet {importlib.metadata.version('autohet')}")
+    parser.add_argument("--version", action="version", version=f"autohet {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == command:

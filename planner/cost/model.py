@@ -20,7 +20,7 @@ from planner.cost.layers import LayerTimeModel, LayerTimes, require_dtype
 from planner.cost.links import Links, LinkTable
 from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.cost.parameters import CostParameters
-from planner.cost.plan_memory import PlanMemory
+from planner.cost.plan_memory import PlanMemory, Synced
 from planner.cost.prediction import Prediction
 from planner.cost.schedule import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
 from planner.cost.stage_costs import StageCosts, sharing_of
@@ -90,6 +90,7 @@ class CostModel:
         )
         self._costs: dict[tuple[NodeType, int, int, TensorShare | None], LayerCosts] = {}
         self._memories: dict[tuple[int, int, Recompute, TensorShare | None], MemoryTerms] = {}
+        self._synced: Synced = {}
         self._place(fleet)
 
     def _place(self, fleet: Fleet) -> None:
@@ -103,7 +104,7 @@ class CostModel:
         )
         self._timelines: dict[tuple[object, int], Timeline] = {}
         self._predictions: dict[Plan, Prediction] = {}
-        self._memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries)
+        self._memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries, self._synced)
 
     def on(self, fleet: Fleet) -> "CostModel":
         """The same model on another fleet of these node types, or some of them: layers' seconds and bytes are shared, not computed anew.

@@ -17,12 +17,18 @@ from planner.plan import Pipeline, Plan, Recompute, Stage
 _REMEMBERED = 16  # plans, each asked for several times in a row
 
 
-class PlanMemory:
-    """Plans on the fleet of `stages` and `boundaries`."""
+Synced = dict[object, tuple[tuple[SyncJob, ...], Mapping[str, float]]]
+"""All-reduces and bytes of communicators by a plan's stages: the same on any fleet."""
 
-    def __init__(self, spec: ModelSpec, parameters: CostParameters, stages: StageCosts, boundaries: BoundaryCosts):
+
+class PlanMemory:
+    """Plans on the fleet of `stages` and `boundaries`. synced: what is remembered of plans."""
+
+    def __init__(
+        self, spec: ModelSpec, parameters: CostParameters, stages: StageCosts, boundaries: BoundaryCosts, synced: Synced
+    ) -> None:  # fmt: skip
         self.spec, self.parameters, self._stages, self._boundaries = spec, parameters, stages, boundaries
-        self._synced: dict[object, tuple[tuple[SyncJob, ...], Mapping[str, float]]] = {}
+        self._synced = synced
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker."""

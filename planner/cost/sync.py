@@ -5,7 +5,7 @@ unequal TP degrees; then the all-reduces side by side on shared links, and the u
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Fleet, Node, NodeType
+from planner.cluster import Fleet, NodeType
 from planner.communicators import workers_of_unit
 from planner.cost.links import Links
 from planner.cost.parameters import CostParameters
@@ -178,17 +178,18 @@ class _Rings:
         self._known: dict[tuple[object, ...], tuple[float, dict[Kind, float], dict[Kind, float]]] = {}
 
     def of(self, job: SyncJob) -> Ring:
-        by_node: dict[Node, list[str]] = {}
+        by_node: dict[str, list[str]] = {}
         for worker in job.members:
-            by_node.setdefault(self._fleet.node_of(worker), []).append(worker)
-        seconds, nic_s, own_s = self._seconds([(n.node_type, len(mine)) for n, mine in by_node.items()], job.num_bytes)
+            by_node.setdefault(self._fleet.node_of(worker).name, []).append(worker)
+        nodes = [(self._fleet.node_of(mine[0]).node_type, len(mine)) for mine in by_node.values()]
+        seconds, nic_s, own_s = self._seconds(nodes, job.num_bytes)
         link_s, link_of = dict[str, float](), dict[str, str]()
-        for node, mine in by_node.items():
-            if len(mine) > 1:
-                link_s |= dict.fromkeys(mine, own_s[_kind(node.node_type)])
-            if len(by_node) > 1:
-                link_s[node.name] = nic_s[_kind(node.node_type)]
-            link_of |= {worker: worker if len(by_node) == 1 else node.name for worker in mine}
+        for (name, mine), (kind, count) in zip(by_node.items(), nodes, strict=True):
+            if count > 1:
+                link_s |= dict.fromkeys(mine, own_s[_kind(kind)])
+            if len(nodes) > 1:
+                link_s[name] = nic_s[_kind(kind)]
+            link_of |= {worker: worker if len(nodes) == 1 else name for worker in mine}
         return Ring(seconds, link_s, link_of)
 
     def _seconds(

@@ -73,10 +73,10 @@ def improved(found: Drafted) -> Answer:
 
 
 def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[Costed], list[Rejected]]:
-    """As `rank`, of the plans known and of drafts. Where drafts that fit by the tables do not, since they need more communicators than most
-    plans, or none fit, also of drafts that leave room for one more, as deep or with fewer stages, which keep fewer microbatches."""
+    """As `rank`, of the plans known and of drafts. Where good drafts that fit by the tables do not, since they need more communicators than
+    most plans, or none fit, also of drafts that leave room for one more, as deep or with fewer stages, which keep fewer microbatches."""
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
-    if ranked and not any(each.lacks_memory for each in rejected):
+    if ranked and all(each.lacks_memory_s > limits.FAR_BEHIND * ranked[0].step_time_s for each in rejected):
         return ranked, rejected
     further = request.cost.parameters.communicator_bytes
     rows = tuple(replace(row, limit_bytes=row.limit_bytes - further) for row in tables.rows)

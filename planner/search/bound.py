@@ -35,17 +35,6 @@ from planner.search.tables import Floats, Tables
 FAMILY = "of the searched family, under this cost model,"
 
 
-@dataclass(frozen=True)
-class Cut:
-    """T <= slope . prices + constant."""
-
-    slope: Floats
-    constant: float
-
-    def at(self, prices: Floats) -> float:
-        return float(self.slope @ prices) + self.constant
-
-
 @dataclass
 class Interval:
     """Bottlenecks from `low` to `high` of one microbatch size, pipelines of `least` to `most` stages. path_s: least of a path's fill and
@@ -84,7 +73,9 @@ class Bound:
             for depths in self._depths(stages.stages)
             for begin, end in _bottlenecks(stages)
         ]
-        self.cuts: dict[tuple[int, float, int], list[Cut]] = {}  # by interval
+        # by interval: each says that T is at most its sum with the resources' shares in what is paid
+        self.cuts: dict[tuple[int, float, int], list[Floats]] = {}
+        self.alone = self.batch / self.supply  # the price of each resource if it had the whole share
         self.looks: list[Floats] = []  # the prices of each
         self.falls: list[float] = []  # the largest factor by which a path may be cheaper now than at each
         self.fewest: list[float] = []  # microbatches of a pipeline that pays until a price falls far, by size
@@ -174,33 +165,17 @@ class Bound:
         for at, (interval, path_s) in enumerate(zip(intervals, cost * scale, strict=True)):
             interval.path_s, interval.look = float(path_s), len(self.looks) - 1
             if np.isfinite(path_s):
-                found = Cut(gpus[at] * scale[at], float(fill[at]) - interval.low)
-                held = [
-                    cut for cut in self.cuts.get(interval.key, ()) if cut.at(prices) >= found.at(prices) * (1 - 1e-9)
-                ]
+                found, shares = gpus[at] * scale[at] * self.alone + float(fill[at]) - interval.low, prices / self.alone
+                held = [cut for cut in self.cuts.get(interval.key, ()) if cut @ shares >= found @ shares * (1 - 1e-9)]
                 self.cuts[interval.key] = [*held, found]
         return min(map(self._seconds, intervals))
 
     def _best_prices(self) -> tuple[Floats, float]:
-        """The prices that allow the largest T by the cuts of the present intervals, T <= slope . prices + constant of each, and that T."""
-        from scipy.optimize import linprog  # half of the imports' time
-
-        slopes, constants = self._cuts()
-        found = linprog(
-            np.append(np.zeros(slopes.shape[1]), -1.0), A_ub=np.hstack([-slopes, np.ones((len(slopes), 1))]), b_ub=constants,
-            bounds=[*[(0.0, None)] * slopes.shape[1], (None, None)], A_eq=np.append(self.supply, 0.0)[None, :], b_eq=[self.batch],
-            method="highs",
-        )  # fmt: skip
-        if found.x is None:  # numbers too far apart for the solver
-            return self.centre, 0.0
-        prices = np.maximum(found.x[:-1], 0.0)
-        return prices * self.batch / max(float(prices @ self.supply), 1e-30), float(found.x[-1])  # the sum alone makes them valid
-
-    def _cuts(self) -> tuple[Floats, Floats]:
-        """Slopes and constants of the cuts that may limit the bound."""
+        """The prices that allow the largest T by the cuts of the present intervals that may limit the bound, and that T."""
         near = [cut for (_, low, _), each in self.cuts.items() if low < (1 + limits.WIDEST_GAP) * self.best for cut in each]
-        cuts = near or [cut for each in self.cuts.values() for cut in each]
-        return np.array([cut.slope for cut in cuts]), np.array([cut.constant for cut in cuts])
+        shares, most_s = best_mix(np.array(near or list(itertools.chain(*self.cuts.values()))))
+        prices = np.maximum(shares, 0.0) * self.alone
+        return prices * self.batch / max(float(prices @ self.supply), 1e-30), most_s  # the sum alone makes them valid
 
     def _spread(self, interval: Interval) -> tuple[float, float]:
         """What bottlenecks and depths of an interval may make of the step time at most, as shares of it."""
@@ -223,6 +198,29 @@ class Bound:
         halves = [half for both in halved.values() for half in both]
         self.intervals = [*(i for i in self.intervals if id(i) not in halved), *halves]
         return halves
+
+
+def best_mix(gains: Floats) -> tuple[Floats, float]:
+    """(n, R) gains: the shares of R columns, (R,), whose least row is largest, and that: a matrix game, by the dual simplex method, since
+    scipy's linear programs take a fifth of a second to import and a millisecond each."""
+    rows, columns = gains.shape
+    scale = max(float(np.abs(gains).max()), 1e-30)
+    # over (shares, least): each share is 0 at least, and the least is no more than any row
+    most = np.block([[-np.eye(columns), np.zeros((columns, 1))], [-gains / scale, np.ones((rows, 1))]])
+    worst = int(gains.max(axis=1).argmin())  # alone it allows the least
+    active = [columns + worst, *(i for i in range(columns) if i != gains[worst].argmax())]
+    sums, best = np.append(np.ones(columns), 0.0), np.append(np.zeros(columns), 1.0)
+    for _ in range(rows + columns):
+        tight = np.vstack([sums, most[active]])
+        found = np.linalg.solve(tight, np.append(1.0, np.zeros(columns)))
+        broken = most @ found
+        worst = int(broken.argmax())
+        if broken[worst] <= 1e-9:
+            break
+        loads, change = np.linalg.solve(tight.T, np.stack([best, most[worst]], axis=1)).T[:, 1:]
+        ratio = np.where(change > 1e-12, np.maximum(loads, 0.0) / np.maximum(change, 1e-12), np.inf)
+        active[int(ratio.argmin())] = worst
+    return found[:-1], float(found[-1]) * scale
 
 
 def _proved_s(interval: Interval, path_s: float) -> float:

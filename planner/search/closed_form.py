@@ -5,7 +5,8 @@ type evenly, whether or not these can be divided so.
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -16,18 +17,26 @@ from planner.search.tables import Floats, Ints, Tables
 
 @dataclass(frozen=True)
 class Families:
-    """number: (n,) pipelines. rows: (n, R) table row of each node type, -1 where it is not used. groups: (n, R) of it in the fleet."""
+    """number: (n,) pipelines. rows: (n, R) table row of each node type, -1 where it is not used. groups: (n, R) of it in the fleet; counts:
+    of a pipeline on average. block_s, hop_s: (n, R) seconds of a block, 1e30 where a type is not used, and of a boundary. most: (n, R)
+    blocks that memory holds. by_all_s, alone_s: (n,) of a block by all stages together, and by the slowest with its boundaries."""
 
     number: Ints
     rows: Ints
     groups: Ints
+    counts: Floats
+    block_s: Floats
+    hop_s: Floats
+    most: Ints
+    by_all_s: Floats
+    alone_s: Floats
 
     def take(self, index: Ints) -> "Families":
-        return Families(self.number[index], self.rows[index], self.groups[index])
+        return Families(*(getattr(self, each.name)[index] for each in fields(self)))
 
 
 def families(tables: Tables, mixed_tp: bool) -> Families:
-    """All of them."""
+    """All that hold the model."""
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows] + [0])
     counts = np.array([tables.kinds[row.kind].count for row in tables.rows] + [0])
     supply = [resource.num_gpus for resource in tables.resources]
@@ -40,9 +49,7 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
                 options[tables.kinds[row.kind].resource].append(r)
         rows = np.array(list(itertools.product(*options)), dtype=np.int64)
         used = np.where(rows >= 0, degrees[rows], 0)
-        one_degree = (np.where(used > 0, used, used.max(axis=1, keepdims=True)) == used.max(axis=1, keepdims=True)).all(
-            axis=1
-        )
+        one_degree = (np.where(used > 0, used, used.max(axis=1, keepdims=True)) == used.max(axis=1, keepdims=True)).all(axis=1)
         rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
         for number in _numbers(supply, node):
             total = counts[rows].sum(axis=1)
@@ -52,8 +59,21 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
             groups = np.floor(counts[rows[enough]] * share + 1e-9).astype(np.int64)
             some = np.flatnonzero(groups.any(axis=1))
             chosen = np.where(groups > 0, rows[enough], -1)[some]
-            found.append(Families(np.full(len(some), number), chosen, groups[some]))
-    return Families(*(np.concatenate([getattr(f, name) for f in found]) for name in ("number", "rows", "groups")))
+            found.append((np.full(len(some), number), chosen, groups[some]))
+    return _alive(tables, *(np.concatenate(each) for each in zip(*found, strict=True)))
+
+
+def _alive(tables: Tables, number: Ints, rows: Ints, groups: Ints) -> Families:
+    """Those whose stages hold the model."""
+    used, counts = rows >= 0, groups / number[:, None]
+    block, hop = np.where(used, _a_block(tables.time_sums, rows), 1e30), np.where(used, tables.busiest_hop[rows], 0.0)
+    # microbatches that a stage not far from the end keeps beside its own
+    ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), tables.deepest - 1)
+    most = np.where(used, tables.last_layer_that_fits[rows, ahead, 1] - 1, 0)
+    by_all = 1.0 / np.where(used, counts / block, 0.0).sum(axis=1)
+    alone = np.where(used, block + 2 * tables.boundary_share * hop, 0.0).max(axis=1)
+    alive = ((counts * most).sum(axis=1) >= tables.num_blocks) & ((most > 0) | ~used).all(axis=1)
+    return Families(number, rows, groups, counts, block, hop, most, by_all, alone).take(np.flatnonzero(alive))
 
 
 def _numbers(supply: list[int], node: int) -> list[int]:
@@ -70,37 +90,53 @@ def _numbers(supply: list[int], node: int) -> list[int]:
     return sorted(found - {0})
 
 
+def ranked(tables: Tables, sequences: float, some: Families, sync: Sync) -> Iterator[tuple[int, float]]:
+    """Families with `roughly_s` of each, quickest first; a lower bound says whose seconds have to be computed before the next is known."""
+    least = _further(tables, sequences, some) * np.maximum(some.by_all_s * tables.num_blocks, some.alone_s)
+    order, found = np.argsort(least, kind="stable"), list[tuple[float, int]]()
+    for begin in range(0, len(order), limits.CUTS_AT_ONCE):
+        mine, later = np.split(order[begin:], [limits.CUTS_AT_ONCE])
+        seconds = roughly_s(tables, sequences, some.take(mine), sync)
+        found = sorted([*found, *zip(seconds.tolist(), mine.tolist(), strict=True)], reverse=True)
+        while found and (not later.size or found[-1][0] < least[later[0]]):
+            at_s, family = found.pop()
+            yield family, at_s
+
+
 def roughly_s(tables: Tables, sequences: float, some: Families, sync: Sync) -> Floats:
     """(n,) a step of so many sequences if each stage took as many blocks as the bottleneck and its memory allow, the kinds with the least
-    sync first; infinite where all stages hold too few blocks."""
-    used, rows, counts = some.rows >= 0, some.rows, some.groups / some.number[:, None]
-    blocks, block = tables.num_blocks, np.where(used, _a_block(tables.time_sums, rows), 1e30)
-    hop = np.where(used, tables.busiest_hop[rows], 0.0)
-    toll = 2 * tables.boundary_share * hop
-    # microbatches that a stage not far from the end keeps beside its own
-    ahead = np.minimum((counts.sum(axis=1, keepdims=True) / 16).astype(int), tables.deepest - 1)
-    most = np.where(used, tables.last_layer_that_fits[rows, ahead, 1] - 1, 0)
-    alive = ((counts * most).sum(axis=1) >= blocks) & ((most > 0) | ~used).all(axis=1)
-    one = np.where(used, block + toll, 0.0).max(axis=1)  # each stage holds a block
-    low = np.maximum(1.0 / np.where(used, counts / block, 0.0).sum(axis=1), one)
-    high = np.maximum(low * blocks + toll.max(axis=1), one)
-    while (high > (1 + limits.FINE) * low)[alive].any():
+    sync first."""
+    low, high, blocks = np.maximum(some.by_all_s, some.alone_s), _longest_s(tables, some), tables.num_blocks
+    while (high > (1 + limits.FINE) * low).any():
         middle = np.sqrt(low * high)
-        good = (counts * _blocks(middle, toll, block, most)).sum(axis=1) >= blocks
+        good = (some.counts * _held(tables, some, middle)).sum(axis=1) >= blocks
         low, high = np.where(good, low, middle), np.where(good, middle, high)
-    held = _blocks(high, toll, block, most)
-    fill = (counts * (np.where(used, held * block, 0.0) + hop)).sum(axis=1)
-    size = np.array([row.microbatch for row in tables.rows])[rows.max(axis=1)]
+    held = _held(tables, some, high)
+    fill = (some.counts * (np.where(some.rows >= 0, held * some.block_s, 0.0) + some.hop_s)).sum(axis=1)
+    after = _least_sync(tables, some, np.maximum(1.0, some.counts), held, sync)
+    return np.asarray(fill + _further(tables, sequences, some) * high + after)
+
+
+def _further(tables: Tables, sequences: float, some: Families) -> Floats:
+    """(n,) microbatches after a pipeline's first, less those that the warm-up hides."""
+    size = np.array([row.microbatch for row in tables.rows])[some.rows.max(axis=1)]
     further = np.maximum(sequences / some.number / size, 1.0) - 1
-    share = np.where(used, tables.forward_share[rows], 1.0).min(axis=1)
-    hidden = share * np.minimum((tables.begun_ahead - 1) * np.maximum(counts.sum(axis=1) - 1, 0.0) / 2, further)
-    after = _least_sync(tables, some, np.maximum(1.0, counts), held, sync)
-    return np.where(alive, fill + (further - hidden) * high + after, np.inf)
+    share = np.where(some.rows >= 0, tables.forward_share[some.rows], 1.0).min(axis=1)
+    depth = some.counts.sum(axis=1)
+    hidden = share * np.minimum((tables.begun_ahead - 1) * np.maximum(depth - 1, 0.0) / 2, further)
+    return np.asarray(further - hidden)
 
 
-def _blocks(period: Floats, toll: Floats, block: Floats, most: Ints) -> Floats:
+def _longest_s(tables: Tables, some: Families) -> Floats:
+    """(n,) of the bottleneck."""
+    toll = 2 * tables.boundary_share * some.hop_s.max(axis=1)
+    return np.asarray(np.maximum(some.by_all_s, some.alone_s) * tables.num_blocks + toll)
+
+
+def _held(tables: Tables, some: Families, period: Floats) -> Floats:
     """(n, R) blocks that a stage of each kind does in the period, and holds."""
-    return np.minimum(np.floor(np.maximum(period[:, None] - toll, 0.0) / block + 1e-9), most)
+    work = np.maximum(period[:, None] - 2 * tables.boundary_share * some.hop_s, 0.0)
+    return np.minimum(np.floor(work / some.block_s + 1e-9), some.most)
 
 
 def _least_sync(tables: Tables, some: Families, groups: Floats, held: Floats, sync: Sync) -> Floats:

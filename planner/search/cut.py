@@ -5,6 +5,7 @@ For a fixed order of stages and a fixed bottleneck, giving each stage as many la
 together, stage by stage.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,23 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search import limits
+from planner.search.draft import Shape
 from planner.search.tables import Floats, Ints, Tables
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """One entry a pipeline. ends: (n, P) end layer of each stage; bottleneck_s, fill_s: (n,) seconds.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A pipeline's shape, with the seconds of its bottleneck, and of one microbatch's way through all stages and boundaries. One that
+    cannot hold the model has bottleneck inf."""
 
-    fill_s is one microbatch's way through all stages and boundaries. A pipeline that cannot hold the model has bottleneck inf.
-    """
-
-    ends: Ints
-    bottleneck_s: Floats
-    fill_s: Floats
+    shape: Shape
+    bottleneck_s: float
+    fill_s: float
 
 
 class Balancer:
-    """Cuts pipelines over one set of tables."""
+    """Cuts pipelines over one set of tables; remembers what it has cut."""
 
     def __init__(self, tables: Tables):
         self.tables = tables
@@ -36,40 +36,43 @@ class Balancer:
         sums = tables.time_sums
         self._gap = float(sums.max()) * 4 + 1.0
         self._flat = (sums + self._gap * np.arange(len(sums))[:, None]).ravel()
-        self._width = sums.shape[1]
+        self._begin, self._width = self._flat * (1 + 1e-12), sums.shape[1]
         self._fits = self.fits.ravel()
+        self._known: dict[tuple[tuple[int, ...], float | None], Cut] = {}
 
-    def cut_each(self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None = None) -> Cuts:
-        """As `cut`, of pipelines given by the table row of each of their stages."""
-        depth = np.array([len(rows) for rows in pipelines])
-        return self.cut(padded(pipelines, int(depth.max())), depth, microbatches)
-
-    def cut(self, rows: Ints, num_stages: Ints, microbatches: Floats | None = None) -> Cuts:
-        """rows: (n, P) table row of each stage, -1 beyond the pipeline's end. microbatches: (n,) of each pipeline; with these early stages
-        may also be as much longer than the bottleneck as they work ahead, if they do and memory allows, and the bottleneck is without that.
+    def cut_each(self, pipelines: Sequence[tuple[int, ...]], microbatches: Sequence[float] = ()) -> list[Cut]:
+        """Pipelines given by the table row of each of their stages. microbatches: of each pipeline; with these early stages may also be as
+        much longer than the bottleneck as they work ahead, if memory allows, and the bottleneck is without that.
         """
-        plain = np.ones(rows.shape)
-        if microbatches is None or self.tables.begun_ahead == 1:
-            return self._cut(rows, num_stages, plain)
-        slopes = slopes_of(self.tables, rows, num_stages, microbatches)
-        sloped = self._cut(rows, num_stages, slopes)
-        held = np.isfinite(sloped.bottleneck_s)
-        held &= memory_holds(self.tables, rows, np.maximum(sloped.ends, 0), num_stages, microbatches)
-        if (left := np.flatnonzero(~held)).size:
-            flat = self._cut(rows[left], num_stages[left], plain[left])
-            for name in ("ends", "bottleneck_s", "fill_s"):
-                getattr(sloped, name)[left] = getattr(flat, name)
-        return sloped
+        keys = list(itertools.zip_longest(pipelines, microbatches))
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if new:
+            new.sort(key=lambda key: -len(key[0]))
+            counts = np.array([count for _, count in new]) if microbatches else None
+            self._known |= zip(new, self._cut_new([rows for rows, _ in new], counts), strict=True)
+        return [self._known[key] for key in keys]
 
-    def _cut(self, rows: Ints, num_stages: Ints, slopes: Floats) -> Cuts:
-        extra = self._boundary(rows, num_stages)
+    def _cut_new(self, pipelines: Sequence[tuple[int, ...]], microbatches: Floats | None) -> list[Cut]:
+        """Sorted by depth, deepest first."""
+        rows = padded(pipelines)
+        slopes = np.ones(rows.shape) if microbatches is None else slopes_of(self.tables, rows, microbatches)
+        ends, bottleneck_s, fill_s = self._cut(rows, slopes)
+        found = zip(pipelines, ends.tolist(), bottleneck_s.tolist(), fill_s.tolist(), strict=True)
+        cuts = [Cut(Shape(mine, tuple(its[: len(mine)])), most, way) for mine, its, most, way in found]
+        if microbatches is None:
+            return cuts
+        held = np.isfinite(bottleneck_s) & memory_holds(self.tables, rows, np.maximum(ends, 0), microbatches)
+        even = iter(self.cut_each([mine for mine, fits in zip(pipelines, held, strict=True) if not fits]))
+        return [cut if fits else next(even) for cut, fits in zip(cuts, held, strict=True)]
+
+    def _cut(self, rows: Ints, slopes: Floats) -> tuple[Ints, Floats, Floats]:
+        """(n, P) ends of stages, -1 where a pipeline cannot hold the model; (n,) seconds of bottleneck and way. rows: (n, P), -1 beyond a
+        pipeline's end, deepest first."""
+        depth = (rows >= 0).sum(axis=1)
+        extra = self._boundary(rows, depth)
         own = extra * (2 * self.tables.boundary_share)
         own, extra = own + self.tables.stage_overhead_s, extra + self.tables.stage_overhead_s
-        order = np.argsort(-num_stages, kind="stable")
-        ends = self._search(rows[order], num_stages[order], own[order], slopes[order])
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return self._measure(rows, num_stages, ends[back], extra, own, slopes)
+        return self._measure(rows, self._search(rows, depth, own, slopes), extra, own, slopes)
 
     def _boundary(self, rows: Ints, num_stages: Ints) -> Floats:
         """(n, P) seconds of boundaries charged to each stage: half of each of its neighbours'."""
@@ -123,30 +126,25 @@ class Balancer:
         # (P, n) from here on: a stage of all pipelines lies together
         left = num_stages - 1 - stage[:, None]
         base = rows.T * self._width
-        room = np.minimum(np.maximum((limit[:, None] * scale - own).T, 0.0), self._gap / 2)
+        room = np.minimum(np.maximum((limit[:, None] * scale - own).T, 0.0), self._gap / 2) * (1 + 1e-12)
         most = np.where(left > 0, layers - 1 - left, layers)
-        least = np.where(left > 0, 0, layers)
         fitting = (rows.T * self.fits.shape[1] + left) * self._width
         ends = np.zeros((width, n), dtype=np.int64)
-        at = np.zeros(n, dtype=np.int64)
+        at, good = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.bool_)
         for s, m in enumerate(np.searchsorted(-num_stages, -stage, side="left").tolist()):
             if m == 0:
                 break
             at = at[:m]
-            target = (self._flat[base[s, :m] + at] + room[s, :m]) * (1 + 1e-12)
-            end = self._flat.searchsorted(target, side="right") - 1 - base[s, :m]
+            end = self._flat.searchsorted(self._begin[base[s, :m] + at] + room[s, :m], side="right") - (base[s, :m] + 1)
             end = np.minimum(np.minimum(end, self._fits[fitting[s, :m] + at]), most[s, :m])
             # a block of its own, and the last stage all that is left
-            enough = np.maximum(at + (2 if s == 0 else 1), least[s, :m])
-            ends[s, :m] = end = np.where(end < enough, -layers, end)
-            at = np.maximum(end, 0)
-        found = np.ascontiguousarray(ends.T)
-        found[(found < 0).any(axis=1)] = -1
-        return found
+            good[:m] &= (end > at + (s == 0)) & ((end == layers) | (left[s, :m] > 0))
+            ends[s, :m] = at = end
+        ends[:, ~good] = -1
+        return np.ascontiguousarray(ends.T)
 
-    def _measure(self, rows: Ints, num_stages: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats) -> Cuts:
-        sums = self.tables.time_sums
-        valid = np.arange(rows.shape[1])[None, :] < num_stages[:, None]
+    def _measure(self, rows: Ints, ends: Ints, extra: Floats, own: Floats, slopes: Floats) -> tuple[Ints, Floats, Floats]:
+        sums, valid = self.tables.time_sums, rows >= 0
         starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
         dead = (ends < 0).any(axis=1)
         safe_ends, safe_starts = np.maximum(ends, 0), np.maximum(starts, 0)
@@ -154,34 +152,35 @@ class Balancer:
         busy = np.where(valid, work + own, 0.0)
         bottleneck = np.where(dead, np.inf, (busy / slopes).max(axis=1))
         fill = np.where(dead, np.inf, (work + np.where(valid, extra, 0.0)).sum(axis=1))
-        return Cuts(ends, bottleneck, fill)
+        return ends, bottleneck, fill
 
 
-def padded(pipelines: Sequence[tuple[int, ...]], width: int) -> Ints:
-    """(n, width) the table row of each stage, -1 beyond a pipeline's end."""
-    out = np.full((len(pipelines), width), -1, dtype=np.int64)
+def padded(pipelines: Sequence[tuple[int, ...]]) -> Ints:
+    """(n, P) the table row of each stage, -1 beyond a pipeline's end."""
+    out = np.full((len(pipelines), max(map(len, pipelines))), -1, dtype=np.int64)
     for i, rows in enumerate(pipelines):
         out[i, : len(rows)] = rows
     return out
 
 
-def slopes_of(tables: Tables, rows: Ints, num_stages: Ints, microbatches: Floats) -> Floats:
+def slopes_of(tables: Tables, rows: Ints, microbatches: Floats) -> Floats:
     """How much longer than the bottleneck early stages may take that work ahead while later ones fill (`planner.in_flight`): stage s
     (T - F) / (K - 1) times so much, since T >= F + (K - 1) t - min(K - 1, n - 1) f, if n microbatches are in flight."""
     share = tables.forward_share[rows]
-    hidden = np.minimum(1.0, _ahead(tables, rows, num_stages) / np.maximum(microbatches - 1, 1e-9)[:, None])
+    hidden = np.minimum(1.0, _ahead(tables, rows) / np.maximum(microbatches - 1, 1e-9)[:, None])
     return np.asarray(1.0 / (1.0 - share * hidden))
 
 
-def memory_holds(tables: Tables, rows: Ints, ends: Ints, num_stages: Ints, microbatches: Floats) -> NDArray[np.bool_]:
+def memory_holds(tables: Tables, rows: Ints, ends: Ints, microbatches: Floats) -> NDArray[np.bool_]:
     """(n,) whether each stage has memory for the microbatches that it then keeps in flight."""
     limit = np.array([row.limit_bytes - row.fixed_bytes for row in tables.rows])
     starts = np.concatenate([np.zeros((len(rows), 1), dtype=np.int64), ends[:, :-1]], axis=1)
-    number = np.minimum(_ahead(tables, rows, num_stages) + 1, np.ceil(microbatches)[:, None])
+    number = np.minimum(_ahead(tables, rows) + 1, np.ceil(microbatches)[:, None])
     state, kept = (sums[rows, ends] - sums[rows, starts] for sums in (tables.state_sums, tables.activation_sums))
     return np.asarray(((rows < 0) | (state + number * kept <= limit[rows])).all(axis=1))
 
 
-def _ahead(tables: Tables, rows: Ints, num_stages: Ints) -> Ints:
+def _ahead(tables: Tables, rows: Ints) -> Ints:
     """Microbatches that each stage may begin beside the one that it waits for."""
-    return np.asarray(tables.begun_ahead * np.maximum(num_stages[:, None] - 1 - np.arange(rows.shape[1]), 0))
+    after = (rows >= 0).sum(axis=1, keepdims=True) - 1 - np.arange(rows.shape[1])
+    return np.asarray(tables.begun_ahead * np.maximum(after, 0))

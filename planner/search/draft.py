@@ -79,9 +79,9 @@ class Estimator:
 
     def way(self, shape: Shape) -> Way:
         """Of a pipeline, computed once."""
-        if shape not in self._ways:
-            self._ways[shape] = self._new_way(shape)
-        return self._ways[shape]
+        if (known := self._ways.get(shape)) is None:
+            known = self._ways[shape] = self._new_way(shape)
+        return known
 
     def _new_way(self, shape: Shape) -> Way:
         send, half, share = self._transfers(shape.rows), self.tables.stage_overhead_s / 2, self.tables.boundary_share

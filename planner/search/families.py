@@ -6,17 +6,18 @@ nodes, transfers share network cards), or each pipeline on nodes of its own (the
 types may also train beside each other, each with a depth and microbatches of its own.
 """
 
+import bisect
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.search import limits
-from planner.search.closed_form import Families, families, roughly_s
-from planner.search.cut import Balancer
+from planner.search.closed_form import Families, families, ranked
+from planner.search.cut import Balancer, Cut
 from planner.search.draft import Draft, Estimator, Shape, assign_microbatches, draft_fits, steady_s
 from planner.search.problem import Request
 from planner.search.side_by_side import SideBySide, Sync
@@ -57,12 +58,12 @@ class _Cut:
 def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
     """The best drafts of either placement for a request, fastest first."""
     every, holders = families(tables, request.mixed_tp), request.min_node_disjoint_holders
-    found = list[Proposal]()
+    found, known = list[Proposal](), (Estimator(tables), Balancer(tables))
     for side_by_side in (True, False):
         some = every.take(np.flatnonzero(every.number >= max(holders, 1 + side_by_side)))
         sync = SideBySide(request, tables, 1 if side_by_side else max(1, int(some.number.max(initial=1))))
         found += Drafter(
-            tables, some, sync, side_by_side=side_by_side, mixed_sizes=request.mixed_microbatch,
+            tables, some, sync, known, side_by_side=side_by_side, mixed_sizes=request.mixed_microbatch,
             keep=limits.DRAFTS * (4 if holders > 1 else 1),
         ).proposals()  # fmt: skip
     return sorted(found, key=lambda proposal: proposal.seconds)
@@ -70,27 +71,26 @@ def proposals_for(request: Request, tables: Tables) -> list[Proposal]:
 
 class Drafter:
     """Proposes drafts of one placement over one set of tables. sync: what follows the pipelines there. side_by_side: whether they lie so,
-    or each on nodes of its own; only then may unlike families train beside each other. keep: drafts at most."""
+    or each on nodes of its own; only then may unlike families train beside each other. keep: drafts at most. known: of both placements."""
 
     def __init__(
-        self, tables: Tables, every: Families, sync: Sync, *, side_by_side: bool = False, mixed_sizes: bool = True,
-        keep: int = limits.DRAFTS,
+        self, tables: Tables, every: Families, sync: Sync, known: tuple[Estimator, Balancer] | None = None, *,
+        side_by_side: bool = False, mixed_sizes: bool = True, keep: int = limits.DRAFTS,
     ):  # fmt: skip
-        self.tables, self.sync, self.estimator = tables, sync, Estimator(tables)
+        self.tables, self.sync = tables, sync
+        self.estimator, self.balancer = known or (Estimator(tables), Balancer(tables))
         self.families, self.together, self.mixed_sizes, self.keep = every, side_by_side, mixed_sizes, keep
+        self._after: dict[tuple[int, Shape], float] = {}
 
     def proposals(self) -> list[Proposal]:
         """The best, fastest first."""
-        some = self.families
-        seconds = roughly_s(self.tables, self.tables.batch, some, self.sync)
-        order, found = np.argsort(seconds, kind="stable"), list[Proposal]()
-        for begin in range(0, len(order), limits.FAMILIES):
-            best_s = min((proposal.seconds for proposal in found), default=np.inf)
-            first = order[begin : begin + limits.FAMILIES]
-            first = first[np.isfinite(seconds[first]) & (seconds[first] <= best_s * limits.FAR_BEHIND)]
-            if not first.size or begin >= limits.MOST_FAMILIES:
+        some, found = self.families, list[Proposal]()
+        quickest = ranked(self.tables, self.tables.batch, some, self.sync)
+        for _ in range(0, limits.MOST_FAMILIES, limits.FAMILIES):
+            most_s = limits.FAR_BEHIND * min((proposal.seconds for proposal in found), default=np.inf)
+            if not (first := [f for f, s in itertools.islice(quickest, limits.FAMILIES) if s <= most_s]):
                 break
-            arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first.tolist()]
+            arranged = [list(self._arranged(some, f, self.tables.batch)) for f in first]
             best = self._quickest(arranged)
             changed = [list(self._regrouped(cut.arranged)) for cut in best[: limits.FEW]]
             found += self._proposed([*best, *self._quickest(changed)])
@@ -108,14 +108,14 @@ class Drafter:
         best: dict[int, _Cut] = {}
         every = [(key, each) for key, some in enumerate(arranged) for each in some]
         for ahead in (True, False) if self.tables.begun_ahead > 1 and every else (False,) * bool(every):
-            cut_s, shapes_of = self._cut([each for _, each in every], ahead)
+            cut_s, cuts = self._cut([each for _, each in every], ahead)
             seen = Counter[int]()
             for i in np.argsort(cut_s, kind="stable")[: np.isfinite(cut_s).sum()].tolist():
                 key, each = every[i]
                 seen[key] += 1
                 if seen[key] > limits.FEW:
                     continue
-                shapes = tuple(shapes_of(i))
+                shapes = tuple(cut.shape for cut in cuts[i])
                 most_s = best[key].seconds if key in best else np.inf
                 if (seconds := self._about_s(each, shapes, most_s)) < most_s:
                     best[key] = _Cut(seconds, each, shapes)
@@ -146,7 +146,12 @@ class Drafter:
 
     def _after_s(self, number: int, shapes: Iterable[Shape]) -> float:
         """The sync after so many pipelines."""
-        return max(self.sync.after_one_s(self.estimator, number, shape) for shape in shapes)
+        return max(self._after_one_s(number, shape) for shape in shapes)
+
+    def _after_one_s(self, number: int, shape: Shape) -> float:
+        if (known := self._after.get((number, shape))) is None:
+            known = self._after[number, shape] = self.sync.after_one_s(self.estimator, number, shape)
+        return known
 
     def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
         """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it."""
@@ -169,9 +174,7 @@ class Drafter:
         if any(not 0 < sum(share) <= self.tables.deepest for share in shares):
             return
         for order in itertools.islice(itertools.permutations(range(len(used))), limits.FEW):
-            rows = {
-                share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j])) for share in shares
-            }
+            rows = {share: tuple(int(some.rows[f, used[j]]) for j in order for _ in range(share[j])) for share in shares}
             yield _Arranged(number, tuple((rows[share], n) for share, n in shares.items()), sequences)
             if len(order) > 1:
                 turned = tuple(((*rows[share][1:], rows[share][0]), n) for share, n in shares.items())
@@ -189,58 +192,57 @@ class Drafter:
             exactly = (self.families.rows >= 0) == np.isin(np.arange(number_of), block)
             some = self.families.take(np.flatnonzero(exactly.all(axis=1)))
             sequences = tables.batch * float(speed[list(block)].sum() / speed.sum())
-            seconds = roughly_s(tables, sequences, some, self.sync)
             best: dict[int, int] = {}  # of as many pipelines, or up to twice as many
-            for i in np.argsort(seconds, kind="stable")[: np.isfinite(seconds).sum()].tolist():
+            kinds = len({number.bit_length() for number in some.number.tolist()})
+            for i, _ in ranked(tables, sequences, some, self.sync):
                 best.setdefault(int(some.number[i]).bit_length(), i)
-            for i in list(best.values())[: limits.FEW]:
+                if len(best) == min(kinds, limits.FEW):
+                    break
+            for i in best.values():
                 arranged.append(list(self._arranged(some, i, sequences)))
         return self._combined(self._quickest(arranged))
 
     def _combined(self, cuts: list[_Cut]) -> list[_Cut]:
-        """All of them that use different node types, two or more together, fastest first."""
+        """The quickest of them that use different node types, two or more together, fastest first."""
         used = [{self.tables.kind(row).resource for shape in cut.shapes for row in shape.rows} for cut in cuts]
-        found = list[_Cut]()
+        found, most = list[_Cut](), 2 * limits.DRAFTS
 
         def extend(chosen: list[int], taken: set[int]) -> None:
             if len(chosen) > 1:
-                found.append(self._beside([cuts[i] for i in chosen]))
+                several = self._beside([cuts[i] for i in chosen], found[-1].seconds if len(found) == most else np.inf)
+                bisect.insort(found, several, key=lambda cut: cut.seconds)
+                del found[most:]
             for i in range(chosen[-1] + 1 if chosen else 0, len(cuts)):
                 if not taken & used[i]:
                     extend([*chosen, i], taken | used[i])
 
         extend([], set())
-        return sorted(found, key=lambda cut: cut.seconds)
+        return found
 
-    def _beside(self, cuts: list[_Cut]) -> _Cut:
+    def _beside(self, cuts: list[_Cut], most_s: float) -> _Cut:
         """One of several, with the whole batch."""
         pipelines = tuple(pipeline for cut in cuts for pipeline in cut.arranged.pipelines)
         arranged = _Arranged(sum(n for _, n in pipelines), pipelines, self.tables.batch)
         shapes = tuple(shape for cut in cuts for shape in cut.shapes)
-        return _Cut(self._about_s(arranged, shapes), arranged, shapes)
+        return _Cut(self._about_s(arranged, shapes, most_s), arranged, shapes)
 
-    def _about_s(self, arranged: _Arranged, shapes: Sequence[Shape], most_s: float = np.inf) -> float:
+    def _about_s(self, arranged: _Arranged, shapes: Sequence[Shape], most_s: float) -> float:
         """The steady state, and the sync after it unless that alone takes `most_s`."""
         numbers = [(shape, n) for shape, (_, n) in zip(shapes, arranged.pipelines, strict=True)]
         seconds = steady_s(self.estimator, numbers, arranged.sequences)
         return seconds + self._after_s(arranged.number, shapes) if seconds < most_s else seconds
 
-    def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, Callable[[int], list[Shape]]]:
-        """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite where one cannot hold the model; and what
-        makes the shapes of one."""
+    def _cut(self, arranged: list[_Arranged], ahead: bool) -> tuple[Floats, list[list[Cut]]]:
+        """(n,) seconds of the slowest pipeline of each with equal shares of the batch, infinite where one cannot hold the model; and the
+        cuts of each."""
         pipelines = [rows for each in arranged for rows, _ in each.pipelines]
         begins = np.cumsum([0, *(len(each.pipelines) for each in arranged)])
         sequences = np.array([each.sequences / each.number for each in arranged for _ in each.pipelines])
         microbatches = np.maximum(sequences / [self.tables.rows[rows[0]].microbatch for rows in pipelines], 1.0)
-        cuts = Balancer(self.tables).cut_each(pipelines, microbatches if ahead else None)
-
-        def shapes(i: int) -> list[Shape]:
-            mine = range(begins[i], begins[i + 1])
-            return [Shape(pipelines[j], tuple(cuts.ends[j, : len(pipelines[j])].tolist())) for j in mine]
-
-        seconds = cuts.fill_s + (microbatches - 1) * np.where(np.isfinite(cuts.bottleneck_s), cuts.bottleneck_s, 1e300)
-        slowest = np.maximum.reduceat(np.where(np.isfinite(cuts.bottleneck_s), seconds, np.inf), begins[:-1])
-        return slowest, shapes
+        cuts = self.balancer.cut_each(pipelines, microbatches.tolist() if ahead else ())
+        fill, bottleneck = np.array([(cut.fill_s, cut.bottleneck_s) for cut in cuts]).T
+        seconds = fill + (microbatches - 1) * np.minimum(bottleneck, 1e300)
+        return np.maximum.reduceat(seconds, begins[:-1]), [cuts[i:j] for i, j in itertools.pairwise(begins.tolist())]
 
 
 def _steps(most: int) -> list[int]:
@@ -251,9 +253,7 @@ def _steps(most: int) -> list[int]:
     return out
 
 
-def _with_groups(
-    rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool
-) -> tuple[int, ...] | None:
+def _with_groups(rows: tuple[int, ...], row: int, other: int, many: int, larger: bool, first: bool) -> tuple[int, ...] | None:
     """With `many` groups of `other` instead of as many GPUs' of `row`, before or after what is left of these; None where there are
     fewer."""
     taken = 2 * many if larger else -(-many // 2)
@@ -271,9 +271,7 @@ def _shares(number: int, groups: dict[int, int], speeds: dict[int, float]) -> li
     slowest so far, or where no speeds are given to none."""
     shares = [[count // number for count in groups.values()] for _ in range(number)]
     if speeds:
-        slowest = [
-            (sum(n * speeds[r] for n, r in zip(share, groups, strict=True)), i) for i, share in enumerate(shares)
-        ]
+        slowest = [(sum(n * speeds[r] for n, r in zip(share, groups, strict=True)), i) for i, share in enumerate(shares)]
         heapq.heapify(slowest)
         for j, (r, count) in sorted(enumerate(groups.items()), key=lambda item: -speeds[item[1][0]]):
             for _ in range(count % number):

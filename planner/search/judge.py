@@ -54,7 +54,7 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
         if why is None:
             found.append(each)
         else:
-            rejected.append(Rejected(describe(plan), why, not each.prediction.fits))
+            rejected.append(Rejected(describe(plan), why, math.inf if each.prediction.fits else each.step_time_s))
     return sorted(found, key=lambda each: each.step_time_s), rejected
 
 
@@ -143,13 +143,7 @@ def describe(plan: Plan) -> str:
     depths = sorted({len(pipeline.stages) for pipeline in plan.pipelines})
     degrees = sorted({stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages})
     sizes = sorted({pipeline.microbatch_sequences for pipeline in plan.pipelines})
-    text = [
-        f"{len(plan.pipelines)} pipelines",
-        f"{_either(depths)} stages",
-        f"TP {_either(degrees)}",
-        f"microbatch {_either(sizes)}",
-    ]
-    return ", ".join(text)
+    return f"{len(plan.pipelines)} pipelines, {_either(depths)} stages, TP {_either(degrees)}, microbatch {_either(sizes)}"
 
 
 def _either(numbers: list[int]) -> str:
@@ -162,12 +156,8 @@ def idle_workers(request: Request, tables: Tables, plan: Plan) -> tuple[Idle, ..
     usable = {tables.kinds[row.kind].resource for row in tables.rows}
     out = []
     for index, resource in enumerate(tables.resources):
-        workers = tuple(
-            f"{name}/{gpu}"
-            for name in resource.node_names
-            for gpu in range(resource.node_type.num_gpus)
-            if f"{name}/{gpu}" not in used
-        )
+        every = (f"{name}/{gpu}" for name in resource.node_names for gpu in range(resource.node_type.num_gpus))
+        workers = tuple(worker for worker in every if worker not in used)
         if not workers:
             continue
         gpu = resource.node_type.gpu_type
@@ -187,8 +177,7 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
     if wanted > len(request.fleet.nodes):
         count = len(request.fleet.nodes)
         return (
-            f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the fleet has {count},"
-            f" {wanted - count} too few"
+            f"every layer is asked for on {wanted} nodes (min_pipelines or redundancy), but the fleet has {count}, {wanted - count} too few"
         )
     if request.max_usd_per_hour is not None:
         prices = [r.node_type.usd_per_hour for r in tables.resources if r.node_type.usd_per_hour is not None]
@@ -205,11 +194,7 @@ def why_infeasible(request: Request, tables: Tables, rejected: Sequence[Rejected
         whole = float(row.state_bytes.sum() + row.activation_bytes.sum() - row.tied_bytes) * kind.tp_degree
         need.append((whole / room, kind.tp_degree, row.microbatch))
     least, tp, size = min(need)
-    lack = (
-        f"{(least - have) / GIB:.1f} GiB too little"
-        if least > have
-        else "enough in sum, but no cut of the layers fits each GPU"
-    )
+    lack = f"{(least - have) / GIB:.1f} GiB too little" if least > have else "enough in sum, but no cut of the layers fits each GPU"
     return (
         f"the model does not fit: with TP {tp} and microbatch {size} one copy needs {least / GIB:.1f} GiB of GPU memory, the fleet's"
         f" {sum(r.num_gpus for r in tables.resources)} GPUs have {have / GIB:.1f} GiB:"

@@ -111,9 +111,7 @@ def _unlimited(request: Request) -> Request:
     """With layers as quick as they can be, and as small: no plan takes less time or memory than its tables say."""
     allowed, sharing = request.cost.choices, _may_share(request)
     holders = len(request.fleet.workers) if sharing else 1
-    return replace(
-        request, cost=request.cost.assuming(Assumed(allowed.recompute[0], holders, at_least=allowed.recompute[-1]))
-    )
+    return replace(request, cost=request.cost.assuming(Assumed(allowed.recompute[0], holders, at_least=allowed.recompute[-1])))
 
 
 def _promises(request: Request, step_s: float) -> bool:

@@ -5,11 +5,10 @@ Equal pipelines often move together, or plans of many would never leave their sh
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from planner.cluster import Fleet, Node, NodeType, node_of
 from planner.plan import Pipeline, Plan, Stage
@@ -31,7 +30,6 @@ class Moves:
         self.estimator, self.balancer = Estimator(tables), Balancer(tables)
         self.degrees = sorted({kind.tp_degree for kind in tables.kinds})
         self._fleet = Fleet(0, tuple(Node(name, node_type) for name, node_type in tables.node_types.items()))
-        self._cuts: dict[tuple[tuple[int, ...], int | None], Shape | None] = {}
         self._uneven = any(kind.group for kind in tables.kinds)
         self._share = 0.0  # sequences of a pipeline, on average
         self._ways: tuple[Callable[[Pipelines, list[int]], Pipelines | None], ...] = (
@@ -82,13 +80,8 @@ class Moves:
         if rows is None:
             return None
         sloped = self.tables.begun_ahead > 1 and self.rng.random() < 0.5
-        key = (rows, max(1, round(self._share / size)) if sloped else None)
-        if key not in self._cuts:
-            cuts = self.balancer.cut_each([rows], None if key[1] is None else np.array([float(key[1])]))
-            held = bool(np.isfinite(cuts.bottleneck_s[0]))
-            self._cuts[key] = Shape(rows, tuple(cuts.ends[0, : len(rows)].tolist())) if held else None
-        shape = self._cuts[key]
-        return None if shape is None else Pipeline(stages_on(self.tables, shape, groups), 1, size)
+        (cut,) = self.balancer.cut_each([rows], [float(max(1, round(self._share / size)))] if sloped else ())
+        return Pipeline(stages_on(self.tables, cut.shape, groups), 1, size) if math.isfinite(cut.bottleneck_s) else None
 
     def _alike(self, pipelines: Pipelines, among: Collection[int]) -> list[int]:
         """All pipelines among those with the cut and the node types of one drawn at random."""

@@ -37,9 +37,7 @@ class PricedStages:
         self.wide = wide = max(1, int(room[0].any(axis=(0, 1)).sum())) if len(self.rows) else 1
         inner = 2.0 - (start == 0) - (stop == self.blocks)
         self._time(first[:, :wide], last[:, :wide], inner[:, :wide], (start + size <= self.blocks)[:, :wide])
-        self.room = [
-            _by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0 for part in room
-        ]
+        self.room = [_by_place(np.where(part[..., :wide], 0.0, np.inf), part[..., :wide], np.inf) == 0.0 for part in room]
         self.held_busy = np.where(self.room[0], self.busy, np.inf)
         self._limits()
 
@@ -58,9 +56,7 @@ class PricedStages:
         if apart:  # the longest loosens the limits of all stages, so none counts for more than is of use
             longest = float(tables.time_sums[rows, -1].max(initial=0.0)) / self.blocks
             toll = np.minimum(toll, longest)
-        times, forwards = (
-            sums[rows][:, last] - sums[rows][:, first] for sums in (tables.time_sums, tables.forward_sums)
-        )
+        times, forwards = (sums[rows][:, last] - sums[rows][:, first] for sums in (tables.time_sums, tables.forward_sums))
         seconds = np.where(allowed, times + tables.stage_overhead_s, np.inf)
         occupied = toll * tables.boundary_share * inner
         forward = forwards + (tables.stage_overhead_s + occupied) / 2
@@ -89,9 +85,7 @@ class PricedStages:
         self.slowest = float(busy.max()) if len(busy) else 0.0
         self.share = float((forward / busy).max()) if len(busy) else 0.0
 
-    def cheapest(
-        self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints
-    ) -> tuple[Floats, Floats, Floats]:
+    def cheapest(self, weight: Floats, high: Floats, prices: Floats, after: Floats, depths: Ints) -> tuple[Floats, Floats, Floats]:
         """Of each interval the least cost of a pipeline, fill weighted, and that path's GPUs of each resource and fill. after:
         microbatches that its pipelines do at least after their first. depths: (intervals, 2) least and most stages.
         """
@@ -292,4 +286,3 @@ class Paths:
             gpus[at, stages.resource[row]] += stages.degree[row]
             fill[at] += stages.fill[row, place, size]
         return gpus, fill
-

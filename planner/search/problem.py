@@ -1,5 +1,6 @@
 """What a search is asked and what it answers."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,11 +81,11 @@ class SearchReport:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Something the search considered and left, and why."""
+    """Something the search considered and left, and why. lacks_memory_s: the step's seconds of a plan that does not fit; else infinite."""
 
     what: str
     why: str
-    lacks_memory: bool = False
+    lacks_memory_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ class Sync(Protocol):
     def after_one_s(self, timing: Estimator, number: int, shape: Shape) -> float:
         """Of so many pipelines of one shape."""
 
-    def after_kinds_s(
-        self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats
-    ) -> Floats:
+    def after_kinds_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats) -> Floats:
         """(n,) of so many pipelines, each of so many equal stages of each of some rows one after the other, (n, P), -1 for none.
         held_bytes: gradients of a worker of each. early_s: how long before the end the first of them has done its last backward; back_s: a
         stage's backward."""
@@ -39,9 +37,7 @@ class SideBySide:
         self._like: list[int] = first[kind].tolist()
         self._update = [row.update_s_a_byte for row in tables.rows]
 
-    def after_kinds_s(
-        self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats
-    ) -> Floats:
+    def after_kinds_s(self, number: Ints, rows: Ints, held_bytes: Floats, early_s: Floats, counts: Floats, back_s: Floats) -> Floats:
         """How long after the pipelines' end the last gradients are summed, and the updates done."""
         latency, byte_s, stages = self._rates_of(number, rows)
         summed, further = byte_s * held_bytes, np.maximum(np.minimum(stages, counts) - 1, 0)

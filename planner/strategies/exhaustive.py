@@ -24,7 +24,7 @@ from planner.search.problem import Answer, Request, SearchReport, check_request
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Load:
     """What one pipeline may do: blocks of each stage, microbatch size and number; its stages alone take `least_s`."""
 
@@ -40,17 +40,16 @@ def search_exhaustive(request: Request) -> Answer:
     check_request(request)
     _check_small(request)
     every = _Every(request)
-    best, seconds, limit, looked_at = None, float("inf"), 0.0, every.least_s
-    while limit < seconds and limit < every.most_s:
+    alone_s = [load.least_s for loads in every.loads.values() for load in loads]
+    best, seconds, limit, looked_at = None, float("inf"), 0.0, min(alone_s, default=float("inf"))
+    while limit < seconds and limit < max(alone_s, default=0.0):
         for plan in every.plans(limit, looked_at):
             step_s, way = every.best(plan)
             if step_s < seconds * (1 - 1e-12):
                 best, seconds = way, step_s
         limit, looked_at = looked_at, looked_at * limits.WIDER
     if best is None:
-        raise InfeasibleError(
-            f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence"
-        )
+        raise InfeasibleError(f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence")
     says = "no plan of the searched family, under this cost model, is faster: all were tried"
     report = SearchReport(request.clock() - begin, every.count, seconds, 0.0, says)
     return Answer("exhaustive", best, request.cost.predict(best), report)
@@ -116,14 +115,6 @@ class _Every:
         every = {groups for placement in self.placements for groups in placement}
         return {groups: list(self._loads(groups)) for groups in every}
 
-    @property
-    def least_s(self) -> float:
-        return min((load.least_s for loads in self.loads.values() for load in loads), default=float("inf"))
-
-    @property
-    def most_s(self) -> float:
-        return max((load.least_s for loads in self.loads.values() for load in loads), default=0.0)
-
     def _loads(self, groups: _Groups) -> Iterator[_Load]:
         batch, blocks = self.request.global_batch_sequences, self.request.spec.num_layers
         for cut in itertools.combinations(range(1, blocks), len(groups) - 1):
@@ -153,7 +144,7 @@ class _Every:
             options = [[load for load in self.loads[groups] if load.least_s <= limit_s] for groups in placement]
             for loads in _shares(options, self.request.global_batch_sequences):
                 twins = zip(placement, placement[1:], loads, loads[1:], strict=False)
-                again = any(a == b and _order(one) < _order(other) for a, b, one, other in twins)
+                again = any(a == b and one < other for a, b, one, other in twins)
                 if not again and max(load.least_s for load in loads) > above_s:
                     yield self._plan(placement, loads)
 
@@ -201,7 +192,3 @@ def _shares(options: Sequence[Sequence[_Load]], sequences: int) -> Iterator[tupl
         left = sequences - load.size * load.count
         if left >= len(options) - 1:
             yield from ((load, *others) for others in _shares(options[1:], left))
-
-
-def _order(load: _Load) -> tuple[tuple[int, ...], int, int]:
-    return load.blocks, load.size, load.count

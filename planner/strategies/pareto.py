@@ -22,9 +22,7 @@ def pareto_front(search: Search, request: Request, most_fleets: int = 100) -> li
     """
     for node in request.fleet.nodes:
         if node.node_type.usd_per_hour is None:
-            raise ConfigError(
-                f"node type '{node.node_type.name}' has no price; set the label 'autohet.io/usd-per-hour' to plan by cost"
-            )
+            raise ConfigError(f"node type '{node.node_type.name}' has no price; set the label 'autohet.io/usd-per-hour' to plan by cost")
     begin = request.clock()
     answers: list[Answer] = []
     fleets = spread(list(fleets_up_to(request.fleet, most_fleets)))
@@ -70,12 +68,9 @@ def undominated(answers: list[Answer]) -> list[Answer]:
 
 def search_objective(search: Search, request: Request) -> Answer:
     """The answer for the request's objective; for "pareto" the fastest of the front, with the front attached."""
-    if request.objective == "time" and request.max_usd_per_hour is None:
+    whole, most = request.fleet.usd_per_hour(), request.max_usd_per_hour
+    if request.objective == "time" and (most is None or (whole is not None and whole <= most)):
         return search(request)
-    if request.objective == "time":
-        whole = request.fleet.usd_per_hour()
-        if whole is not None and request.max_usd_per_hour is not None and whole <= request.max_usd_per_hour:
-            return search(request)
     request = dataclasses.replace(request, prove=False)  # many fleets are searched
     front = pareto_front(search, request)
     if not front:
