@@ -67,7 +67,7 @@ from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
 
 logger = logging.getLogger("autohet")
-STATUS_PERIOD_S = 1.0
+STATUS_PERIOD_S = 2.0
 Show = Callable[[Controller, Observation], None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -175,7 +175,7 @@ class RollForward:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one worker says of itself when polled.
+    """What one worker says of itself.
 
     `step` counts the committed updates in its live state, which belongs to the layout of `live_generation` (None:
     no state yet); `prepared_step` is the step whose gradients are synchronised and wait for the vote's result;
@@ -206,3 +206,12 @@ class WorkerReport:
     first_step_at: float | None = None
     whole: bool = True
     rolled: RollForward | None = None
+
+    def is_news_after(self, before: WorkerReport | None) -> bool:
+        """Whether the driver, which knows the report `before`, is to know this one. Which step is prepared matters once the worker stands,
+        which is another phase.
+        """
+        if before is None or self.steps or self.receipts:
+            return True
+        prepared = before.prepared_step if self.phase is Phase.TRAINING else self.prepared_step
+        return replace(self, steps=before.steps, receipts=before.receipts, prepared_step=prepared) != before

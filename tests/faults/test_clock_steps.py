@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workforce as ray_workforce
-from autohet.driver.ray.polling import Answer
+from autohet.driver.ray.reports import Answer
 from autohet.runtime.job.elastic import ElasticSection
 
 ray_cluster.head_address = lambda: "127.0.0.1"

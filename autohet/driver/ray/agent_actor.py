@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,12 +23,16 @@ from autohet.runtime.messages import AgentEndpoint
 from autohet.runtime.preparation import Preparation
 from autohet.runtime.process_log import RunRecord, log_as
 from autohet.runtime.process_state import ProcessState, process_states
+from autohet.runtime.report_channel import ReportAddress, ReportSender
 from recovery.local.agent_store import AgentStore
 from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.peers.server import ShardServer
 
+LOOK_S = 0.1
+"""Between two looks for what the driver does not know yet."""
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1})  # type: ignore[call-overload]
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"witness": 1, "life": 1})  # type: ignore[call-overload]
 class AgentActor:
     """Started when the node joins; holds a lease, so that a draining node stays until it is told to go."""
 
@@ -42,6 +47,7 @@ class AgentActor:
         job: Job,
         environment: Mapping[str, str],
         record: RunRecord | None = None,
+        driver: ReportAddress | None = None,
     ) -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -57,6 +63,20 @@ class AgentActor:
         self._metadata = MetadataWatch(poll_s) if "aws" in notice_sources else None
         self._gpus = GpuWatch(poll_s) if "gpu" in notice_sources else None
         self._data = Preparation(job)
+        self._told_at = 0.0
+        self._reports = None if driver is None else ReportSender(driver, self.report, self._is_news, LOOK_S)
+
+    def _is_news(self, before: AgentReport | None, report: AgentReport) -> bool:
+        now = time.monotonic()
+        new = before is None or report.is_news_after(before, now - self._told_at)
+        self._told_at = now if new else self._told_at
+        return new
+
+    @ray.method(concurrency_group="life")
+    def until_end(self) -> None:
+        """Return when this agent is closed; what ends its reports before is raised. Its process's end ends the call, too."""
+        assert self._reports is not None
+        self._reports.wait()
 
     def report(self) -> AgentReport:
         facts = None if self._metadata is None else self._metadata.facts
@@ -95,6 +115,8 @@ class AgentActor:
         self._replicator.close()
         self._server.close()
         self._store.close()
+        if self._reports is not None:
+            self._reports.close()
         self._log.close()
         if forget_snapshots:
             for directory in map(Path, self._directories):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from autohet.driver.sources.node_signs import InstanceFacts
@@ -12,6 +12,8 @@ from autohet.runtime.job.elastic import Timeouts
 from autohet.runtime.messages import AgentEndpoint, DataState
 
 NOTHING_YET = DataState()
+SAME_END_S = 1.0
+"""Two deadlines this close are the same: each is counted from the moment at which it was said."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,18 @@ class AgentReport:
     signs: tuple[Sign, ...] = ()
     problems: tuple[str, ...] = ()
     data: DataState = NOTHING_YET
+
+    def is_news_after(self, before: AgentReport, passed_s: float) -> bool:
+        """Whether this says other things than `before`, of `passed_s` ago: a deadline that has come nearer is the same deadline."""
+        if replace(self, signs=()) != replace(before, signs=()) or len(self.signs) != len(before.signs):
+            return True
+        return not all(_same(old, new, passed_s) for old, new in zip(before.signs, self.signs, strict=True))
+
+
+def _same(before: Sign, now: Sign, passed_s: float) -> bool:
+    if before.in_s is None or now.in_s is None:
+        return before == now
+    return replace(before, in_s=now.in_s) == now and abs(before.in_s - passed_s - now.in_s) < SAME_END_S
 
 
 class AgentCalls(Protocol):

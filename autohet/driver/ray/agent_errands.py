@@ -38,6 +38,11 @@ class AgentErrands:
     def handing_over(self) -> bool:
         return self._holdings.asked or bool(self._handovers)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether any agent is to answer anything but a pruning."""
+        return self.handing_over or bool(self._refusals)
+
     def prune(self, agents: Mapping[str, Any], what: Prune) -> None:
         for agent in agents.values():
             self._calls.ask(agent, "prune", what)

@@ -18,8 +18,9 @@ from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.introductions import Introductions
 from autohet.driver.ray.launches import LaunchWatch
-from autohet.driver.ray.polling import Poller, RayCalls
+from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.rendezvous import Rendezvous
+from autohet.driver.ray.reports import Reports
 from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.driver.sources.choose import make_sources
 from autohet.driver.sources.merge import Board
@@ -27,12 +28,21 @@ from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, live_node_type
 from autohet.runtime.job import Job
+from autohet.runtime.messages import Phase, WorkerReport
 from planner.cluster import Cluster, Node
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
 
-NODE_POLL_S = 0.25  # nodes, agents and drains
+NODES_S, CALM_NODES_S = 0.25, 1.0
+"""Between two questions to Ray for its nodes, of 1 ms each: while all train an arrival is gathered for longer, and of ends others tell."""
+DRAINS_S = 0.5
+"""Between two questions to Ray for its drains, of 0.6 ms each."""
+BEAT_S, BEATS = 0.25, 4
+"""Between two signs of life of a worker that has no news: each costs the driver 10 us. There are `BEATS` at the least in the silence after
+which it is looked into."""
+AGENT_BEAT_S = 5.0
+"""Of an agent, whose silence means nothing until it is asked something."""
 MAX_AGENT_STARTS = 3
 MAX_WORKER_STARTS = 3  # of one that dies each time before its first word
 
@@ -68,7 +78,7 @@ class RayObserver:
         self.launches: LaunchWatch | None = None
         """Where the autoscaler is asked for nodes."""
         self.scripted = Scripted()
-        self._drains = RayDrains(ray_cluster.draining_nodes, NODE_POLL_S)
+        self._drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         self._board = Board(make_sources(job.elastic, self._drains, self.scripted))
         self._introductions, self._prices = Introductions(), SpotPrices()
         self._seats: dict[str, Seat] = {}
@@ -76,9 +86,10 @@ class RayObserver:
         self._refused: set[str] = set()
         self._workers: dict[str, Any] = {}
         self._losses: dict[str, Loss] = {}
-        self._agents = Poller(lambda handle: handle.report.remote())
-        self._reports = Poller(lambda handle: handle.report.remote())
-        self._rendezvous = Rendezvous(ray_cluster.head_address())
+        host = ray_cluster.head_address()
+        self._agents = Reports(host, clock, AGENT_BEAT_S)
+        self._reports = Reports(host, clock, min(BEAT_S, self.timeouts.suspicion_s / BEATS), self._agents.ended)
+        self._rendezvous = Rendezvous(host)
         self._nodes_read_at = -math.inf
         self._agent_starts: Counter[str] = Counter()
         self._stillborn: Counter[str] = Counter()
@@ -89,23 +100,18 @@ class RayObserver:
         self._data = DataWatch(job)
 
     def observe(self) -> Observation:
+        """What was heard in `wait`, and what is found now."""
         now = self.clock()
-        if now - self._nodes_read_at >= NODE_POLL_S:
+        if now - self._nodes_read_at >= (CALM_NODES_S if self._calm() else NODES_S):
             self._nodes_read_at = now
             self._read_nodes(now)
-            self._agents.poll(0.0, self.clock)
+        if self._agents.fresh():
             self._data.judge({name: a.value.data for name, a in self._agents.answers.items() if a.value}, now)
-        fresh = self._reports.poll(0.05, self.clock)
-        now = self.clock()
         self._find_losses(now)
         inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
-        reports = {
-            w: a.value for w, a in self._reports.answers.items() if a.value is not None and w not in self._losses
-        }
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
         self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
-        new = {report.worker for report in fresh}
-        reports = {w: r if w in new else replace(r, steps=(), receipts=()) for w, r in reports.items()}
+        reports = self._told()
         return Observation(
             now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=dict(self._board.departures),
             reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
@@ -113,6 +119,30 @@ class RayObserver:
             newest_copies=dict(self._errands.newest_copies), holdings=holdings,
             launches=None if self.launches is None else self.launches.look(now),
         )  # fmt: skip
+
+    def _calm(self) -> bool:
+        """All train, nobody leaves, and no agent is to answer anything."""
+        if self._losses or self._board.departures or self._inventories.asked or self._errands.waiting:
+            return False
+        values = [answer.value for answer in self._reports.answers.values()]
+        return all(value is not None and value.phase is Phase.TRAINING for value in values)
+
+    def _told(self) -> dict[str, WorkerReport]:
+        """What the living say of themselves; steps and receipts of all that has come since the last round."""
+        said: dict[str, list[WorkerReport]] = {}
+        for report in self._reports.fresh():
+            said.setdefault(report.worker, []).append(report)
+        reports: dict[str, WorkerReport] = {}
+        for worker, answer in self._reports.answers.items():
+            if worker in said:
+                answer.value = replace(answer.value, steps=(), receipts=())
+            if answer.value is not None and worker not in self._losses:
+                reports[worker] = answer.value
+        for worker, each in said.items():
+            if worker in reports:
+                steps, receipts = (sum((getattr(r, part) for r in each), ()) for part in ("steps", "receipts"))
+                reports[worker] = replace(reports[worker], steps=steps, receipts=receipts)
+        return reports
 
     def _view(self, seat: Seat) -> NodeView:
         answer = self._agents.answers.get(seat.view.node.name)
@@ -218,7 +248,7 @@ class RayObserver:
     def _watched(self, name: str, seat: Seat) -> WatchedNode:
         answer = self._agents.answers.get(name)
         report: AgentReport | None = None if answer is None else answer.value
-        if answer is None or report is None or answer.heard_at is None:
+        if answer is None or report is None or answer.told_at is None:
             return WatchedNode(name, seat.ray_node.node_id)
         instance = None if report.facts is None else report.facts.instance_id
-        return WatchedNode(name, seat.ray_node.node_id, instance, report.signs, answer.heard_at)
+        return WatchedNode(name, seat.ray_node.node_id, instance, report.signs, answer.told_at)

@@ -11,12 +11,13 @@ import ray
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, RollForward, WorkerPlace, WorkerReport
 from autohet.runtime.process_log import RunRecord, log_as
+from autohet.runtime.report_channel import ReportAddress, ReportSender
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:
     from autohet.runtime.worker import Worker
 
-CALL_THREADS = 6  # reports must be answered while an order, an interrupt and a poll are under way
+CALL_THREADS = 6  # an interrupt must be taken while an order and `until_end` are under way
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=CALL_THREADS)  # type: ignore[call-overload]
@@ -24,8 +25,9 @@ class WorkerActor:
     """The process of one GPU. It lives through every generation; Ray never restarts it."""
 
     def __init__(
-        self, place: WorkerPlace, job: Job, num_threads: int, environment: Mapping[str, str], record: RunRecord | None
-    ) -> None:
+        self, place: WorkerPlace, job: Job, num_threads: int, environment: Mapping[str, str], record: RunRecord | None,
+        driver: ReportAddress,
+    ) -> None:  # fmt: skip
         self._log = log_as(place.worker, record)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -42,9 +44,14 @@ class WorkerActor:
             self._unfit = WorkerReport(
                 place.worker, os.getpid(), 0, Phase.FAILED, 0, None, error=str(error), unfit=True
             )
+        self._reports = ReportSender(driver, self._report, lambda before, report: report.is_news_after(before))
 
-    def report(self) -> WorkerReport:
+    def _report(self) -> WorkerReport:
         return self._unfit if self._worker is None else self._worker.report()
+
+    def until_end(self) -> None:
+        """Return when this worker is closed; what ends its reports before is raised. Its process's end ends the call, too."""
+        self._reports.wait()
 
     def begin(self, order: GenerationOrder) -> None:
         self._log.generation = order.generation
@@ -62,6 +69,7 @@ class WorkerActor:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        self._reports.close()
         self._log.close()
 
     def _here(self) -> Worker:

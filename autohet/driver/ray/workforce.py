@@ -24,13 +24,16 @@ from autohet.driver.ray.observer import RayObserver, Seat
 from autohet.driver.ray.scaling import FleetRequest
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.job import Job
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerPlace
 from autohet.runtime.process_log import RunRecord
 from planner.cluster import Cluster, node_of
 from recovery.state.ancestry import Descent
 
-CALM_TICK_S = 0.05  # between two rounds of reports while all train; each costs every worker a little of its interpreter
-BUSY_TICK_S = 0.01  # while anybody does something else, so that a reconfiguration does not wait for its driver
+CALM_LISTEN_S, CALM_TICK_S = 0.1, 0.5
+"""While all train and nobody leaves: between two looks for news, each of which costs 0.1 ms to wake up for, and from one round to the next
+where there is none, of 0.5 ms. An end that Ray tells of is looked at at once."""
+BUSY_LISTEN_S, BUSY_TICK_S = 0.01, 0.05
+"""While anybody does something else, so that a reconfiguration does not wait for its driver."""
 
 
 class RayWorkforce(RayObserver):
@@ -47,18 +50,20 @@ class RayWorkforce(RayObserver):
         self._request: FleetRequest | None = None
         self.rehearsal: Callable[[Rehearse], None] | None = None
         """Makes scripted events happen."""
-        self._waited_at = -math.inf
+        self._waited_at = self._listened_at = -math.inf
 
     def wait(self) -> None:
-        """Leave the workers alone between two rounds of reports: short while something changes, longer while all
-        train.
-        """
-        values = [answer.value for answer in self._reports.answers.values()]
-        calm = all(value is not None and value.phase is Phase.TRAINING for value in values) and not self._losses
-        left = self._waited_at + (CALM_TICK_S if calm else BUSY_TICK_S) - time.monotonic()
-        if left > 0:
-            time.sleep(left)
-        self._waited_at = time.monotonic()
+        """Until there is news, or the next round is due without any: soon while something changes, later while all train."""
+        listen_s, tick_s = (CALM_LISTEN_S, CALM_TICK_S) if self._calm() else (BUSY_LISTEN_S, BUSY_TICK_S)
+        due, stop_reason = self._waited_at + tick_s, self.stop_reason
+        while True:
+            self._reports.ended.wait(max(0.0, self._listened_at + listen_s - time.monotonic()))
+            self._reports.ended.clear()
+            self._listened_at = time.monotonic()
+            news = [reports.listen() for reports in (self._agents, self._reports)]
+            if any(news) or self._listened_at >= due or self.stop_reason != stop_reason:
+                break
+        self._waited_at = self._listened_at
 
     def request_inventories(self) -> None:
         self._inventories.request(self._agent_handles, self.clock())
@@ -82,11 +87,12 @@ class RayWorkforce(RayObserver):
         place = WorkerPlace(
             worker, node.name, node.node_type.gpu_type, self._memory(seat.directory), self._disk(seat.directory)
         )
+        address = self._reports.expect(worker)
         handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
-            place, self.job, self._worker_threads, forwarded_environment(), self._record
+            place, self.job, self._worker_threads, forwarded_environment(), self._record, address
         )
         self._workers[worker] = handle
-        self._reports.add(worker, handle, self.clock())
+        self._reports.watch(worker, handle.until_end.remote())
 
     def dismiss(self, workers: Sequence[str]) -> None:
         for worker in workers:
@@ -130,12 +136,13 @@ class RayWorkforce(RayObserver):
             if seat is None or seat.agent is not None:
                 continue
             node = seat.ray_node
+            address = self._agents.expect(name)
             seat.agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
                 name, node.address, self._token, self._memory(seat.directory), self._disk(seat.directory),
-                self.job.elastic.notice_sources, self.job, forwarded_environment(), self._record,
+                self.job.elastic.notice_sources, self.job, forwarded_environment(), self._record, address,
             )  # fmt: skip
             seat.view = replace(seat.view, agent_started=True)
-            self._agents.add(name, seat.agent, self.clock())
+            self._agents.watch(name, seat.agent.until_end.remote())
 
     def _memory(self, directory: str) -> str:
         return f"{self.job.checkpoint.memory_directory}/{directory}"
@@ -210,6 +217,8 @@ class RayWorkforce(RayObserver):
         for handle in [*self._workers.values(), *self._agent_handles.values()]:
             ray.kill(handle)
         self._workers.clear()
+        self._agents.close()
+        self._reports.close()
         self._board.close()
         self._prices.close()
         self._rendezvous.close()

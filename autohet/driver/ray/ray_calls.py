@@ -1,0 +1,39 @@
+"""Ray's calls to agents that nobody waits for, and what Ray says of actors that are dead."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+logger = logging.getLogger("autohet")
+
+
+class RayCalls:
+    """Implements `AgentCalls` for actors."""
+
+    def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef:
+        ref: ray.ObjectRef = getattr(agent, method).remote(*arguments)
+        return ref
+
+    def take(self, asked: dict[Any, str]) -> list[tuple[str, Any]]:
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
+        found = []
+        for ref in ready:
+            node = asked.pop(ref)
+            try:
+                found.append((node, ray.get(ref, timeout=5)))
+            except RayError as error:
+                logger.warning("The agent of %s does not answer: %s", node, describe(error))
+        return found
+
+
+def describe(error: RayError) -> str:
+    """One line of what Ray says of a dead actor: the first, and the last too where its constructor raised."""
+    text = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not text:
+        return type(error).__name__
+    cause = f" {text[-1][:300]}" if "creation task" in text[0] and len(text) > 1 else ""
+    return f"{type(error).__name__}: {text[0][:200]}{cause}"

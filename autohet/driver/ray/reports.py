@@ -1,0 +1,115 @@
+"""What workers and agents have said last, and which of their processes have ended: told by themselves over connections of their own, their
+ends by Ray. Nobody is asked, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Set
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from autohet.driver.ray.ray_calls import describe
+from autohet.driver.ray.report_server import ReportServer
+from autohet.driver.ray.silence import LONGEST_TICK_S
+from autohet.runtime.report_channel import ReportAddress
+
+
+@dataclass
+class Answer:
+    """The newest that one actor has said. `heard_at` is when there was the last sign of life, `told_at` when `value` came; `error` is set
+    once the actor is known to be dead.
+    """
+
+    asked_at: float
+    heard_at: float | None = None
+    value: Any = None
+    error: str | None = None
+    told_at: float | None = None
+
+
+class Reports:
+    """Owned by the workforce; called from its thread alone. `answers`: by actor. Who has no news gives a sign of life every `beat_s`.
+    `ended` is set when Ray tells of an end; several may share it.
+    """
+
+    def __init__(self, host: str, clock: Callable[[], float], beat_s: float, ended: Event | None = None) -> None:
+        self.answers: dict[str, Answer] = {}
+        self._server, self._clock = ReportServer(host, beat_s), clock
+        self.ended = Event() if ended is None else ended
+        self._addresses: dict[str, ReportAddress] = {}
+        self._keys: dict[str, str] = {}
+        self._ends: deque[tuple[str, str]] = deque()
+        self._fresh: list[Any] = []
+        self._listened_at: float | None = None
+
+    def expect(self, key: str) -> ReportAddress:
+        """What an actor that is to be started needs to know; of an earlier one under this key nothing is heard any more."""
+        self.remove(key)
+        address = self._addresses[key] = self._server.expect(key)
+        self._keys[address.name] = key
+        self.answers[key] = Answer(asked_at=self._clock())
+        return address
+
+    def watch(self, key: str, end: ray.ObjectRef) -> None:
+        """`end`: a call that the actor of this key answers with its end alone."""
+        end.future().add_done_callback(partial(self._take_end, self._addresses[key].name))
+
+    def _take_end(self, name: str, end: Future[Any]) -> None:
+        """Called by a thread of Ray's."""
+        error = end.exception()
+        if isinstance(error, RayError):
+            self._ends.append((name, describe(error)))
+            self.ended.set()
+
+    def remove(self, key: str) -> None:
+        self.answers.pop(key, None)
+        if (address := self._addresses.pop(key, None)) is not None:
+            self._server.forget(address.name)
+            del self._keys[address.name]
+
+    def listen(self) -> bool:
+        """Take what has come; True where there is more than signs of life."""
+        now = self._clock()
+        self._forgive(now)
+        heard, news = self._server.take()
+        for name, value in news:
+            answer = self.answers[self._keys[name]]
+            answer.value, answer.told_at = value, now
+            self._fresh.append(value)
+        for answer in (self.answers[self._keys[name]] for name in heard):
+            answer.heard_at = None if answer.value is None else now  # it is up once it has reported
+        return self._take_ends({name for name, _ in news}) or bool(news)
+
+    def _take_ends(self, speakers: Set[str]) -> bool:
+        """True where there are any. The last words of who has just spoken are heard before the end is."""
+        ends = [self._ends.popleft() for _ in range(len(self._ends))]
+        for name, error in ends:
+            if name in speakers:
+                self._ends.append((name, error))
+            elif name in self._keys:
+                self.answers[self._keys[name]].error = error
+        return bool(ends)
+
+    def _forgive(self, now: float) -> None:
+        """A driver that itself stood still has not listened meanwhile: that silence is nobody's."""
+        slept_s = 0.0 if self._listened_at is None else now - self._listened_at - LONGEST_TICK_S
+        self._listened_at = now
+        if slept_s > 0:
+            for answer in self.answers.values():
+                answer.asked_at += slept_s
+                answer.heard_at = None if answer.heard_at is None else answer.heard_at + slept_s
+
+    def fresh(self) -> list[Any]:
+        """What has been said since this was called last, in order."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def close(self) -> None:
+        self._server.close()

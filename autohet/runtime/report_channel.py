@@ -1,0 +1,171 @@
+"""How a process tells the driver what is new with it: over a connection of its own, since a call through Ray costs the driver a hundred
+times the processor time, whether it has news or not.
+
+The driver takes connections; each starts with a nonce that it sends. Then come frames: length of the payload, number of the news in it,
+MAC, payload. The first says who speaks (number 0), every other is a pickled value. The MAC is keyed with a secret that the driver gave to
+this process alone, over nonce, place in the stream, number and payload: nothing is unpickled that did not come from it. Between frames,
+`BEAT` says that the process is alive. The driver answers news with its number. What is not answered when a connection ends is sent again
+over the next one, and what comes twice counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger("autohet")
+FRAME = struct.Struct("!IQ16s")
+"""Length, number, MAC."""
+BEAT = bytes(4)
+"""A length of 0."""
+PLACE = struct.Struct("!QQ")
+NUMBER = struct.Struct("!Q")
+NONCE_BYTES = 16
+LOOK_S = 0.01
+"""Between two looks for news: what a reconfiguration waits for at each of its phases."""
+PATIENCE_S = 5.0
+"""For the driver to take a connection, or anything that is written: one that stood still for longer finds a new connection afterwards."""
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class ReportAddress:
+    """Where the driver listens, under which name it expects this process, the secret between the two, and how often it wants to hear."""
+
+    host: str
+    port: int
+    name: str
+    key: bytes = field(repr=False)
+    beat_s: float
+
+
+def mac_of(key: bytes, nonce: bytes, place: int, number: int, payload: bytes) -> bytes:
+    """Of the frame that is the `place`th of its connection."""
+    return hashlib.blake2s(nonce + PLACE.pack(place, number) + payload, key=key, digest_size=16).digest()
+
+
+class ReportSender:
+    """Owns a thread that asks `report` every `look_s` and sends what `is_new` (asked with the last one sent, None at first, and this one).
+
+    An exception of `report` ends the thread; `wait` raises it.
+    """
+
+    def __init__(
+        self,
+        address: ReportAddress,
+        report: Callable[[], Any],
+        is_new: Callable[[Any, Any], bool],
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._address, self._report, self._is_new, self._look_s = address, report, is_new, look_s
+        self._last: Any = None
+        self._number = self._place = 0
+        self._unsent: deque[tuple[int, bytes]] = deque()
+        self._unanswered: deque[tuple[int, bytes]] = deque()
+        self._connection: socket.socket | None = None
+        self._nonce = self._answers = b""
+        self._spoke_at = self._lost_at = float("-inf")
+        self._closing = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when this sender is closed; raise what ended it before."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(self._look_s):
+                self._look()
+                self._speak()
+        except Exception as error:
+            logger.exception("Nothing is reported any more")
+            self._error = error
+        finally:
+            self._drop()
+
+    def _look(self) -> None:
+        report = self._report()
+        if self._is_new(self._last, report):
+            self._number += 1
+            self._unsent.append((self._number, pickle.dumps(report)))
+            self._last = report
+
+    def _speak(self) -> None:
+        """Send what is new, or a sign of life; a connection that fails is made again after a while."""
+        now = time.monotonic()
+        try:
+            if self._connection is None and now - self._lost_at >= RETRY_S:
+                self._connect()
+            if self._connection is None:
+                return
+            self._take_answers(self._connection)
+            while self._unsent:
+                self._send(*self._unsent[0])
+                self._unanswered.append(self._unsent.popleft())
+            if now - self._spoke_at >= self._address.beat_s:
+                self._write(self._connection, BEAT)
+        except OSError as error:
+            logger.debug("The driver does not take reports: %s", error)
+            self._drop()
+            self._lost_at = time.monotonic()
+
+    def _connect(self) -> None:
+        connection = socket.create_connection((self._address.host, self._address.port), PATIENCE_S)
+        self._connection, self._place, self._answers = connection, 0, b""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._nonce = b""
+        while len(self._nonce) < NONCE_BYTES:
+            if not (more := connection.recv(NONCE_BYTES - len(self._nonce))):
+                raise ConnectionError("it was not taken")
+            self._nonce += more
+        self._send(0, self._address.name.encode())
+        self._unsent.extendleft(reversed(self._unanswered))
+        self._unanswered.clear()
+
+    def _send(self, number: int, payload: bytes) -> None:
+        assert self._connection is not None
+        mac = mac_of(self._address.key, self._nonce, self._place, number, payload)
+        self._write(self._connection, FRAME.pack(len(payload), number, mac) + payload)
+        self._place += 1
+
+    def _write(self, connection: socket.socket, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # not `sendall`, which has one time-out for all of it
+            left = left[connection.send(left) :]
+        self._spoke_at = time.monotonic()
+
+    def _take_answers(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with suppress(BlockingIOError):
+            if not (answers := connection.recv(4096)):
+                raise ConnectionError("it was closed")
+            self._answers += answers
+        connection.settimeout(PATIENCE_S)
+        whole = len(self._answers) // NUMBER.size * NUMBER.size
+        for (number,) in NUMBER.iter_unpack(self._answers[:whole]):
+            while self._unanswered and self._unanswered[0][0] <= number:
+                self._unanswered.popleft()
+        self._answers = self._answers[whole:]
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -1,0 +1,344 @@
+"""What workers and agents tell the driver over their own connections: in order, once, from nobody else, and nobody is waited for."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from autohet.driver.ray import report_server
+from autohet.driver.ray.agent_calls import AgentReport
+from autohet.driver.ray.report_server import ReportServer
+from autohet.driver.ray.reports import Reports
+from autohet.driver.sources.protocol import Sign
+from autohet.runtime.messages import AgentEndpoint, Phase, WorkerReport
+from autohet.runtime.report_channel import BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, ReportSender, mac_of
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def server() -> Iterator[ReportServer]:
+    running = ReportServer(HOST, 0.05)
+    yield running
+    running.close()
+
+
+@contextmanager
+def telling(address: ReportAddress, values: list[Any]) -> Iterator[ReportSender]:
+    """A process that reports the last of `values`."""
+    sender = ReportSender(address, lambda: values[-1], lambda old, new: old != new)
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def gather(server: ReportServer, enough: Callable[[list[Any]], bool], timeout_s: float = 20.0) -> list[Any]:
+    """The news until there are enough."""
+    found: list[Any] = []
+    deadline = time.monotonic() + timeout_s
+    while not enough(found):
+        assert time.monotonic() < deadline, f"only {found} after {timeout_s} s"
+        found += [value for _, value in server.take()[1]]
+        time.sleep(0.005)
+    return found
+
+
+class Client:
+    """Speaks the protocol by hand."""
+
+    def __init__(self, address: ReportAddress, server: ReportServer) -> None:
+        self.address, self.place = address, 0
+        self.socket = socket.create_connection((address.host, address.port), 10)
+        self.socket.settimeout(10)
+        server.take()  # which takes the connection
+        self.nonce = self.socket.recv(NONCE_BYTES, socket.MSG_WAITALL)
+
+    def frame(self, number: int, payload: bytes, key: bytes | None = None) -> bytes:
+        mac = mac_of(key or self.address.key, self.nonce, self.place, number, payload)
+        self.place += 1
+        return FRAME.pack(len(payload), number, mac) + payload
+
+    def greet(self) -> Client:
+        self.socket.sendall(self.frame(0, self.address.name.encode()))
+        return self
+
+    def ended(self, server: ReportServer) -> bool:
+        """Whether the driver has ended this connection within a while."""
+        self.socket.settimeout(0.05)
+        for _ in range(100):
+            server.take()
+            with suppress(TimeoutError):
+                try:
+                    return self.socket.recv(1) == b""
+                except ConnectionResetError:
+                    return True
+        return False
+
+
+def test_news_come_in_order_and_once(server: ReportServer) -> None:
+    values: list[Any] = [0]
+    with telling(server.expect("a"), values):
+        got = []
+        for number in range(1, 30):
+            got += gather(server, lambda found: found[-1:] == [values[-1]])
+            values.append(number)
+    assert got == values[:-1]
+
+
+def test_who_has_no_news_is_heard_all_the_same(server: ReportServer) -> None:
+    with telling(address := server.expect("a"), ["the only one"]):
+        gather(server, lambda found: bool(found))
+        for _ in range(2):
+            heard: set[str] = set()
+            deadline = time.monotonic() + 20
+            while not heard:
+                assert time.monotonic() < deadline
+                heard, news = server.take()
+                assert not news
+                time.sleep(0.01)
+            assert heard == {address.name}
+
+
+def test_what_a_broken_connection_has_swallowed_comes_over_the_next(server: ReportServer) -> None:
+    values: list[Any] = [0]
+    with telling(address := server.expect("a"), values):
+        gather(server, lambda found: found == [0])
+        for number in range(1, 4):
+            speaker = server._speakers[address.name]
+            values.append(number)
+            time.sleep(0.1)  # it may lie in the driver's buffers by now, or not: both end well
+            if speaker.connection is not None:
+                server._end(speaker.connection)
+            assert gather(server, lambda found: bool(found)) == [number]
+
+
+def test_what_comes_twice_counts_once_and_is_answered_each_time(server: ReportServer) -> None:
+    """The answer to the first was lost with its connection."""
+    address, news = server.expect("a"), []
+    for _ in range(2):
+        client = Client(address, server).greet()
+        client.socket.sendall(client.frame(1, pickle.dumps("one")) + client.frame(2, pickle.dumps("two")))
+        client.socket.settimeout(0.02)
+        answer = b""
+        deadline = time.monotonic() + 20
+        while len(answer) < NUMBER.size:
+            assert time.monotonic() < deadline
+            news += [value for _, value in server.take()[1]]
+            with suppress(TimeoutError):
+                answer += client.socket.recv(NUMBER.size)
+        assert NUMBER.unpack(answer) == (2,)
+        client.socket.close()
+    assert news == ["one", "two"]
+
+
+class Trap:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("case", ["wrong key", "unknown name", "replay", "too long", "out of place"])
+def test_nothing_of_a_stranger_is_unpickled(case: str, server: ReportServer, tmp_path: Path) -> None:
+    address = server.expect("a")
+    trap = pickle.dumps(Trap(str(tmp_path / "sprung")))
+    client = Client(address, server)
+    if case == "wrong key":
+        said = client.greet().frame(1, trap, key=b"other")
+    elif case == "unknown name":
+        client.socket.sendall(client.frame(0, b"b"))
+        said = client.frame(1, trap)
+    elif case == "replay":
+        old = Client(address, server)
+        said = old.frame(0, address.name.encode()) + old.frame(1, trap)
+    elif case == "too long":
+        said = FRAME.pack(report_server.MOST_GREETING_BYTES + 1, 0, bytes(16))
+    else:
+        client.greet().frame(1, b"held back")
+        said = client.frame(2, trap)
+    client.socket.sendall(said)
+    assert client.ended(server)
+    assert not (tmp_path / "sprung").exists()
+    with telling(address, ["still here"]):
+        assert gather(server, lambda found: bool(found)) == ["still here"]
+
+
+def test_large_news_come_whole(server: ReportServer) -> None:
+    """Larger than all buffers between the two."""
+    large = bytes(range(256)) * (1 << 17)
+    with telling(server.expect("a"), [large]):
+        assert gather(server, lambda found: bool(found)) == [large]
+
+
+def test_half_a_frame_holds_nobody_up(server: ReportServer) -> None:
+    slow = Client(server.expect("a"), server).greet()
+    frame = slow.frame(1, pickle.dumps("late"))
+    slow.socket.sendall(BEAT + BEAT + frame[:-3])
+    with telling(server.expect("b"), ["quick"]):
+        assert gather(server, lambda found: bool(found)) == ["quick"]
+    slow.socket.sendall(frame[-3:] + BEAT)
+    assert gather(server, lambda found: bool(found)) == ["late"]
+
+
+def test_strangers_that_say_nothing_are_bounded(server: ReportServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_server, "MOST_STRANGERS", 2)
+    clients = [Client(server.expect(str(index)), server) for index in range(3)]
+    assert clients[0].ended(server)
+    assert gather(server, lambda found: True) == []
+    for index, client in enumerate(clients[1:]):
+        client.greet().socket.sendall(client.frame(1, pickle.dumps(index)))
+    assert sorted(gather(server, lambda found: len(found) == 2)) == [0, 1]
+
+
+def test_who_is_forgotten_is_not_heard_any_more(server: ReportServer) -> None:
+    values: list[Any] = [0]
+    with telling(address := server.expect("a"), values):
+        gather(server, lambda found: bool(found))
+        server.forget(address.name)
+        values.append(1)
+        with telling(server.expect("a"), ["the next"]):
+            assert gather(server, lambda found: bool(found)) == ["the next"]
+
+
+def test_a_process_that_cannot_report_says_why(server: ReportServer) -> None:
+    def fail() -> Any:
+        raise RuntimeError("no report")
+
+    sender = ReportSender(server.expect("a"), fail, lambda old, new: True)
+    with pytest.raises(RuntimeError, match="no report"):
+        sender.wait()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ended:
+    """A call to an actor that is gone by now, as `ObjectRef.future` shows it."""
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(RayError("the actor died"))
+        return future
+
+
+@contextmanager
+def reports(clock: Clock) -> Iterator[Reports]:
+    running = Reports(HOST, clock, 0.05)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def listen(running: Reports, until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline
+        running.listen()
+        time.sleep(0.01)
+
+
+def test_last_words_are_heard_before_the_end_is() -> None:
+    """A vote that only the dead has seen lets the others commit its step."""
+    with reports(Clock()) as running:
+        address = running.expect("a/0")
+        client = Client(address, running._server).greet()
+        client.socket.sendall(client.frame(1, pickle.dumps("last words")))
+        client.socket.close()
+        running.watch("a/0", Ended())
+        time.sleep(0.1)
+        assert running.ended.is_set(), "whoever waits is woken"
+        while not running.fresh():
+            assert running.answers["a/0"].error is None, "the round that hears of the end has not heard the words yet"
+            assert running.listen()
+        assert running.answers["a/0"].value == "last words"
+        assert running.listen(), "the end is news, too"
+        assert running.answers["a/0"].error == "RayError: the actor died"
+
+
+def test_a_connection_alone_is_no_report() -> None:
+    """Whoever is heard of has a value; a worker that cannot make its first report is late in the end."""
+    with reports(Clock()) as running:
+        client = Client(running.expect("a/0"), running._server).greet()
+        client.socket.sendall(BEAT)
+        listen(running, lambda: running._server._speakers[client.address.name].connection is not None)
+        running.listen()
+        assert running.answers["a/0"].heard_at is None
+        client.socket.sendall(client.frame(1, pickle.dumps("up")))
+        listen(running, lambda: running.answers["a/0"].value == "up")
+        assert running.answers["a/0"].heard_at is not None
+
+
+def test_a_driver_that_stood_still_blames_nobody() -> None:
+    clock = Clock()
+    with reports(clock) as running, telling(running.expect("a/0"), ["here"]):
+        running.expect("b/0")
+        listen(running, lambda: running.answers["a/0"].heard_at is not None)
+    with reports(clock) as running:
+        running.expect("b/0")
+        running.listen()
+        clock.now += 3600.0
+        running.listen()
+        answer = running.answers["b/0"]
+        assert clock.now - answer.asked_at <= 0.5
+
+
+def test_a_driver_that_listens_measures_silence_as_it_is() -> None:
+    clock = Clock()
+    with reports(clock) as running:
+        running.expect("b/0")
+        for _ in range(100):
+            running.listen()
+            clock.now += 0.25
+        assert clock.now - running.answers["b/0"].asked_at == 25.0
+
+
+REPORT = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("after", "news"),
+    [
+        (REPORT, False),
+        (replace(REPORT, prepared_step=6), False),
+        (replace(REPORT, phase=Phase.HALTED, prepared_step=6), True),
+        (replace(REPORT, vote=(5, None)), True),
+        (replace(REPORT, receipts=("one",)), True),
+        (replace(REPORT, replicated_step=5), True),
+    ],
+)
+def test_what_of_a_worker_is_news(after: WorkerReport, news: bool) -> None:
+    assert after.is_news_after(REPORT) is news
+    assert not replace(REPORT, prepared_step=None).is_news_after(replace(REPORT, receipts=("told",)))
+    assert REPORT.is_news_after(None)
+
+
+def test_a_deadline_that_comes_nearer_is_no_news() -> None:
+    def at(in_s: float | None, text: str = "terminate") -> AgentReport:
+        return AgentReport("a", AgentEndpoint("a", HOST, 1, ""), signs=(Sign("EC2", text, in_s=in_s),))
+
+    first = at(120.0)
+    assert not at(117.2).is_news_after(first, 3.0)
+    assert at(60.0).is_news_after(first, 3.0), "an earlier one"
+    assert at(None).is_news_after(first, 3.0)
+    assert at(117.0, "stop").is_news_after(first, 3.0)
+    assert replace(first, signs=()).is_news_after(first, 0.0)
+    assert replace(first, problems=("a full disk",)).is_news_after(first, 0.0)

@@ -1,0 +1,162 @@
+"""How long the driver waits between two rounds, and what it makes of all that was said meanwhile: no Ray, and a fake clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from autohet.driver.control.observation import Loss, Notice
+from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray import workforce as ray_workforce
+from autohet.driver.ray.reports import Answer
+from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_LISTEN_S, CALM_TICK_S, RayWorkforce
+from autohet.runtime.job.elastic import ElasticSection
+from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+
+TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
+
+
+@dataclass
+class FakeTime:
+    """Stands for `time`, and for the event that is waited for: waiting lets it pass, and lets things happen."""
+
+    now: float = 0.0
+    asleep: list[Callable[[], Any]] = field(default_factory=list)
+    is_set: bool = False
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now = round(self.now + (0.0 if self.is_set else seconds), 6)
+        if self.asleep:
+            self.asleep.pop(0)()
+
+    def clear(self) -> None:
+        self.is_set = False
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(ray_workforce, "time", fake)
+    return fake
+
+
+def make(fake: FakeTime, monkeypatch: pytest.MonkeyPatch, **elastic: Any) -> RayWorkforce:
+    monkeypatch.setattr(ray_cluster, "head_address", lambda: "127.0.0.1")
+    job: Any = SimpleNamespace(elastic=ElasticSection(**elastic))
+    made = RayWorkforce(job, "run", Mock(), None, worker_threads=1, clock=fake.monotonic)
+    made._reports.ended = fake  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture
+def force(fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayWorkforce]:
+    """Of one worker that trains."""
+    made = make(fake_time, monkeypatch)
+    made._reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
+    made.wait()
+    yield made
+    made.close(at_once=True)
+
+
+def waited(force: RayWorkforce, fake: FakeTime) -> float:
+    before = fake.now
+    force.wait()
+    return round(fake.now - before, 6)
+
+
+def test_while_all_train_and_say_nothing_rounds_are_seldom(force: RayWorkforce, fake_time: FakeTime) -> None:
+    assert waited(force, fake_time) == CALM_TICK_S
+
+
+@pytest.mark.parametrize("what", ["restores", "starts", "lost", "leaves", "inventories", "agents are asked"])
+def test_while_anything_changes_rounds_are_quick(what: str, force: RayWorkforce, fake_time: FakeTime) -> None:
+    if what == "restores":
+        force._reports.answers["a/0"].value = replace(TRAINS, phase=Phase.RESTORING)
+    elif what == "starts":
+        force._reports.answers["b/0"] = Answer(0.0)
+    elif what == "lost":
+        force._losses["b/0"] = Loss("b/0", "gone", 0.0, 0.0)
+    elif what == "leaves":
+        force._board.departures["b"] = Notice("b", "EC2", 0.0)
+    elif what == "inventories":
+        force._inventories.request({}, 0.0)
+    else:
+        force._errands._refusals["a call"] = "a"
+    assert waited(force, fake_time) == BUSY_TICK_S
+
+
+def test_news_end_the_wait(force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = iter([False, True])
+    monkeypatch.setattr(force._reports, "listen", lambda: next(heard))
+    assert waited(force, fake_time) == 2 * CALM_LISTEN_S
+    monkeypatch.setattr(force._reports, "listen", lambda: False)
+    monkeypatch.setattr(force._agents, "listen", lambda: True)
+    assert waited(force, fake_time) == CALM_LISTEN_S
+
+
+def test_an_end_is_looked_at_at_once(force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_time.is_set = True
+    monkeypatch.setattr(force._reports, "listen", lambda: True)
+    assert waited(force, fake_time) == 0.0
+    assert waited(force, fake_time) == CALM_LISTEN_S, "once"
+
+
+def test_so_does_a_signal(force: RayWorkforce, fake_time: FakeTime) -> None:
+    fake_time.asleep = [lambda: setattr(force, "stop_reason", "SIGTERM")]
+    assert waited(force, fake_time) == CALM_LISTEN_S
+    assert waited(force, fake_time) == CALM_TICK_S, "it is known by then"
+
+
+def step(number: int) -> StepRecord:
+    return StepRecord(number, 1.0, 1.0, 64, 1.0, 1, float(number))
+
+
+def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce) -> None:
+    last = replace(TRAINS, step=7, steps=(step(6),), receipts=("three",))
+    said = [replace(TRAINS, step=6, steps=(step(4), step(5)), receipts=("one", "two")), last]
+    force._reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
+    force._reports.answers["a/0"].value = last
+    told = force._told()
+    assert told == {
+        "a/0": replace(last, steps=(step(4), step(5), step(6)), receipts=("one", "two", "three")),
+    }
+    assert force._told() == {"a/0": replace(last, steps=(), receipts=())}
+
+
+def test_the_dead_say_nothing(force: RayWorkforce) -> None:
+    force._reports._fresh = [TRAINS]
+    force._losses["a/0"] = Loss("a/0", "gone", 0.0, 0.0)
+    assert force._told() == {}
+
+
+@pytest.mark.parametrize("heartbeat_s", [None, 2.0, 0.5])
+def test_workers_are_heard_often_enough_to_be_suspected_rightly(
+    heartbeat_s: float | None, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(fake_time, monkeypatch, heartbeat_timeout_s=heartbeat_s)
+    beat_s = made._reports.expect("a/0").beat_s
+    made.close(at_once=True)
+    assert 0 < 4 * beat_s <= made.timeouts.suspicion_s
+
+
+@pytest.mark.parametrize(("phase", "reads"), [(Phase.TRAINING, 1), (Phase.RESTORING, 4)])
+def test_ray_is_asked_for_its_nodes_seldom_while_all_train(
+    phase: Phase, reads: int, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Mock(return_value=[])
+    monkeypatch.setattr(ray_cluster, "living_nodes", asked)
+    monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
+    force._reports.answers["a/0"].value = replace(TRAINS, phase=phase)
+    for _ in range(4):
+        force.observe()
+        force._reports.answers["a/0"].heard_at = fake_time.now
+        fake_time.now += 0.25
+    assert asked.call_count == reads
