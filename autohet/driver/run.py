@@ -344,7 +344,7 @@ def _train(
     copies.begin()
     try:
         with signals(run.workforce):
-            guard = Guard(run.controller, run.workforce, run.tick)
+            guard = Guard(run.controller, run.tick)
             while run.controller.ended is None:
                 if (seen := guard.tick()) is not None:
                     show(run.controller, seen)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from autohet.driver.control.actions import GiveBack
 from autohet.driver.control.controller import Controller
-from autohet.driver.control.guard import RETRIES, Guard
-from autohet.driver.control.states import Ended, Training
+from autohet.driver.control.guard import Guard
+from autohet.driver.control.policy import MOST_FAILURES, RETRIES, FailureAnswer, Trouble, answer_failures
+from autohet.driver.control.states import Considering, Ended, Training
 from tests.driver.test_controller import make, run, trained
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
 
 def guarded(controller: Controller, workforce: ScriptedWorkforce) -> Guard:
-    return Guard(controller, workforce, controller.tick, pause=lambda seconds: None)
+    return Guard(controller, controller.tick, pause=lambda seconds: None)
 
 
 def go_on(guard: Guard, controller: Controller, ticks: int = 3000) -> Ended:
@@ -61,9 +64,12 @@ def test_an_error_of_one_state_ends_the_job_with_a_checkpoint_and_the_cause(monk
     controller, workforce = make(steps=4000)
     run(controller, trained(controller, 5))
     assert isinstance(controller.state, Training)
+    search = Mock()
+    controller.state.considering = Considering(Trouble("arrival", (), (), 0.0, ""), search, 0.0)
     monkeypatch.setattr(controller, "_train", failing(controller._train, float("inf")))
     ended = go_on(guarded(controller, workforce), controller)
     assert not ended.ok
+    search.drop.assert_called()
     assert "an error in the driver: RuntimeError: RpcError: the GCS does not answer" in ended.reason
     assert "not in durable storage" not in ended.reason
     assert workforce.commits == [controller.ledger.committed_steps]
@@ -76,3 +82,59 @@ def test_where_nothing_answers_the_job_ends_and_says_what_is_not_saved(monkeypat
     ended = go_on(guarded(controller, workforce), controller, ticks=20)
     assert "its newest step is not in durable storage" in ended.reason
     assert workforce.commits == []
+
+
+@pytest.mark.parametrize(
+    ("in_a_row", "stopping", "saving", "answer"),
+    [
+        (1, False, False, "RETRY"), (RETRIES, False, False, "RETRY"), (RETRIES + 1, False, False, "STOP"),
+        (RETRIES + 1, True, False, "RETRY"),
+        (2 * RETRIES, True, False, "RETRY"), (2 * RETRIES + 1, True, False, "SAVE"), (2 * RETRIES + 1, True, True, "RETRY"),
+        (MOST_FAILURES, True, True, "RETRY"), (MOST_FAILURES + 1, True, True, "GIVE_UP"),
+    ],
+)  # fmt: skip
+def test_what_is_done_about_failures_goes_further_the_more_there_are(
+    in_a_row: int, stopping: bool, saving: bool, answer: str
+) -> None:
+    assert answer_failures(in_a_row, stopping=stopping, saving=saving) is FailureAnswer[answer]
+
+
+def test_a_job_that_was_stopped_for_failures_says_so_though_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop was decided on; ticks that succeed from then on carry it out, with a checkpoint, by the state machine."""
+    controller, workforce = make(steps=4000)
+    run(controller, trained(controller, 5))
+    monkeypatch.setattr(workforce, "observe", failing(workforce.observe, RETRIES + 1))
+    ended = go_on(guarded(controller, workforce), controller)
+    assert "stopped by an error in the driver: RuntimeError: RpcError" in ended.reason
+    assert workforce.commits == [controller.ledger.committed_steps]
+
+
+def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, workforce = make(steps=4000)
+    run(controller, trained(controller, 5))
+    monkeypatch.setattr(controller, "_train", failing(controller._train, float("inf")))
+    monkeypatch.setattr(workforce, "request_stop", lambda workers, *, checkpoint: workforce.processes.popitem())
+    ended = go_on(guarded(controller, workforce), controller)
+    assert "its newest step is not in durable storage: not all workers are there" in ended.reason
+    assert workforce.commits == []
+
+
+def test_one_that_fails_while_it_saves_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, workforce = make(steps=4000)
+    run(controller, trained(controller, 5))
+    monkeypatch.setattr(controller, "take", failing(controller.take, float("inf")))
+    ended = go_on(guarded(controller, workforce), controller, ticks=20)
+    assert "Deciding to give up" in sentences(controller)
+    assert "its newest step is not in durable storage" in ended.reason
+
+
+def test_an_action_that_always_fails_keeps_no_checkpoint_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first to be tried in every tick, and whatever is decided stands behind it."""
+    controller, workforce = make(steps=4000)
+    run(controller, trained(controller, 5))
+    monkeypatch.setattr(workforce, "give_back", failing(workforce.give_back, float("inf")))
+    controller.actions.append(GiveBack("small-0"))
+    ended = go_on(guarded(controller, workforce), controller)
+    assert "RpcError" in ended.reason
+    assert "not in durable storage" not in ended.reason
+    assert workforce.commits == [controller.ledger.committed_steps]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.buying import FAILURES, Market
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
+from autohet.driver.control.guard import Guard
 from autohet.driver.control.observation import Launches, Notice
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
@@ -100,6 +102,43 @@ def test_a_controller_that_decides_otherwise_is_shown(
     monkeypatch.setattr(policy, name, wrong)
     difference = difference_shown(record)
     assert told in difference or "decid" in difference
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose workforce fails once, and then for so long that the job is stopped on that account."""
+    path = tmp_path_factory.mktemp("failed") / "observations.jsonl"
+    job = fake_job(steps=400, elastic={"step_timeout_s": 30, "debounce_s": 0.2})
+    workforce, recorder = ScriptedWorkforce(KIND), Recorder(path)
+    for index in range(4):
+        workforce.join(f"small-{index}")
+    planning = RecordedPlanning(make_planning(job), recorder)
+    events = EventLog(None, listener=recorder.note)
+    controller = Controller(job, workforce, planning, OrderBook(job, load_config(job.model), paces_of, "me"), events)
+    controller.recorder = recorder
+    recorder.begin(job=job, driver="me", generation=0, first_step=0)
+    run(controller, trained(controller, 5))
+    observe, guard = workforce.observe, Guard(controller, controller.tick, pause=lambda seconds: None)
+    for times in (1, policy.RETRIES + 1):
+        workforce.observe = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
+        for _ in range(times):
+            guard.tick()
+        workforce.observe = observe  # type: ignore[method-assign]
+        for _ in range(5):
+            guard.tick()
+    run(controller, lambda: controller.ended is not None)
+    recorder.close()
+    return path
+
+
+def test_what_is_decided_about_ticks_that_failed_is_replayed(failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.loads(line) for line in failed.read_text().splitlines()[1:]]
+    said = [str(event.get("reason")) for line in lines for event in line["decided"] if event["kind"] == "decision"]
+    assert sum("Deciding to try again, since there was an error in the driver: ZeroDivisionError" in s for s in said) == 1
+    assert sum("Deciding to stop with a checkpoint, since there was" in s for s in said) == 1
+    assert replay_run(failed).difference is None
+    monkeypatch.setattr(policy, "RETRIES", policy.RETRIES + 1)
+    assert "Deciding to" in difference_shown(failed)
 
 
 @pytest.fixture(scope="module")

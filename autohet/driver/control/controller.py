@@ -17,12 +17,13 @@ from autohet.driver.control.states import (
     Considering,
     Ended,
     Quiescing,
+    Saving,
     Sourcing,
     State,
     Training,
     Waiting,
     drop_search,
-)  # fmt: skip
+)
 from autohet.runtime.messages import Phase
 from planner.errors import ConfigError
 
@@ -33,7 +34,7 @@ class Controller(Rebuild):
     def tick(self) -> Observation:
         """One round: wait, observe, decide, execute. Returns what was seen, for whoever shows it."""
         self.workforce.wait()
-        seen = self.workforce.observe()
+        seen = replace(self.workforce.observe(), failures=self.failures)
         try:
             with self._recorded(seen):
                 self.decide(seen)
@@ -50,7 +51,11 @@ class Controller(Rebuild):
     def decide(self, seen: Observation) -> None:
         """What follows from an observation, for this state: the next state, `actions` to execute, and events that say why. It depends
         on nothing else but the planner's answers."""
+        seen = self._heed_failures(seen)
         self.take(seen)
+        if isinstance(self.state, Saving):
+            self.state = self._save(self.state, seen)
+            return
         self.actions.extend(policy.new_drains(self._known_notices, seen))
         self._announce(seen)
         self._direct_agents(seen)
@@ -84,7 +89,7 @@ class Controller(Rebuild):
                 return self._train(state, seen)
             case Closing() as state:
                 return self._close(state, seen)
-            case Ended() as state:
+            case Ended() | Saving() as state:
                 return state
 
     # Waiting ---------------------------------------------------------------------------------------------------------
@@ -110,15 +115,6 @@ class Controller(Rebuild):
             reason = f"waited {self.job.elastic.fleet_patience_s:.0f} s: {state.reason}"
             return self._save_at_rest(state, seen, reason) or self._fail(reason)
         return state
-
-    def _announce_wait(self, state: Waiting, seen: Observation, *, late: bool, short: bool) -> None:
-        """At once after a change; at the start when it takes longer than arrivals do to settle; again when the fleet that is
-        waited for has grown or shrunk meanwhile."""
-        settle_s = self.job.elastic.arrivals_debounce_s
-        news = not state.announced or (short and state.reason != state.said and seen.now - state.said_at >= settle_s)
-        if news and (late or state.change is not None or (short and seen.now - state.since >= settle_s)):
-            state.announced, state.said, state.said_at = True, state.reason, seen.now
-            self.events.emit("decision", self.generation, f"Deciding to wait, since {state.reason}")
 
     def _save_at_rest(self, state: Waiting, seen: Observation, reason: str) -> State | None:
         """The survivors of a fleet that is too small to train on make their newest step durable before the end. None

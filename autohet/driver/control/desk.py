@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control import policy
@@ -13,13 +14,13 @@ from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.observation import Notice, Observation, Workforce
+from autohet.driver.control.observation import Failures, Notice, Observation, Workforce
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
 from autohet.driver.control.recording import Recorder
 from autohet.driver.control.script import Script
-from autohet.driver.control.states import Building, Closing, Ended, State, Training, Waiting
+from autohet.driver.control.states import Building, Closing, Ended, Saving, State, Training, Waiting, drop_search
 from autohet.driver.control.upkeep import Upkeep
 from autohet.runtime.job import Job
 from autohet.runtime.messages import QUIET, WorkerReport
@@ -58,6 +59,10 @@ class Desk:
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None
+        self.failures: Failures | None = None
+        """Ticks that raised until now, for the next one to see."""
+        self._stopping: str | None = None
+        """What went on failing, for which the job is to stop."""
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: dict[str, Notice] = {}
         self._known_nodes: set[str] = set()
@@ -76,7 +81,7 @@ class Desk:
     @contextmanager
     def _recorded(self, seen: Observation) -> Iterator[None]:
         """What is decided in the block is recorded, with the error that ends it, where this run is recorded at all."""
-        left, error = len(self.actions), None
+        before, error = list(self.actions), None
         if self.recorder is not None:
             self.recorder.observed(seen)
         try:
@@ -86,7 +91,8 @@ class Desk:
             raise
         finally:
             if self.recorder is not None:
-                self.recorder.decided(list(self.actions)[left:], type(self.state).__name__, error)
+                new = [action for action in self.actions if not any(action is old for old in before)]
+                self.recorder.decided(new, type(self.state).__name__, error)
 
     def take(self, seen: Observation) -> None:
         """What the observation adds to the record of the run, and the checkpoints that it completes."""
@@ -130,6 +136,15 @@ class Desk:
                 f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
             )
             self.events.emit("risk", self.generation, sentence, node=name, source=source)
+
+    def _announce_wait(self, state: Waiting, seen: Observation, *, late: bool, short: bool) -> None:
+        """At once after a change; at the start when it takes longer than arrivals do to settle; again when the fleet that is
+        waited for has grown or shrunk meanwhile."""
+        settle_s = self.job.elastic.arrivals_debounce_s
+        news = not state.announced or (short and state.reason != state.said and seen.now - state.said_at >= settle_s)
+        if news and (late or state.change is not None or (short and seen.now - state.since >= settle_s)):
+            state.announced, state.said, state.said_at = True, state.reason, seen.now
+            self.events.emit("decision", self.generation, f"Deciding to wait, since {state.reason}")
 
     def _buy(self, seen: Observation) -> None:
         if self.buyer is not None:
@@ -215,6 +230,42 @@ class Desk:
         """Another driver has taken the job over: nothing that this one does counts any more."""
         why = seen.checkpoint.superseded
         return None if why is None or self.ended else self._fail(why)
+
+    def _heed_failures(self, seen: Observation) -> Observation:
+        """Decide what to do about ticks that failed; returns the observation with the stop that was decided on because of them."""
+        if seen.failures is not None and not self.ended:
+            cause, times = seen.failures.cause, seen.failures.in_a_row
+            saving = isinstance(self.state, Saving)
+            answer = policy.answer_failures(times, stopping=self._stopping is not None, saving=saving)
+            often = f", {times} times in a row" if times > 1 else ""
+            self.events.emit("decision", self.generation, f"Deciding to {answer}, since there was {cause}{often}")
+            if answer is policy.FailureAnswer.STOP:
+                self._stopping = cause
+            elif answer is policy.FailureAnswer.SAVE:
+                drop_search(self.state)
+                self.actions.clear()  # the first of them may be what fails
+                self.state = Saving(cause, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s)
+                self._act(RequestStop(self.members, checkpoint=True))
+            elif answer is policy.FailureAnswer.GIVE_UP:
+                self.state = self._unsaved(cause, "ticks go on failing")
+        return seen if self._stopping is None else replace(seen, stop_reason=seen.stop_reason or self._stopping)
+
+    def _save(self, state: Saving, seen: Observation) -> State:
+        """End once all members stand after the same step, and that is committed."""
+        reports = [seen.reports.get(worker) for worker in self.members]
+        if not reports or any(report is None for report in reports):
+            return self._unsaved(state.reason, "not all workers are there")
+        steps = {report.step if self._stands(report) else None for report in reports if report is not None}
+        step = min(steps, key=lambda step: step or -1)
+        if len(steps) == 1 and step is not None:
+            if seen.checkpoint.step == step:
+                return self._fail(state.reason)
+            if seen.checkpoint.error and seen.checkpoint.error_step == step:
+                return self._unsaved(state.reason, seen.checkpoint.error)
+        return self._unsaved(state.reason, "it was not finished in time") if seen.now > state.deadline else state
+
+    def _unsaved(self, reason: str, why: str) -> Ended:
+        return self._fail(f"{reason}; its newest step is not in durable storage: {why}")
 
     def _change(self, trouble: policy.Trouble, seen: Observation) -> Change:
         plan = self.proposal.plan if self.proposal else None

@@ -105,6 +105,14 @@ class Launches:
 
 
 @dataclass(frozen=True)
+class Failures:
+    """Ticks of the driver that raised, in a row until this one; what the last of them raised, as a cause in a sentence."""
+
+    in_a_row: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Prune:
     """What agents may remove: in host memory what is older than `memory_before`, on disk steps before `disk_before`; but not
     what `living` workers write themselves.
@@ -139,6 +147,8 @@ class Observation:
     """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or none was asked."""
     launches: Launches | None = None
     """None where the autoscaler is asked for nothing, or has not answered yet."""
+    failures: Failures | None = None
+    """None where the tick before came to its end."""
 
     def node_of(self, worker: str) -> str:
         return node_of(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from statistics import median, median_low
 
 from autohet.driver.control.actions import Drain
@@ -12,6 +13,28 @@ from autohet.runtime.messages import Phase, WorkerReport
 from planner.cluster import Fleet, node_of
 
 MOST_NAMED = 6
+RETRIES = 3
+"""Ticks in a row that may fail before the job is asked to stop with a checkpoint; then before all are told to stop, whatever the state is;
+then before it is given up."""
+MOST_FAILURES = 3 * RETRIES
+
+
+class FailureAnswer(StrEnum):
+    """What is done about ticks that fail, as a sentence says it."""
+
+    RETRY = "try again"
+    STOP = "stop with a checkpoint"
+    SAVE = "tell all workers to stop with a checkpoint, and to do nothing else any more"
+    GIVE_UP = "give up"
+
+
+def answer_failures(in_a_row: int, *, stopping: bool, saving: bool) -> FailureAnswer:
+    """So many ticks failed; stopping, saving: what was decided before on that account."""
+    if in_a_row > MOST_FAILURES:
+        return FailureAnswer.GIVE_UP
+    if in_a_row > 2 * RETRIES and not saving:
+        return FailureAnswer.SAVE
+    return FailureAnswer.STOP if in_a_row > RETRIES and not stopping else FailureAnswer.RETRY
 
 
 @dataclass(frozen=True)

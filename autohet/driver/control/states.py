@@ -102,12 +102,22 @@ class Closing:
 
 
 @dataclass
+class Saving:
+    """Ticks failed for so long that all members were told to stop, whatever the state was: their step is being committed, and nothing
+    else is decided any more.
+    """
+
+    reason: str
+    deadline: float
+
+
+@dataclass
 class Ended:
     ok: bool
     reason: str
 
 
-State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Ended
+State = Waiting | Quiescing | Sourcing | Building | Training | Closing | Saving | Ended
 
 
 def drop_search(state: State) -> None:
