@@ -3,8 +3,8 @@
 A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups, each of some GPUs of one node, with a cut of the blocks, a
 microbatch size and a number of microbatches. All of them are tried: every placement, up to exchanges of equal nodes and of the GPUs of a
 node; every size that divides the batch or is a power of two; every number of microbatches in flight that the cost model offers. What is
-left out is proved to be slower than the best plan so far: a pipeline's stages alone, without transfers and sums, take longer. What a
-request allows is read as everywhere; nothing that proposes plans comes from a search that it judges.
+left out is proved to be slower than the best plan so far: a pipeline's stages alone, without transfers and sums, take longer. Nothing here
+comes from a search that it judges.
 """
 
 import itertools
@@ -16,9 +16,8 @@ from functools import cached_property
 from planner.cluster import Node
 from planner.errors import ConfigError, InfeasibleError
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.redundancy import redundancy
 from planner.search import limits
-from planner.search.cost_tables import microbatch_sizes
-from planner.search.judge import unacceptable
 from planner.search.problem import Answer, Request, SearchReport, check_request
 
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
@@ -119,12 +118,21 @@ class _Every:
         batch, blocks = self.request.global_batch_sequences, self.request.spec.num_layers
         for cut in itertools.combinations(range(1, blocks), len(groups) - 1):
             of = tuple(b - a for a, b in itertools.pairwise((0, *cut, blocks)))
-            for size in microbatch_sizes(self.request):
+            for size in self._sizes():
                 pipeline = self._pipeline(groups, of, size, 1, Counter())
                 work = [sum(self.request.cost.stage_seconds(pipeline, stage)) for stage in range(len(groups))]
                 for count in range(1, batch // size + 1):
                     least_s = max(sum(work[:stage]) + count * each for stage, each in enumerate(work))
                     yield _Load(of, size, count, max(least_s, sum(work)))
+
+    def _sizes(self) -> list[int]:
+        """Divisors of the batch and powers of two."""
+        request = self.request
+        if request.microbatch_sequences is not None:
+            return [request.microbatch_sequences]
+        batch = request.global_batch_sequences
+        top = min(request.max_microbatch_sequences, batch)
+        return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
 
     def _pipeline(
         self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
@@ -164,9 +172,22 @@ class _Every:
             self.count += 1
             check_plan(way, self.request.spec.num_layers)
             prediction = self.request.cost.predict(way)
-            if prediction.step_time_s < found[0] and unacceptable(self.request, way, prediction) is None:
+            if prediction.step_time_s < found[0] and prediction.fits and self._wanted(way, prediction.usd_per_hour):
                 found = prediction.step_time_s, way
         return found
+
+    def _wanted(self, plan: Plan, usd_per_hour: float | None) -> bool:
+        """Whether it keeps to what the request asks for beside memory and depth."""
+        request = self.request
+        limit, holders = request.max_usd_per_hour, request.min_node_disjoint_holders
+        degrees = {stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.stages}
+        sizes = {pipeline.microbatch_sequences for pipeline in plan.pipelines}
+        return (
+            (limit is None or usd_per_hour is None or usd_per_hour <= limit)
+            and (request.mixed_tp or len(degrees) == 1)
+            and (request.mixed_microbatch or len(sizes) == 1)
+            and (holders < 2 or redundancy(plan, request.fleet, request.spec.num_layers).weakest >= holders)
+        )
 
 
 def _canonical(placement: Sequence[_Groups], nodes: Sequence[Node]) -> tuple[_Groups, ...]:
