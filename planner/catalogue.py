@@ -22,6 +22,7 @@ class InstanceType:
     gpu_type: str
     num_gpus: int
     gpu_memory_bytes: int
+    host_memory_bytes: int
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
     inter_node_burst_bytes_per_s: float | None
@@ -61,6 +62,7 @@ def instance_types() -> dict[str, InstanceType]:
             gpu_type=row["gpu_type"],
             num_gpus=int(row["num_gpus"]),
             gpu_memory_bytes=int(row["gpu_memory_mib"]) * MIB,
+            host_memory_bytes=int(row["host_memory_mib"]) * MIB,
             intra_node_bytes_per_s=float(row["intra_node_gbps"]) * 1e9 / 8,
             inter_node_bytes_per_s=float(row["inter_node_gbps"]) * 1e9 / 8,
             inter_node_burst_bytes_per_s=(

@@ -13,10 +13,8 @@ from planner.kuberay import as_launcher_document, is_kuberay
 GIB = 2**30
 _T = TypeVar("_T")
 LABEL_PREFIX = "autohet.io/"
-LABELS = frozenset(
-    LABEL_PREFIX + name
-    for name in ("gpu-type", "gpu-memory-gib", "intra-node-gbps", "inter-node-gbps", "usd-per-hour", "spot", "zone")
-)
+_NUMBERS = ("gpu-memory-gib", "host-memory-gib", "intra-node-gbps", "inter-node-gbps", "usd-per-hour")
+LABELS = frozenset(LABEL_PREFIX + name for name in ("gpu-type", *_NUMBERS, "spot", "zone"))
 RAY_ACCELERATOR_LABEL = "ray.io/accelerator-type"
 _NODE_TYPE_KEYS = frozenset({
     "resources", "labels", "node_config", "min_workers", "max_workers", "docker", "worker_setup_commands",
@@ -30,7 +28,7 @@ class NodeType:
 
     usd_per_hour is per node, None where neither catalogue nor label names a price; num_gpus may be 0 (a head node,
     never planned on). slowdown: its compute takes this many times what the profile says of its GPUs, as measured on
-    live machines that throttle or share.
+    live machines that throttle or share. host_memory_bytes: of the machine (or of its container), None where nobody says.
     """
 
     name: str
@@ -44,6 +42,7 @@ class NodeType:
     zone: str = ""
     max_nodes: int = 1
     slowdown: float = 1.0
+    host_memory_bytes: int | None = None
 
     def __hash__(self) -> int:
         """Of what tells types apart: searches look them up tens of thousands of times."""
@@ -140,7 +139,7 @@ def node_type_from_labels(
         gpu_type = row.gpu_type
     gpu_type = canonical_gpu_type(gpu_type)
     device = find_gpu_type(gpu_type)
-    memory = _number(labels, "gpu-memory-gib", name)
+    memory, host_memory = _number(labels, "gpu-memory-gib", name), _number(labels, "host-memory-gib", name)
     intra, inter = _number(labels, "intra-node-gbps", name), _number(labels, "inter-node-gbps", name)
     price = _number(labels, "usd-per-hour", name, zero=True)
     known_memory = row.gpu_memory_bytes if row else (device.memory_bytes if device else None)
@@ -167,6 +166,7 @@ def node_type_from_labels(
         spot=_flag(labels, "spot", name),
         zone=_text(labels, "zone") or "",
         max_nodes=max_nodes,
+        host_memory_bytes=int(host_memory * GIB) if host_memory else (row.host_memory_bytes if row else None),
     )
 
 

@@ -6,6 +6,7 @@ As Ray's own autoscaler derives them (`ray/autoscaler/_private/kuberay/autoscali
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -74,7 +75,7 @@ def _node_type(group: Mapping[str, Any], name: str) -> dict[str, Any]:
     hosts = group.get("numOfHosts", 1)
     return {
         "resources": shape,
-        "labels": {**_market(pod), **(group.get("labels") or {})},
+        "labels": {**_market(pod), **_memory(given.get("memory")), **(group.get("labels") or {})},
         "min_workers": 0 if name == HEAD else group.get("minReplicas", 0) * hosts,
         "max_workers": 0 if name == HEAD else _bound(group, name) * hosts,
         "node_config": _placement(pod),
@@ -84,6 +85,19 @@ def _node_type(group: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _cores(quantity: str) -> int:
     """Kubernetes' quantity of CPUs, rounded up as Ray does."""
     return -(-int(quantity[:-1]) // 1000) if quantity.endswith("m") else -int(-float(quantity) // 1)
+
+
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(?:([KMGTP])(i?))?")
+
+
+def _memory(quantity: object) -> dict[str, str]:
+    """Of a container, whose tmpfs counts to it, by Kubernetes' quantity of bytes; nothing where it has no limit or one of another form."""
+    match = _QUANTITY.fullmatch(str(quantity or ""))
+    if match is None:
+        return {}
+    number, unit, binary = match.groups()
+    num_bytes = float(number) * (1024 if binary else 1000) ** " KMGTP".index(unit or " ")
+    return {"autohet.io/host-memory-gib": f"{num_bytes / 2**30:.3f}"}
 
 
 def _bound(group: Mapping[str, Any], name: str) -> int:

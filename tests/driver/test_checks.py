@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from autohet.driver import checks, cluster_choice
 from autohet.driver.cluster_choice import find_document
 from autohet.driver.ray import cluster as ray_cluster
+from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
-from planner.cluster import cluster_from_document
+from planner.cluster import Cluster, cluster_from_document, node_type_from_labels
 from planner.errors import ConfigError
 from tests.harness.local_fleet import cluster_document, make_job
 
@@ -88,3 +90,22 @@ def test_the_gpus_of_this_machine_have_the_catalogues_links() -> None:
     assert kind.intra_node_bytes_per_s == 256e9 / 8
     assert announcement(document).endswith("4 workers for its A10G GPUs")
     assert "on its CPU" in announcement(local_document("cpu"))
+
+
+def test_a_living_node_has_the_host_memory_of_its_label_or_its_group() -> None:
+    """A pod's group says less than the machine has; a node that no file knows has its instance type's."""
+    labels = {
+        "autohet.io/gpu-type": "A10G", "autohet.io/gpu-memory-gib": "22", "autohet.io/intra-node-gbps": "256",
+        "autohet.io/inter-node-gbps": "10",
+    }  # fmt: skip
+    group = node_type_from_labels("pods", {**labels, "autohet.io/host-memory-gib": "12"}, 1)
+    node = RayNode("id", "10.0.0.1", "pods", 1, labels)
+    of = [
+        ray_cluster.node_type_of(node, Cluster("c", (group,)), "g5.xlarge"),
+        ray_cluster.node_type_of(
+            replace(node, labels={**labels, "autohet.io/host-memory-gib": "10"}), Cluster("c", (group,)), "g5.xlarge"
+        ),
+        ray_cluster.node_type_of(node, None, "g5.xlarge"),
+        ray_cluster.node_type_of(node, None),
+    ]
+    assert [kind.host_memory_bytes for kind in of] == [12 << 30, 10 << 30, 16 << 30, None]

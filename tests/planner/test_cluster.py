@@ -167,3 +167,19 @@ def test_sizes_that_burst_count_with_what_they_keep_up():
     assert rows["g5.xlarge"].inter_node_bytes_per_s == 2.5e9 / 8
     assert rows["g5.xlarge"].inter_node_burst_bytes_per_s == 10e9 / 8
     assert node_type_from_labels("n", {}, None, "g4dn.xlarge").inter_node_bytes_per_s == 5e9 / 8
+
+
+def test_host_memory_is_the_labels_or_the_catalogues_or_nobodys():
+    assert node_type_from_labels("n", LABELS, 1).host_memory_bytes is None
+    assert node_type_from_labels("n", {}, None, "g5.xlarge").host_memory_bytes == 16 * 2**30
+    labels = {"autohet.io/host-memory-gib": "12.5"}
+    assert node_type_from_labels("n", labels, None, "g5.xlarge").host_memory_bytes == 12.5 * 2**30
+
+
+def test_the_catalogues_host_memory_is_what_describe_instance_types_says():
+    from moto.ec2.models.instance_types import INSTANCE_TYPES
+
+    known = {name: row for name, row in instance_types().items() if name in INSTANCE_TYPES}
+    assert instance_types().keys() - known.keys() == {"p3.2xlarge", "p3.8xlarge", "p3.16xlarge"}
+    for name, row in known.items():
+        assert row.host_memory_bytes == INSTANCE_TYPES[name]["MemoryInfo"]["SizeInMiB"] * 2**20, name

@@ -121,6 +121,24 @@ def test_it_is_the_fleet_of_the_aws_file() -> None:
     assert facts(CLUSTER) == facts(CONFIGS / "aws-mixed-spot.yaml")
 
 
+def test_a_pod_has_the_memory_that_it_may_use() -> None:
+    """Of its machine a part: snapshots in its tmpfs count to it. A quantity of another form says nothing, and a label counts before it."""
+    document = load(CLUSTER)
+    group = document["spec"]["workerGroupSpecs"][0]
+
+    def of_the_group() -> int | None:
+        kinds = cluster_from_document(as_launcher_document(document, "the file")).node_types
+        return {kind.name: kind.host_memory_bytes for kind in kinds}[group["groupName"]]
+
+    assert of_the_group() == 1000 << 30
+    for quantity, num_bytes in (("2000M", 2e9), ("1.5Ti", 1.5 * 2**40), ("3000000000", 3e9), ("1e12", 1152 * 2**30)):
+        limits = {"memory": quantity, "nvidia.com/gpu": "8"}
+        group["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
+        assert of_the_group() == pytest.approx(num_bytes, rel=1e-3), quantity
+    group["labels"]["autohet.io/host-memory-gib"] = "64"
+    assert of_the_group() == 64 << 30
+
+
 def test_nodes_are_asked_for_by_their_groups_labels() -> None:
     document = as_launcher_document(load(CLUSTER), "the file")
     cluster = cluster_from_document(document)

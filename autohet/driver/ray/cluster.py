@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -159,11 +159,14 @@ def node_type_of(node: RayNode, cluster: Cluster | None, instance_type: str | No
     }
     known = None if cluster is None else next((kind for kind in cluster.node_types if kind.name == node.group), None)
     try:
-        return node_type_from_labels(node.group, labels, node.num_gpus, instance_type)
+        found = node_type_from_labels(node.group, labels, node.num_gpus, instance_type)
     except ConfigError:
         if known is None:
             raise
         return known
+    if known is None or known.host_memory_bytes is None or "autohet.io/host-memory-gib" in labels:
+        return found
+    return replace(found, host_memory_bytes=known.host_memory_bytes)  # a pod has less than its machine
 
 
 def publish_status(job: str, status: Mapping[str, Any]) -> None:
