@@ -18,6 +18,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
 from planner.cluster import Fleet, cluster_from_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
+from planner.cost.host_memory import document_of
 from planner.cost.model import CostModel, Prediction
 from planner.cost.parameters import FRAMEWORKS, OURS, CostParameters, framework_parameters
 from planner.cost.trace import chrome_trace
@@ -214,7 +215,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
             prediction = model.predict(plan)
         except ConfigError as error:
             raise type(error)(f"plan '{path}': {error}") from None
-        results.append({"file": path, **evaluation_document(plan, prediction)})
+        results.append({"file": path, **evaluation_document(plan, prediction), **_host_memory(session, model, plan)})
     return results[0] if len(results) == 1 else {"results": results}
 
 
@@ -222,9 +223,11 @@ def evaluation_document(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     """A costed plan as the contract's JSON."""
     worker, share = prediction.tightest_worker
     document: dict[str, Any] = {"strategy": "given", "feasible": prediction.fits}
-    if not prediction.fits:
+    if not prediction.fits_devices:
         limit = prediction.memory_limit_bytes_by_worker[worker]
         document["reason"] = f"worker '{worker}' needs {share:.2f} times its {limit / 2**30:.1f} GiB of usable memory"
+    elif prediction.not_staged is not None:
+        document["reason"] = prediction.not_staged
     document["plan"] = plan.to_document()
     document["predicted"] = prediction.to_document()
     document["search"] = {"seconds": 0.0, "plans_evaluated": 1, "lower_bound_s": None, "gap": None}
@@ -272,7 +275,8 @@ def _searched(session: Session, name: str) -> dict[str, Any]:
     args, request = session.args, _request(session)
     try:
         answer = plan_with(name, request)
-        return answer_document(answer) | ({} if args.compare else _told(request, answer, explained=args.explain))
+        document = answer_document(answer) | _host_memory(session, request.cost, answer.plan)
+        return document | ({} if args.compare else _told(request, answer, explained=args.explain))
     except ConfigError as error:
         if args.compare or (args.json and isinstance(error, InfeasibleError)):
             return _no_plan(name, str(error))
@@ -294,16 +298,14 @@ def _told(request: Any, answer: Any, *, explained: bool) -> dict[str, Any]:
     return document
 
 
+def _host_memory(session: Session, cost: CostModel, plan: Plan) -> dict[str, Any]:
+    """What the plan needs of its nodes' host memory, and in sentences what there is too little for; nothing where nobody knows."""
+    return document_of(cost.memory_of.host_memory(plan, session.inputs.kept))
+
+
 def _no_plan(name: str, reason: str) -> dict[str, Any]:
-    return {
-        "strategy": name,
-        "feasible": False,
-        "reason": reason,
-        "plan": None,
-        "predicted": None,
-        "search": None,
-        "rejected": [],
-    }
+    absent: dict[str, Any] = dict.fromkeys(("plan", "predicted", "search"))
+    return absent | {"strategy": name, "feasible": False, "reason": reason, "rejected": []}
 
 
 def _request(session: Session) -> Any:

@@ -63,6 +63,8 @@ def _print_result(console: Console, result: Document, fleet: Fleet) -> None:
     if not result["feasible"]:
         what = "does not fit" if result.get("plan") else "no plan"
         console.print(Text(f"{what}: {result.get('reason', 'not feasible')}", style="red"), soft_wrap=True)
+    for sentence in result.get("host_memory", {}).get("sentences", ()):
+        console.print(Text(sentence, style="yellow"), soft_wrap=True)
 
 
 def _print_answer(console: Console, document: Document, fleet: Fleet) -> None:

@@ -11,6 +11,7 @@ from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.spec_formulas import spec_by_formula
 from planner.cluster import Fleet
 from planner.communicators import COMMUNICATOR_BYTES
+from planner.cost.host_memory import Kept
 from planner.cost.links import LinkTable, read_links
 from planner.cost.model import CostModel, MemoryChoices
 from planner.cost.parameters import CostParameters
@@ -65,6 +66,11 @@ class PlanningInputs:
         )
 
     @property
+    def kept(self) -> Kept:
+        """What the job keeps in host memory."""
+        return Kept(self.job.checkpoint.snapshot_every_steps > 0, self.job.checkpoint.replication_steps > 0)
+
+    @property
     def _choices(self) -> MemoryChoices:
         """What the job lets the planner choose. Where one of its two wishes is `auto`, `if_needed` of the other means that too."""
         training = self.job.training
@@ -96,13 +102,15 @@ class PlanningInputs:
         return decoder_from(self.job, microbatch)
 
     def fleet(self, fleet: Fleet) -> Fleet:
-        """The fleet as it is planned on: with an emulation, GPU memories times its `memory_scale`."""
+        """The fleet as it is planned on: with an emulation, GPU memories times its `memory_scale`, and of host memory nothing is known
+        but that all nodes share this machine's.
+        """
         emulation = self.job.emulation
-        if emulation is None or emulation.memory_scale == 1.0:
+        if emulation is None:
             return fleet
         scale = emulation.memory_scale
         scaled = {
-            kind: replace(kind, gpu_memory_bytes=int(kind.gpu_memory_bytes * scale))
+            kind: replace(kind, gpu_memory_bytes=int(kind.gpu_memory_bytes * scale), host_memory_bytes=None)
             for kind in {node.node_type for node in fleet.nodes}
         }
         return Fleet(fleet.generation, tuple(replace(node, node_type=scaled[node.node_type]) for node in fleet.nodes))

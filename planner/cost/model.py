@@ -104,7 +104,7 @@ class CostModel:
         )
         self._timelines: dict[tuple[object, int], Timeline] = {}
         self._predictions: dict[Plan, Prediction] = {}
-        self._memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries, self._synced)
+        self.memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries, self._synced)
 
     def on(self, fleet: Fleet) -> "CostModel":
         """The same model on another fleet of these node types, or some of them: layers' seconds and bytes are shared, not computed anew.
@@ -294,9 +294,9 @@ class CostModel:
             },
             estimated=self._estimated(plan),
             plan=plan,
-            tied_embeddings=self.spec.tied_embeddings,
-            key_value_units=self.spec.key_value_units,
-        )
+            not_staged=self.memory_of.not_staged(plan),
+            tied_embeddings=self.spec.tied_embeddings, key_value_units=self.spec.key_value_units,
+        )  # fmt: skip
 
     def simulate(self, plan: Plan) -> Simulation:
         """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then updates."""
@@ -307,7 +307,7 @@ class CostModel:
             for s, stage in enumerate(pipeline.stages)
             for worker in stage.workers
         }
-        jobs = self._memory_of.sync_jobs(plan)
+        jobs = self.memory_of.sync_jobs(plan)
         update, sharing = dict[str, float](), sharing_of(plan)
         for pipeline in plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
@@ -364,10 +364,10 @@ class CostModel:
         """The plan as it would be run: shares of uneven stages by what their GPUs can carry, what stages do for memory where there is a
         choice (`Assumed.choices`), then as many microbatches in flight as fit, at most so many more at each stage than at the next, where
         transfers run beside the work."""
-        plan = self._memory_of.with_shares(plan)
+        plan = self.memory_of.with_shares(plan)
         if self.assumed.choices:
-            plan = self._memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
-        return plan if self.parameters.transfers != "none" else self._memory_of.working_ahead(plan, most)
+            plan = self.memory_of.with_choices(plan, self.assumed.choices, self.assumed.holders > 1)
+        return plan if self.parameters.transfers != "none" else self.memory_of.working_ahead(plan, most)
 
     def ways_ahead(self, plan: Plan) -> list[Plan]:
         """The plan with each number by which stages may keep more than the next, fewest in flight first; each plan once."""
@@ -387,7 +387,7 @@ class CostModel:
 
     def memory_by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker of a plan."""
-        return self._memory_of.by_worker(plan)
+        return self.memory_of.by_worker(plan)
 
     def usd_per_hour(self, plan: Plan) -> float | None:
         """Price of the nodes in use; None where one has none."""

@@ -51,6 +51,7 @@ class CostParameters:
     context_bytes, context_share of the device's memory: CUDA context, library workspace, and communicators where these are not counted.
     communicator_bytes: of one communicator, of which the runtime's plans have 3 to 8 a worker (`planner.communicators`); 0: not counted.
     memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
+    elastic: whether a change of plans moves state through host memory, which also has snapshots of it (`host_memory.py`).
     """
 
     launch_exposure: float = 0.9
@@ -82,6 +83,7 @@ class CostParameters:
     context_share: float = 0.03
     communicator_bytes: float = 0.0
     memory_margin: float = 0.03
+    elastic: bool = False
 
 
 OURS = "autohet"
@@ -108,6 +110,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "border_messages": 5.0,
             "autograd_activations": True,
             "loss_chunk_bytes": 64.0 * 2**20,
+            "elastic": True,
         },
     ),
     "deepspeed": Framework(

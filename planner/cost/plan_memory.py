@@ -1,13 +1,15 @@
 """Bytes of a whole plan: what each of its workers needs, and how many microbatches memory lets its stages keep in flight."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from planner.cluster import node_of
 from planner.communicators import communicators_at_most
 from planner.cost.boundaries import BoundaryCosts
+from planner.cost.host_memory import HostMemory, Kept, by_node, may_lack, staged_bytes, why_not_staged
 from planner.cost.parameters import CostParameters
-from planner.cost.stage_costs import Sharing, StageCosts, sharing_of
+from planner.cost.stage_costs import RankBytes, Sharing, StageCosts, sharing_of
 from planner.cost.sync import SyncJob, sync_jobs
 from planner.cost.uneven import ALIKE, slowest_s, whole_shares
 from planner.in_flight import one_each, working_ahead
@@ -29,6 +31,8 @@ class PlanMemory:
     ) -> None:  # fmt: skip
         self.spec, self.parameters, self._stages, self._boundaries = spec, parameters, stages, boundaries
         self._synced = synced
+        kinds = {node.node_type for node in stages.fleet.nodes}
+        self._may_lack_host_memory = parameters.elastic and any(map(may_lack, kinds))
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker."""
@@ -41,6 +45,37 @@ class PlanMemory:
         for worker, num_bytes in self._communicator_bytes(plan).items():
             found[worker] += int(num_bytes)
         return found
+
+    def staged_by_node(self, plan: Plan) -> dict[str, float]:
+        """Bytes of state that a change of plans moves from each node's devices to its host memory; a worker on the CPU has it there."""
+        found, taken = dict[str, float](), self._communicator_bytes(plan)
+        for worker, rank in self._ranks(plan):
+            if self._stages.fleet.gpu_type(worker) != "CPU":
+                node, room = node_of(worker), rank.room_bytes - taken.get(worker, 0.0)
+                found[node] = found.get(node, 0.0) + staged_bytes(rank.state_bytes, room)
+        return found
+
+    def not_staged(self, plan: Plan) -> str | None:
+        """Why some node's host memory does not hold that; None where each does, or nobody knows."""
+        if not self._may_lack_host_memory:
+            return None
+        fleet = self._stages.fleet
+        kinds = {node_of(worker): fleet.node_of(worker).node_type for worker in plan.workers}
+        why = (why_not_staged(kinds[node], node, num_bytes) for node, num_bytes in self.staged_by_node(plan).items())
+        return next((each for each in why if each is not None), None)
+
+    def host_memory(self, plan: Plan, kept: Kept) -> tuple[HostMemory, ...]:
+        """Of the nodes in use whose host memory is known; nothing of a plan of one program, and where no plan follows another."""
+        if not self.parameters.elastic or plan.spmd is not None:
+            return ()
+        state = {worker: rank.state_bytes for worker, rank in self._ranks(plan)}
+        return by_node(plan, self._stages.fleet, self.spec, state, self.staged_by_node(plan), kept)
+
+    def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes]]:
+        sharing = sharing_of(plan)
+        for pipeline in plan.pipelines:
+            for i, stage in enumerate(pipeline.stages):
+                yield from zip(stage.workers, self._stages.terms(pipeline, i, sharing).ranks, strict=True)
 
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
         """As `planner.cost.sync.sync_jobs`; remembered."""

@@ -9,7 +9,8 @@ from planner.plan import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """One plan, costed. Seconds a step; dollars None where a node in use has no price."""
+    """One plan, costed. Seconds a step; dollars None where a node in use has no price. not_staged: why a change from it to a plan of as
+    much state finds too little host memory; None where it does not, or where nobody knows."""
 
     step_time_s: float
     sequences_per_s: float
@@ -23,9 +24,15 @@ class Prediction:
     plan: Plan | None = None
     tied_embeddings: bool = False
     key_value_units: int = 0
+    not_staged: str | None = None
 
     @property
     def fits(self) -> bool:
+        """Whether every worker stays within its memory, and each node's host memory holds what leaves its devices in a change of plans."""
+        return self.fits_devices and self.not_staged is None
+
+    @property
+    def fits_devices(self) -> bool:
         """Whether every worker stays within its memory."""
         return all(self.memory_bytes_by_worker[w] <= limit for w, limit in self.memory_limit_bytes_by_worker.items())
 

@@ -20,11 +20,14 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what it holds all step long."""
+    """Of one worker of a stage: held all step long; for each microbatch in flight; free beside what it holds all step long; masters and
+    moments, which outlive a plan; room for what a plan puts there."""
 
     held_bytes: float
     activation_bytes: float
     free_bytes: float
+    state_bytes: float
+    room_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +157,16 @@ class StageCosts:
         fixed = max(map(self.fixed_bytes, kinds))
         borders = (index > 0) + (index < count - 1)
         state = memory.state_bytes[chosen] - is_shared * memory.saved_bytes(holders)[chosen]
+        kept = memory.optimizer_bytes[chosen] * np.where(is_shared, 1.0 / holders, 1.0)
         if count == 1 and self.spec.tied_embeddings:  # the tied tensor is held once
-            state[0] *= 1.0 - self.spec.tied_parameters / max(1, self.spec.embedding.parameters)
+            degree = stage.tp_degree if share is None else 1 / share.fraction
+            once = 1.0 - self.spec.tied_parameters / degree / self.spec.embedding.parameters_per_worker(degree)
+            state[0], kept[0] = state[0] * once, kept[0] * once
         held = float(state.sum() + memory.peak_bytes[chosen].max()) + fixed
         held += borders * self.parameters.border_messages * self.message_bytes(size)
         activations = float(memory.activation_bytes[chosen].sum())
-        return RankBytes(held, activations, min(map(self.limit_bytes, kinds)) - held)
+        limit = min(map(self.limit_bytes, kinds))
+        return RankBytes(held, activations, limit - held, float(kept.sum()), limit - fixed)
 
     def _spread_tp_s(self, stage: Stage, microbatch: int) -> float:
         """What a tensor-parallel group over several nodes pays beyond the profile, which is measured inside one

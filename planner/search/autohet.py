@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from planner.cost.host_memory import never_too_much
+from planner.cost.memory import OPTIMIZER_BYTES, STATE_BYTES
 from planner.errors import InfeasibleError
 from planner.plan import Plan
 from planner.search import limits
@@ -26,7 +28,7 @@ from planner.search.judge import (
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
 from planner.search.problem import Answer, Rejected, Request, SearchReport, check_request
-from planner.search.tables import Tables
+from planner.search.tables import Row, Tables
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ def improved(found: Drafted) -> Answer:
 
 def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[Costed], list[Rejected]]:
     """As `rank`, of the plans known and of drafts. Where good drafts that fit by the tables do not, since they need more communicators than
-    most plans, or none fit, also of drafts that leave room for one more, as deep or with fewer stages, which keep fewer microbatches."""
+    most plans, or more host memory, or none fit, also of drafts that leave room for one more and need no more host memory than there is,
+    as deep or with fewer stages, which keep fewer microbatches."""
     ranked, rejected = rank(request, [*known, *_placed(request, tables)])
     if ranked and all(each.lacks_memory_s > limits.FAR_BEHIND * ranked[0].step_time_s for each in rejected):
         return ranked, rejected
-    further = request.cost.parameters.communicator_bytes
-    rows = tuple(replace(row, limit_bytes=row.limit_bytes - further) for row in tables.rows)
+    rows = tuple(replace(row, limit_bytes=_lower_limit(request, tables, row)) for row in tables.rows)
     deepest = min(tables.deepest, len(request.fleet.workers))
     for stages in range(deepest, deepest // 2, -max(1, deepest // limits.FEW)):
         found, refused = rank(request, _placed(request, replace(tables, rows=rows, deepest=stages)))
@@ -88,6 +90,16 @@ def _ranked(request: Request, tables: Tables, known: list[Plan]) -> tuple[list[C
             break
     unlike = {each.plan: each for each in ranked}
     return sorted(unlike.values(), key=lambda each: each.step_time_s), rejected
+
+
+def _lower_limit(request: Request, tables: Tables, row: Row) -> float:
+    """Bytes of a worker with room for one more communicator, all whose state can leave its device for host memory whatever others do."""
+    parameters, room = request.cost.parameters, row.limit_bytes - row.fixed_bytes
+    lower = row.limit_bytes - parameters.communicator_bytes
+    if not parameters.elastic:
+        return lower
+    most = never_too_much(tables.resources[tables.kinds[row.kind].resource].node_type, room)
+    return min(lower, row.fixed_bytes + most * min(STATE_BYTES.values()) / OPTIMIZER_BYTES)
 
 
 def _placed(request: Request, tables: Tables) -> Iterator[Plan]:

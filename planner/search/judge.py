@@ -111,9 +111,11 @@ def slower(others: Sequence[Costed]) -> list[Rejected]:
 
 def unacceptable(request: Request, plan: Plan, prediction: Prediction) -> str | None:
     """Why a plan may not be chosen, or None."""
-    if not prediction.fits:
+    if not prediction.fits_devices:
         worker, share = prediction.tightest_worker
         return f"worker {worker} would need {share:.0%} of its memory"
+    if prediction.not_staged is not None:
+        return prediction.not_staged
     limit, price = request.max_usd_per_hour, prediction.usd_per_hour
     if limit is not None and price is not None and price > limit:
         return f"{price:.2f} $/h, above the limit of {limit:.2f}"

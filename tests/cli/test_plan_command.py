@@ -66,6 +66,36 @@ def test_one_plan_is_costed_as_one_document(case, capsys):
     assert lanes == {"t4-0/0", "a10g-0/0"}
 
 
+def test_host_memory_is_said_where_it_is_known(case, capsys):
+    """A label counts before the catalogue's 192 GiB; without either there is nothing to say."""
+    arguments = ["--evaluate", str(case / "a.json"), "--framework", "autohet", "--json"]
+    assert _run(case, *arguments) == 0
+    known = json.loads(capsys.readouterr().out)["host_memory"]
+    assert known["sentences"] == []
+    assert [node["node"] for node in known["by_node"]] == ["t4-0", "a10g-0"]
+    assert known["by_node"][0]["snapshot_bytes"] == 2 * known["by_node"][0]["state_bytes"] > 0
+    label = 'node_config: {InstanceType: g4dn.12xlarge}, labels: {autohet.io/host-memory-gib: "0.001"}'
+    (case / "cluster.yaml").write_text(CLUSTER.replace("node_config: {InstanceType: g4dn.12xlarge}", label))
+    assert _run(case, *arguments) == 0
+    (sentence,) = json.loads(capsys.readouterr().out)["host_memory"]["sentences"]
+    assert sentence.startswith("Host memory of t4-0 (0.0 GiB): snapshots of its")
+    assert _run(case, *arguments[:-1]) == 0
+    assert "Host memory of t4-0" in capsys.readouterr().out
+    facts = {
+        "gpu-type": "T4",
+        "gpu-memory-gib": "15",
+        "intra-node-gbps": "128",
+        "inter-node-gbps": "25",
+        "usd-per-hour": "1",
+    }
+    labels = ", ".join(f'autohet.io/{name}: "{value}"' for name, value in facts.items())
+    unknown = f"cluster_name: c\navailable_node_types:\n  t4: {{resources: {{GPU: 1}}, labels: {{{labels}}}, max_workers: 2}}\n"
+    (case / "cluster.yaml").write_text(unknown)
+    (case / "a.json").write_text(json.dumps(_plan_document(("t4-0/0", "t4-1/0"))))
+    assert _run(case, *arguments) == 0
+    assert "host_memory" not in json.loads(capsys.readouterr().out)
+
+
 def test_several_plans_keep_their_order_and_runs_calibrate(case, capsys):
     both = [str(case / "a.json"), str(case / "b.json")]
     assert _run(case, "--evaluate", *both, "--json") == 0

@@ -1,5 +1,8 @@
 """The real controller, planner and order book on a fake clock and a scripted workforce: no Ray, no torch.distributed."""
 
+import logging
+from dataclasses import replace
+
 import pytest
 
 from autohet.driver.control.controller import Controller
@@ -10,6 +13,7 @@ from autohet.driver.control.planning import make_planning
 from autohet.driver.control.states import Training, Waiting
 from autohet.runtime.messages import Phase
 from autohet.runtime.models import load_config
+from autohet.runtime.planning import PlanningInputs
 from planner.cluster import NodeType
 from tests.harness.fake_job import fake_job
 from tests.harness.scripted_workforce import ScriptedWorkforce
@@ -51,6 +55,20 @@ def test_an_undisturbed_run_trains_every_step_once_and_commits_the_last():
     assert controller.ended.ok
     assert controller.summary()["steps"] == 12
     assert workforce.commits == [12]
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_what_host_memory_has_no_room_for_is_said_before_a_plan_is_trained(emulated, monkeypatch, caplog):
+    """In an emulation all nodes share one machine's, of which nothing is known."""
+    if not emulated:
+        monkeypatch.setattr(PlanningInputs, "fleet", lambda _, fleet: fleet)
+    controller, _ = make(workforce=ScriptedWorkforce(replace(KIND, host_memory_bytes=10**6)))
+    with caplog.at_level(logging.WARNING, "autohet"):
+        run(controller, trained(controller, 1))
+    (plan,) = (record for record in controller.events.records if record["kind"] == "plan")
+    assert len(plan["lacks_host_memory"]) == (not emulated)
+    said = [record.getMessage() for record in caplog.records]
+    assert all("snapshots of its" in sentence and said.count(sentence) == 1 for sentence in plan["lacks_host_memory"])
 
 
 def test_a_notice_lets_the_leaver_serve_then_releases_it_and_loses_nothing():

@@ -56,6 +56,8 @@ class Desk:
         self.proposal: Proposal | None = None
         self.pending: Change | None = None
         self.plans: list[tuple[int, Plan, float]] = []
+        self.lacks_host_memory: list[str] = []
+        """Sentences on the present plan's nodes."""
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None

@@ -19,6 +19,7 @@ from autohet.driver.control.orders import Book
 from autohet.driver.control.planning import Proposal
 from autohet.driver.control.states import Building, Quiescing, Sourcing, State, Training
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
+from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
@@ -96,13 +97,18 @@ class Rebuild(Desk):
         return Building(state.change, state.proposal, generation, participants, deadline)
 
     def _emit_plan(self, state: Sourcing, start_step: int) -> None:
+        """The plan, and before anything of it is trained what its nodes' host memory has no room for."""
         proposal = state.proposal
+        lacks = sentences(proposal.cost.memory_of.host_memory(proposal.plan, self.planning.inputs.kept))
+        for sentence in lacks if lacks != self.lacks_host_memory else ():
+            logger.warning("%s", sentence)
+        self.lacks_host_memory = lacks
         self.events.emit(
             "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
             reason=state.change.reason, step=start_step, idle=list(proposal.idle), step_timeout_s=self.timeouts.step_s,
             usd_per_hour=proposal.cost.fleet.usd_per_hour(),
             horizon_s=round(self.planning.horizon_s, 1), move_s=round(self.planning.move_s, 2),
-            zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}),
+            zones=sorted({node.node_type.zone for node in proposal.cost.fleet.nodes} - {""}), lacks_host_memory=lacks,
         )  # fmt: skip
 
     def _build(self, state: Building, seen: Observation) -> State:

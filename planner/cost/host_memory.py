@@ -1,0 +1,287 @@
+"""What the runtime keeps of training state in a node's host memory, and what of that there is room for; formulas in README.md.
+
+`recovery.local.memory_budget` shares a node's host memory out when a generation begins. These are its rules from the plan alone, before
+anything is started; a test compares the two (tests/runtime/test_host_memory_prediction.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.cluster import GIB, Fleet, NodeType, node_of
+from planner.cost.memory import OPTIMIZER_BYTES
+from planner.cost.stage_costs import sharing_of
+from planner.model_spec import ModelSpec
+from planner.plan import Plan, Stage
+from planner.redundancy import EMBEDDING, HEAD, holders_by_shard, layers_of
+
+SNAPSHOT_FILES = 2
+"""Of each worker: a snapshot is written into the older one (`memory_budget.FILES`)."""
+COPY_ROUNDS = 3
+"""Steps whose copies of other nodes' state may be there at once (`memory_budget.ROUNDS`)."""
+USABLE = 0.9
+"""Of the machine's memory and of the memory file system (`memory_budget.USABLE`): processes need some of it."""
+MEMORY_FILE_SYSTEM = 0.5
+"""Of the machine's memory: Linux's size of a tmpfs that names none. In a container it may be less; the runtime looks at the real one."""
+IN_FLIGHT_BYTES = 128 * 2**20
+"""Messages of a restore that are on a device at once (`recovery.transfer.exchange.IN_FLIGHT_BYTES`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a job keeps in host memory: snapshots of its workers' state, and on other nodes copies, made from those, of what one node alone
+    holds."""
+
+    snapshots: bool = True
+    copies: bool = True
+
+
+ALL_KEPT = Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of one node's host memory. host_bytes: all of it. state_bytes: masters and moments of its workers; sole_bytes: what of them no
+    other node holds; copies_bytes: what other nodes may want to keep here; staged_bytes: of workers whose device has no room for two such
+    states, which a change of plans moves to host memory."""
+
+    node: str
+    node_type: str
+    host_bytes: int
+    state_bytes: float
+    sole_bytes: float
+    copies_bytes: float
+    staged_bytes: float
+    kept: Kept = ALL_KEPT
+
+    @property
+    def usable_bytes(self) -> float:
+        return USABLE * self.host_bytes
+
+    @property
+    def room_bytes(self) -> float:
+        """For snapshots and copies."""
+        return MEMORY_FILE_SYSTEM * self.usable_bytes
+
+    @property
+    def snapshot_bytes(self) -> float:
+        """Of all that its workers hold."""
+        return SNAPSHOT_FILES * self.state_bytes if self.kept.snapshots else 0.0
+
+    @property
+    def sole_snapshot_bytes(self) -> float:
+        """Of what no other node holds."""
+        return SNAPSHOT_FILES * self.sole_bytes if self.kept.snapshots else 0.0
+
+    @property
+    def wanted_bytes(self) -> float:
+        """Snapshots of everything, and copies."""
+        return self.snapshot_bytes + self.copies_bytes
+
+    @property
+    def suffices(self) -> bool:
+        """Whether recovery leaves nothing out."""
+        return self.wanted_bytes <= self.room_bytes
+
+    @property
+    def can_stage(self) -> bool:
+        """Whether there is room for the state that leaves the devices beside what is kept of snapshots and copies."""
+        return self.staged_bytes + min(self.wanted_bytes, self.room_bytes) <= self.usable_bytes
+
+    @property
+    def worst_bytes(self) -> float:
+        """In a change of plans that breaks off when all has come, with no snapshot of the step: the old state, and what came of the new
+        one, which is taken to be as much."""
+        return min(self.wanted_bytes, self.room_bytes) + 2 * self.staged_bytes
+
+    def sentence(self) -> str | None:
+        """What is left out, why, and what helps; None where nothing is."""
+        if self.suffices and self.can_stage:
+            return None
+        said = [] if self.suffices else [self._left_out()]
+        said += [] if self.can_stage else [self._staged_beside()]
+        more = max(self.wanted_bytes / MEMORY_FILE_SYSTEM, self.staged_bytes + self.wanted_bytes) / USABLE
+        return (
+            f"Host memory of {self.node} ({_gib(self.host_bytes)}): {'; '.join(said)}. With {_gib(more)} nothing would be left out; more"
+            " nodes to hold the model help as well"
+        )
+
+    def _left_out(self) -> str:
+        copies = f", copies of what other nodes alone hold {_gib(self.copies_bytes)}" if self.copies_bytes else ""
+        if self.sole_snapshot_bytes > self.room_bytes:
+            what = (
+                f"not all of the {_gib(self.sole_bytes)} that no other node holds is kept, so a death of its processes may cost the steps"
+                " since the last checkpoint"
+            )
+        elif self.sole_snapshot_bytes + self.copies_bytes > self.room_bytes:
+            what = "what no other node holds is kept first, and copies for other nodes go to its disk"
+        else:
+            what = "what no other node holds is kept first, then copies for other nodes, then of the rest what fits"
+        return (
+            f"snapshots of its {_gib(self.state_bytes)} of state take {_gib(self.snapshot_bytes)}{copies}, and there is room for"
+            f" {_gib(self.room_bytes)}: {what}"
+        )
+
+    def _staged_beside(self) -> str:
+        free = self.usable_bytes - min(self.wanted_bytes, self.room_bytes)
+        return (
+            f"a change of plans may move {_gib(self.staged_bytes)} of state from its GPUs to host memory, where {_gib(free)} are free"
+            " beside snapshots and copies: a worker that finds no room is killed"
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        names = (
+            "host_bytes",
+            "state_bytes",
+            "sole_bytes",
+            "copies_bytes",
+            "staged_bytes",
+            "snapshot_bytes",
+            "room_bytes",
+            "worst_bytes",
+        )
+        return {"node": self.node, **{name: int(getattr(self, name)) for name in names}}
+
+
+def sentences(nodes: Iterable[HostMemory]) -> list[str]:
+    """One for each node type of which a node lacks host memory: of the node that lacks most."""
+    worst: dict[str, tuple[float, str]] = {}
+    for each in nodes:
+        said, lack = each.sentence(), each.wanted_bytes + each.staged_bytes
+        if said is not None and lack > worst.get(each.node_type, (0.0, ""))[0]:
+            worst[each.node_type] = lack, said
+    return [said for _, said in worst.values()]
+
+
+def document_of(nodes: Iterable[HostMemory]) -> dict[str, Any]:
+    """The part of a plan's document that says it; nothing where nobody knows of any node."""
+    known = tuple(nodes)
+    found = {"by_node": [node.to_document() for node in known], "sentences": sentences(known)}
+    return {"host_memory": found} if known else {}
+
+
+def staged_bytes(state_bytes: float, room_bytes: float) -> float:
+    """Of a worker's state in a change to a plan of as much: all of it where its device has no room for both states and messages."""
+    return state_bytes if 2 * state_bytes + IN_FLIGHT_BYTES > room_bytes else 0.0
+
+
+def may_lack(kind: NodeType) -> bool:
+    """Whether what its GPUs hold may be too much for its host memory."""
+    return (
+        kind.host_memory_bytes is not None and kind.num_gpus * kind.gpu_memory_bytes > USABLE * kind.host_memory_bytes
+    )
+
+
+def why_not_staged(kind: NodeType, node: str, num_bytes: float) -> str | None:
+    """Why a node has no room for what a change of plans moves to its host memory whatever else is let go of; None where it has some, or
+    where nobody knows how much it has."""
+    if kind.host_memory_bytes is None or num_bytes <= USABLE * kind.host_memory_bytes:
+        return None
+    return (
+        f"a change of plans would move {_gib(num_bytes)} of state from the GPUs of {node} to its host memory, of which"
+        f" {_gib(USABLE * kind.host_memory_bytes)} of {_gib(kind.host_memory_bytes)} can be used (label autohet.io/host-memory-gib)"
+    )
+
+
+def never_too_much(kind: NodeType, room_bytes: float) -> float:
+    """The most state of each of its workers that is never too much to be moved to host memory, whatever the others have."""
+    if kind.host_memory_bytes is None:
+        return room_bytes
+    return max(USABLE * kind.host_memory_bytes / max(1, kind.num_gpus), (room_bytes - IN_FLIGHT_BYTES) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Sole:
+    """share: of each worker's state, what no other node holds; scalars: of parameters, by node, what it alone holds, each once."""
+
+    share: Mapping[str, float]
+    scalars: Mapping[str, float]
+
+
+def sole_state(plan: Plan, fleet: Fleet, spec: ModelSpec) -> Sole:
+    """What would go with a node. Shared optimizer state lies once, so all of it would."""
+    nodes, sharing = _nodes(plan, fleet, spec), sharing_of(plan)
+    share, once = dict[str, float](), defaultdict[str, dict[object, float]](dict)
+    for worker, pieces in _pieces_by_worker(plan, spec).items():
+        whole = sole = 0.0
+        for layer, part, scalars in pieces:
+            shared = layer in sharing.layers
+            size = scalars / sharing.holders if shared else scalars
+            whole += size
+            if shared or len(nodes[layer, part]) == 1:
+                sole += size
+                once[node_of(worker)][layer, part, worker if shared else ""] = size
+        share[worker] = sole / whole
+    return Sole(share, {node: sum(of.values()) for node, of in once.items()})
+
+
+WHOLE = -1
+"""Where a part stands for what each rank of a stage holds whole."""
+Piece = tuple[str, int, float]
+"""Layer, part of what tensor parallelism cuts of it, scalars."""
+
+
+def _nodes(plan: Plan, fleet: Fleet, spec: ModelSpec) -> dict[tuple[str, int], set[str]]:
+    """Names of the nodes that hold each piece."""
+    found = defaultdict[tuple[str, int], set[str]](set)
+    for shard, names in holders_by_shard(plan, fleet, spec.num_layers).items():
+        for part in (shard.part, WHOLE):
+            found[shard.layer, part] |= names
+        if shard.layer == HEAD and spec.tied_embeddings:
+            found[EMBEDDING, shard.part] |= names
+    return found
+
+
+def _pieces_by_worker(plan: Plan, spec: ModelSpec) -> dict[str, list[Piece]]:
+    parts, found = max(s.num_parts for pipeline in plan.pipelines for s in pipeline.stages), dict[str, list[Piece]]()
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            tied = 0 if len(pipeline.stages) == 1 else spec.tied_parameters
+            for rank, worker in enumerate(stage.workers):
+                names = layers_of(stage, index, len(pipeline.stages))
+                found[worker] = [each for name in names for each in _pieces(spec, stage, rank, name, parts, tied)]
+    return found
+
+
+def _pieces(spec: ModelSpec, stage: Stage, rank: int, layer: str, parts: int, tied: int) -> Iterator[Piece]:
+    """Of one layer on one rank; tied: scalars of the embedding that come with a head on another stage."""
+    share = stage.share(rank)
+    of = spec.with_share(share) if stage.tp_shares else spec
+    one = of.embedding if layer == EMBEDDING else of.head if layer == HEAD else of.blocks[int(layer)]
+    cut, held = one.parameters_per_worker(1 / share.fraction) - one.replicated_parameters, share.units(parts)
+    yield layer, WHOLE, float(one.replicated_parameters)
+    for part in held:
+        yield layer, part, cut / len(held)
+        if layer == HEAD and tied:
+            yield EMBEDDING, part, tied / parts
+
+
+def by_node(
+    plan: Plan, fleet: Fleet, spec: ModelSpec, state: Mapping[str, float], staged: Mapping[str, float], kept: Kept
+) -> tuple[HostMemory, ...]:
+    """Of the plan's nodes whose host memory is known. state: bytes by worker; staged: by node."""
+    alone = sole_state(plan, fleet, spec)
+    workers = {node: [worker for worker in state if node_of(worker) == node] for node in map(node_of, state)}
+    found, all_alone = list[HostMemory](), sum(alone.scalars.values())
+    for node, mine in workers.items():
+        kind = fleet.node_of(mine[0]).node_type
+        theirs = OPTIMIZER_BYTES * (all_alone - alone.scalars.get(node, 0.0))
+        if kind.host_memory_bytes is not None:
+            found.append(
+                HostMemory(
+                    node=node,
+                    node_type=kind.name,
+                    host_bytes=kind.host_memory_bytes,
+                    state_bytes=sum(state[worker] for worker in mine),
+                    sole_bytes=sum(state[worker] * alone.share[worker] for worker in mine),
+                    copies_bytes=COPY_ROUNDS * theirs / max(1, len(workers) - 1) if kept.copies else 0.0,
+                    staged_bytes=staged.get(node, 0.0),
+                    kept=kept,
+                )
+            )
+    return tuple(found)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
