@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+SLICE_S = 0.05
+"""Seconds between two looks at whether to go on sleeping."""
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -18,17 +21,17 @@ class Pace:
 class Pacer:
     """Sleeps out the rest of an action's emulated time. An interrupt ends the sleep by way of `stopped`."""
 
-    def __init__(self, pace: Pace, stopped: Callable[[], bool], slice_s: float = 0.05) -> None:
-        self._pace = pace
-        self._stopped = stopped
-        self._slice_s = slice_s
+    def __init__(self, pace: Pace, stopped: Callable[[], bool]) -> None:
+        self._pace, self._stopped = pace, stopped
 
     def after_forward(self, started: float) -> None:
-        self._sleep_until(started + self._pace.forward_s)
+        sleep_until(started + self._pace.forward_s, self._stopped)
 
     def after_backward(self, started: float) -> None:
-        self._sleep_until(started + self._pace.backward_s)
+        sleep_until(started + self._pace.backward_s, self._stopped)
 
-    def _sleep_until(self, deadline: float) -> None:
-        while (left := deadline - time.perf_counter()) > 0 and not self._stopped():
-            time.sleep(min(left, self._slice_s))
+
+def sleep_until(deadline: float, stopped: Callable[[], bool]) -> None:
+    """deadline: on `time.perf_counter`. Once `stopped` is true, at most SLICE_S longer."""
+    while (left := deadline - time.perf_counter()) > 0 and not stopped():
+        time.sleep(min(left, SLICE_S))

@@ -31,6 +31,7 @@ from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Recompute, TensorShare, check_plan
 from planner.profile import ProfileTable, default_profile
 from planner.spmd.decoders import Decoder, decoder_graph
+from planner.spmd.fleet import breakdown_of_program
 
 __all__ = ["Assumed", "CostModel", "LayerCosts", "MemoryChoices", "Prediction", "Simulation"]
 
@@ -276,26 +277,29 @@ class CostModel:
     def _predict(self, plan: Plan) -> Prediction:
         check_plan(plan, self.spec.num_layers, exact_batch=False)
         if plan.spmd is not None:
-            from planner.spmd.fleet import predict_program  # which asks this model
-            return predict_program(self, plan)
-        simulation = self.simulate(plan)
+            breakdown, used, estimated = breakdown_of_program(self, plan)
+            step = sum(breakdown.values())
+        else:
+            simulation = self.simulate(plan)
+            step, breakdown, used = simulation.step_time_s, self._breakdown(simulation), self.memory_by_worker(plan)
+            stages = [(pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))]
+            estimated = tuple(dict.fromkeys(note for place in stages for note in self._stages.terms(*place).estimated))
         sequences = sum(pipeline.num_sequences for pipeline in plan.pipelines)
-        tokens, step, usd = sequences * self.sequence_length, simulation.step_time_s, self.usd_per_hour(plan)
+        tokens, usd = sequences * self.sequence_length, self.usd_per_hour(plan)
+        limits = {w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers}
         return Prediction(
             step_time_s=step,
             sequences_per_s=sequences / step,
             tokens_per_s=tokens / step,
             usd_per_hour=usd,
             usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
-            breakdown_s=self._breakdown(simulation),
-            memory_bytes_by_worker=self.memory_by_worker(plan),
-            memory_limit_bytes_by_worker={
-                w: int(self.limit_bytes(self.fleet.node_of(w).node_type)) for w in plan.workers
-            },
-            estimated=self._estimated(plan),
+            breakdown_s=breakdown,
+            memory_bytes_by_worker=used,
+            memory_limit_bytes_by_worker=limits,
+            estimated=estimated,
             plan=plan,
-            not_staged=self.memory_of.not_staged(plan),
-            tied_embeddings=self.spec.tied_embeddings, key_value_units=self.spec.key_value_units,
+            not_staged=self.memory_of.not_staged(plan) if plan.spmd is None else None,
+            tied_embeddings=self.spec.tied_embeddings, key_value_units=self.spec.key_value_units if plan.spmd is None else 0,
         )  # fmt: skip
 
     def simulate(self, plan: Plan) -> Simulation:
@@ -394,7 +398,3 @@ class CostModel:
         nodes = {node.name: node.node_type.usd_per_hour for node in map(self.fleet.node_of, plan.workers)}
         prices = list(nodes.values())
         return None if any(price is None for price in prices) else sum(price for price in prices if price is not None)
-
-    def _estimated(self, plan: Plan) -> tuple[str, ...]:
-        stages = [(pipeline, i) for pipeline in plan.pipelines for i in range(len(pipeline.stages))]
-        return tuple(dict.fromkeys(note for place in stages for note in self._stages.terms(*place).estimated))

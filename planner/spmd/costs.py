@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import ConfigError
-from planner.spmd.graph import Axis, Graph, Node
-from planner.spmd.layouts import CONVERSIONS
+from planner.spmd.graph import Graph, Node
+from planner.spmd.layouts import SILENT, dual_of
 from planner.spmd.program import Instruction, Program
 from planner.spmd.rules import axis_of
 
@@ -83,9 +83,6 @@ class Work:
     traffic: float = 0.0
     launches: float = 1.0
 
-    def times(self, count: int) -> "Work":
-        return Work(self.axis, self.flops * count, self.traffic * count, self.launches * count)
-
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -94,9 +91,6 @@ class Wire:
     constant_s: float
     scaled_s: float = 0.0
     axes: tuple[str, ...] = ()
-
-    def times(self, count: int) -> "Wire":
-        return Wire(self.constant_s * count, self.scaled_s * count, self.axes)
 
 
 Term = Work | Wire
@@ -111,36 +105,29 @@ class Shares:
     def __init__(self, graph: Graph, ratios: tuple[tuple[float, ...], ...], whole: bool = True) -> None:
         self.ratios, self.whole = ratios, whole
         self._axes = {axis.name: axis for axis in graph.axes.values()}
-        self._known: dict[tuple[int, int], Floats] = {}
+        self._of: dict[tuple[int, int], Floats] = {}
         self._lengths: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.ratios[0])
 
     def segment(self, axis: str) -> int:
         return 0 if len(self.ratios) == 1 or self._axes[axis].is_batch else 1
 
     def lengths(self, axis: str) -> tuple[int, ...]:
         """Units of each device; they sum to the axis' units."""
-        key = self.segment(axis), self._axes[axis].units
+        key = self.key(axis)
         if key not in self._lengths:
             self._lengths[key] = round_to_units(self.ratios[key[0]], key[1])
         return self._lengths[key]
 
     def of(self, axis: str) -> Floats:
         """Share of each device."""
-        key = self.segment(axis), self._axes[axis].units
-        if key not in self._known:
-            exact = np.asarray(self.ratios[key[0]])
-            self._known[key] = np.asarray(self.lengths(axis)) / key[1] if self.whole else exact
-        return self._known[key]
+        key = self.key(axis)
+        if key not in self._of:
+            self._of[key] = np.array(self.lengths(axis)) / key[1] if self.whole else np.array(self.ratios[key[0]])
+        return self._of[key]
 
-    def key(self, axis: str | None) -> tuple[int, int] | None:
-        return None if axis is None else (self.segment(axis), self._axes[axis].units)
-
-    def axis(self, name: str) -> Axis:
-        return self._axes[name]
+    def key(self, axis: str) -> tuple[int, int]:
+        """Segment and units: what the shares of an axis depend on."""
+        return self.segment(axis), self._axes[axis].units
 
 
 def round_to_units(ratios: Iterable[float], units: int) -> tuple[int, ...]:
@@ -169,17 +156,18 @@ class CostTable:
         self._of: Shares | None = None
         self._counted: tuple[Program, Counter[Term]] | None = None
 
-    # ---- terms ----
-
     def terms(self, instruction: Instruction) -> tuple[Term, ...]:
-        """What an instruction and its gradient dual take."""
+        """What an instruction and its gradient dual take, once."""
         node = self.graph.by_name[instruction.tensor]
         if instruction.op == "load":
             if node.kind == "parameter" and node.needs_gradient and instruction.output.kind == "replicated":
                 return (self._wire("all_reduce", node, (), latency=False),)
             return ()
-        terms = self._compute(node, instruction) if instruction.op == "compute" else self._conversion(node, instruction)
-        return terms if self.passes == 1 else tuple(term.times(self.passes) for term in terms)
+        return self._compute(node, instruction) if instruction.op == "compute" else self._conversion(node, instruction)
+
+    def times(self, instruction: Instruction) -> int:
+        """How often a step does it, or for a leaf what its gradient takes."""
+        return 1 if instruction.op == "load" else self.passes
 
     def final_terms(self, program: Program) -> tuple[Term, ...]:
         """Replicated parameters' gradients are summed in one all-reduce: its latency, once."""
@@ -204,12 +192,13 @@ class CostTable:
         return tuple(found)
 
     def _conversion(self, node: Node, instruction: Instruction) -> tuple[Term, ...]:
-        conversion = CONVERSIONS[instruction.op]
-        layouts = [layout for _, layout in instruction.inputs] + [instruction.output]
-        axes = tuple(self.graph.axes[node.name, layout.dim].name for layout in layouts if layout.kind == "sharded")
-        sent = (conversion.forward, conversion.backward if node.needs_gradient else None)
+        if instruction.op in SILENT:
+            return ()
+        ((_, source),), target = instruction.inputs, instruction.output
+        axes = tuple(self.graph.axes[node.name, layout.dim].name for layout in (source, target) if layout.kind == "sharded")
+        sent = (instruction.op, *([dual_of(source, target)] if node.needs_gradient else []))
         suffix = f"_{instruction.variant}" if instruction.variant else ""
-        return tuple(self._wire(name + suffix, node, axes) for name in sent if name is not None)
+        return tuple(self._wire(f"{name}{suffix}", node, axes) for name in sent)
 
     def _wire(self, name: str, node: Node, axes: tuple[str | None, ...], latency: bool = True) -> Wire:
         if self.num_devices == 1:
@@ -219,13 +208,6 @@ class CostTable:
         if name == "all_reduce" or name.endswith("grouped"):
             return Wire(wait_s + whole_s)
         return Wire(wait_s, whole_s * self.num_devices, tuple(axis for axis in axes if axis is not None))
-
-    @property
-    def has_work_beside_flops(self) -> bool:
-        """Whether any device's launches or memory traffic take time."""
-        return bool(self._launch.any() or np.isfinite(self._traffic).any())
-
-    # ---- seconds ----
 
     def seconds(self, terms: Iterable[Term], shares: Shares) -> float:
         """The sum over the terms."""
@@ -238,17 +220,19 @@ class CostTable:
             if not term.axes:
                 return term.constant_s
             return term.constant_s + term.scaled_s * max(float(shares.of(axis).max()) for axis in term.axes)
-        key = (shares.key(term.axis), term.flops, term.traffic, term.launches)
-        known = self._seconds.get(key)
-        if known is None:
-            part = 1.0 if term.axis is None else shares.of(term.axis)
-            known = self._seconds[key] = float(self.work_s(term, part).max())
-        return known
+        key = (term.axis and shares.key(term.axis), term.flops, term.traffic, term.launches)
+        if key not in self._seconds:
+            self._seconds[key] = float(self.work_s(term, shares).max())
+        return self._seconds[key]
 
-    def work_s(self, term: Work, share: Floats | float) -> Floats:
-        """Of each device, with these shares of the work."""
-        found: Floats = term.launches * self._launch + share * (term.flops / self.speeds + term.traffic / self._traffic)
-        return found
+    def work_s(self, term: Work, shares: Shares) -> Floats:
+        """Of each device, with its share of the work."""
+        fixed, whole = self.line(term)
+        return fixed + (whole if term.axis is None else shares.of(term.axis) * whole)
+
+    def line(self, term: Work) -> tuple[Floats, Floats]:
+        """Seconds of each device that are fixed, and those of the whole work."""
+        return term.launches * self._launch, term.flops / self.speeds + term.traffic / self._traffic
 
     def program_s(self, program: Program, shares: Shares) -> float:
         """Seconds of a whole step."""
@@ -257,12 +241,12 @@ class CostTable:
     def counted(self, program: Program) -> Counter[Term]:
         """The terms of a whole step and how often each occurs: equal layers have equal terms."""
         if self._counted is None or self._counted[0] is not program:
-            terms = Counter(term for i in program.instructions for term in self.terms(i))
-            terms.update(self.final_terms(program))
+            terms = Counter(self.final_terms(program))
+            for instruction in program.instructions:
+                for term in self.terms(instruction):
+                    terms[term] += self.times(instruction)
             self._counted = program, terms
         return self._counted[1]
-
-    # ---- memory ----
 
     @property
     def least_bytes(self) -> float:

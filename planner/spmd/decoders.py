@@ -1,12 +1,14 @@
 """Graphs of decoder families from their specs by formula, equal to what capture reads from the library's modules
 (tests/runtime/spmd/test_decoders.py), so that planning needs no torch."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.model_spec import LayerSpec, ModelSpec
+from planner.model_spec import ModelSpec
 from planner.spmd.graph import Graph, Node
-from planner.spmd.operators import Names, Operation, Ref, operator_node
+from planner.spmd.operators import Operation, Ref, numbered, operator_node
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 FAMILIES = LLAMA_LIKE | {"gpt2"}
@@ -26,11 +28,10 @@ def decoder_graph(spec: ModelSpec, batch: int, sequence_length: int, precision: 
     """For a microbatch of `batch` sequences; None where the spec is of no known family or has parameters that a formula does not."""
     if spec.model_type not in FAMILIES:
         return None
-    family = _Gpt2 if spec.model_type == "gpt2" else _Llama
-    builder = family(spec, batch, sequence_length, precision)
+    builder = (_Gpt2 if spec.model_type == "gpt2" else _Llama)(spec, batch, sequence_length, precision)
     builder.build()
-    layers = (spec.embedding, *spec.blocks, spec.head)
-    if builder.num_parameters != sum(layer.parameters for layer in layers):
+    found = sum(math.prod(builder.nodes[name].shape) for name in builder.split_dims)
+    if found != sum(layer.parameters for layer in (spec.embedding, *spec.blocks, spec.head)):
         return None
     return Decoder(Graph(list(builder.nodes.values()), most_units=spec.unreplicated_tp_degree), builder.split_dims)
 
@@ -40,32 +41,26 @@ class _Builder:
 
     def __init__(self, spec: ModelSpec, batch: int, length: int, precision: str) -> None:
         self.spec, self.batch, self.length = spec, batch, length
+        self.tokens = batch, length
         self.size = 4 if precision == "fp32" else 2
-        self.hidden, self.heads = spec.hidden_size, spec.num_heads
+        self.hidden, self.num_heads = spec.hidden_size, spec.num_heads
         self.nodes: dict[str, Node] = {}
         self.split_dims: dict[str, int] = {}
-        self.num_parameters = 0
-        self._names = Names()
+        self._counts = Counter[str]()
 
     def leaf(self, kind: str, name: str, shape: tuple[int, ...], item_bytes: int) -> str:
         self.nodes.setdefault(name, Node(name, kind, "", (), shape, item_bytes, kind == "parameter"))  # type: ignore[arg-type]
         return name
 
     def parameter(self, name: str, *shape: int, split: int = WHOLE) -> str:
-        if name not in self.nodes:
-            self.split_dims[name] = split
-            self.leaf("parameter", name, shape, self.size)
-            count = 1
-            for length in shape:
-                count *= length
-            self.num_parameters += count
-        return name
+        self.split_dims.setdefault(name, split)
+        return self.leaf("parameter", name, shape, self.size)
 
     def op(self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...], *arguments: object, item_bytes: int = 0) -> str:
         """arguments: those after the first tensor, where a rule asks for them. item_bytes: of the output; the first input's where 0."""
         nodes = [self.nodes[name] for name in inputs]
         operation = Operation(op, tuple(node.shape for node in nodes), shape, (Ref(0), *arguments), {})
-        name = self._names.next(op)
+        name = numbered(op, self._counts)
         self.nodes[name] = operator_node(name, operation, nodes, item_bytes or nodes[0].item_bytes)
         return name
 
@@ -73,30 +68,37 @@ class _Builder:
         """An operator whose output has the shape of its last input."""
         return self.op(op, inputs, self.nodes[inputs[-1]].shape, item_bytes=item_bytes)
 
-    @property
-    def tokens(self) -> tuple[int, int]:
-        return self.batch, self.length
-
     def embedding(self, path: str) -> str:
         table = self.parameter(f"{path}.weight", self.spec.vocab_size, self.hidden, split=0)
         return self.op("embedding", (table, self.leaf("input", "ids", self.tokens, 8)), (*self.tokens, self.hidden))
 
-    def linear(self, x: str, weight: str, features: int, *bias: str) -> str:
-        return self.op("linear", (x, weight, *bias), (*self.nodes[x].shape[:-1], features))
+    def linear(self, x: str, weight: str, *bias: str) -> str:
+        return self.op("linear", (x, weight, *bias), (*self.nodes[x].shape[:-1], self.nodes[weight].shape[0]))
+
+    def heads(self, x: str, heads: int, size: int) -> str:
+        """[batch, length, heads, size]"""
+        return self.op("view", (x,), (*self.tokens, heads, size))
+
+    def across(self, x: str) -> str:
+        """[batch, heads, length, size] of [batch, length, heads, size], or the other way round."""
+        batch, first, second, size = self.nodes[x].shape
+        return self.op("transpose", (x,), (batch, second, first, size), 1, 2)
+
+    def attention(self, q: str, k: str, v: str) -> str:
+        """[batch, length, width] of heads."""
+        y = self.across(self.op("scaled_dot_product_attention", (q, k, v), self.nodes[q].shape))
+        return self.op("reshape", (y,), (*self.tokens, math.prod(self.nodes[y].shape[2:])))
 
     def loss(self, x: str, embedding: str) -> None:
         spec = self.spec
         path = embedding if spec.tied_embeddings else "lm_head"
-        logits = self.linear(x, self.parameter(f"{path}.weight", spec.vocab_size, self.hidden, split=0), spec.vocab_size)
+        logits = self.linear(x, self.parameter(f"{path}.weight", spec.vocab_size, self.hidden, split=0))
         if self.size != 4:
             logits = self.like("to", logits, item_bytes=4)
         rows = self.batch * self.length
         logits = self.op("flatten", (logits,), (rows, spec.vocab_size))
         targets = self.op("flatten", (self.leaf("input", "targets", self.tokens, 8),), (rows,))
         self.op("cross_entropy_sum", (logits, targets), ())
-
-    def block(self, number: int) -> LayerSpec:
-        return self.spec.blocks[number]
 
 
 class _Llama(_Builder):
@@ -123,33 +125,31 @@ class _Llama(_Builder):
         """[batch, heads, length, size]"""
         weight = self.parameter(f"{path}.{name}_proj.weight", heads * size, self.hidden, split=0)
         bias = (self.parameter(f"{path}.{name}_proj.bias", heads * size, split=0),) if self.spec.model_type == "qwen2" else ()
-        y = self.op("view", (self.linear(x, weight, heads * size, *bias),), (*self.tokens, heads, size))
+        y = self.heads(self.linear(x, weight, *bias), heads, size)
         if self.spec.model_type == "qwen3" and name != "v":
             y = self._norm(y, f"{path}.{name}_norm")
-        return self.op("transpose", (y,), (self.batch, heads, self.length, size), 1, 2)
+        return self.across(y)
 
     def _rotated(self, x: str, size: int) -> str:
         cos, sin = (self.leaf("constant", f"constant_{at}", (1, 1, self.length, size), self.size) for at in range(2))
         return self.op("rotary", (x, cos, sin), self.nodes[x].shape)
 
     def _attention(self, x: str, path: str, number: int) -> str:
-        size, kv_heads = self.block(number).attention_width // self.heads, self.spec.num_kv_heads
-        q = self._projection(x, path, "q", self.heads, size)
+        size, kv_heads = self.spec.blocks[number].attention_width // self.num_heads, self.spec.num_kv_heads
+        q = self._projection(x, path, "q", self.num_heads, size)
         k, v = (self._projection(x, path, name, kv_heads, size) for name in "kv")
         q, k = self._rotated(q, size), self._rotated(k, size)
-        y = self.op("scaled_dot_product_attention", (q, k, v), self.nodes[q].shape)
-        y = self.op("transpose", (y,), (*self.tokens, self.heads, size), 1, 2)
-        y = self.op("reshape", (y,), (*self.tokens, self.heads * size))
-        return self.linear(y, self.parameter(f"{path}.o_proj.weight", self.hidden, self.heads * size, split=1), self.hidden)
+        weight = self.parameter(f"{path}.o_proj.weight", self.hidden, self.num_heads * size, split=1)
+        return self.linear(self.attention(q, k, v), weight)
 
     def _mlp(self, x: str, path: str, number: int) -> str:
-        block = self.block(number)
-        attention = 2 * self.hidden * block.attention_width * (1 + self.spec.num_kv_heads / self.heads)
+        block = self.spec.blocks[number]
+        attention = 2 * self.hidden * block.attention_width * (1 + self.spec.num_kv_heads / self.num_heads)
         inner = round((block.matmul_parameters - attention) / (3 * self.hidden))
         gate, up = (self.parameter(f"{path}.{name}_proj.weight", inner, self.hidden, split=0) for name in ("gate", "up"))
-        y = self.like("silu", self.linear(x, gate, inner))
-        y = self.like("mul", y, self.linear(x, up, inner))
-        return self.linear(y, self.parameter(f"{path}.down_proj.weight", self.hidden, inner, split=1), self.hidden)
+        y = self.like("silu", self.linear(x, gate))
+        y = self.like("mul", y, self.linear(x, up))
+        return self.linear(y, self.parameter(f"{path}.down_proj.weight", self.hidden, inner, split=1))
 
 
 class _Gpt2(_Builder):
@@ -179,22 +179,14 @@ class _Gpt2(_Builder):
         return self.op("view", (y,), (*self.tokens, features))
 
     def _attention(self, x: str, path: str) -> str:
-        packed, size = self._projection(x, f"{path}.c_attn", 3 * self.hidden), self.hidden // self.heads
+        packed = self._projection(x, f"{path}.c_attn", 3 * self.hidden)
         q, k, v = (self.op("split", (packed,), (*self.tokens, self.hidden), self.hidden, 2) for _ in range(3))
-
-        def heads(part: str) -> str:
-            view = self.op("view", (part,), (*self.tokens, self.heads, size))
-            return self.op("transpose", (view,), (self.batch, self.heads, self.length, size), 1, 2)
-
-        k, v, q = heads(k), heads(v), heads(q)
-        y = self.op("scaled_dot_product_attention", (q, k, v), self.nodes[q].shape)
-        y = self.op("transpose", (y,), (*self.tokens, self.heads, size), 1, 2)
-        y = self.op("reshape", (y,), (*self.tokens, self.hidden))
-        return self._projection(y, f"{path}.c_proj", self.hidden, is_row=True)
+        k, v, q = (self.across(self.heads(part, self.num_heads, self.hidden // self.num_heads)) for part in (k, v, q))
+        return self._projection(self.attention(q, k, v), f"{path}.c_proj", self.hidden, is_row=True)
 
     def _mlp(self, x: str, path: str, number: int) -> str:
         """With GELU's tanh formula, operator by operator."""
-        inner = round((self.block(number).matmul_parameters - 4 * self.hidden**2) / (2 * self.hidden))
+        inner = round((self.spec.blocks[number].matmul_parameters - 4 * self.hidden**2) / (2 * self.hidden))
         x = self._projection(x, f"{path}.c_fc", inner)
         half = self.like("mul", x)
         y = self.like("add", x, self.like("mul", self.like("pow", x)))

@@ -30,7 +30,7 @@ class StageProgram:
 
     @classmethod
     def of(cls, placed: PlacedProgram) -> "StageProgram":
-        units = tuple((axis, row) for axis, row in zip(sorted(placed.axes_used), placed.units, strict=True))
+        units = tuple((axis.name, row) for axis, row in placed.units.items())
         return cls(placed.shares.ratios, units, tuple(_line(i) for i in placed.program.instructions))
 
     @property
@@ -78,7 +78,7 @@ class StageProgram:
         try:
             program.check(graph)
             placed = PlacedProgram(graph, program, shares)
-            same = {axis: shares.lengths(axis) for axis in placed.axes_used} == dict(self.units)
+            same = {axis.name: row for axis, row in placed.units.items()} == dict(self.units)
         except (AssertionError, KeyError) as error:
             raise ConfigError(f"the plan's program is none of this model at this microbatch: {error}") from None
         if not same:
@@ -111,9 +111,8 @@ def _property(text: str, what: str) -> tuple[str, Layout]:
     found = _LAYOUT.fullmatch(text)
     if found is None:
         raise ConfigError(f"'{text}' in 'program' of {what} must be a tensor and its layout such as 'x:sharded(0)'")
-    name, dim = found[1], found[3]
     kind: Any = found[2]
-    return name, Layout(kind) if kind else Layout("sharded", int(dim))
+    return found[1], Layout(kind) if kind else Layout("sharded", int(found[3]))
 
 
 def _numbers(row: object, what: str, kind: type[int] | type[float]) -> list[float]:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from planner.cluster import NodeType
-from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Plan
-from planner.spmd.costs import CostTable, Device, Floats, SpmdCluster, Wire, Work, ring_collectives
+from planner.spmd.costs import CostTable, Device, SpmdCluster, Term, Wire, Work, ring_collectives
 from planner.spmd.decoders import FAMILIES, Decoder
 from planner.spmd.graph import Graph
 from planner.spmd.plan import PlacedProgram
-from planner.spmd.program import explain
+from planner.spmd.program import Program, explain
 
 if TYPE_CHECKING:
     from planner.cost.model import CostModel
@@ -64,85 +63,50 @@ def _device(cost: "CostModel", kind: NodeType, graph: Graph, microbatch: int, ev
     return flops / slope, memory, float("inf"), max(0.0, one - slope) / launches
 
 
-def predict_program(cost: "CostModel", plan: Plan) -> Prediction:
-    """A plan of one program, costed. ConfigError where it is none of this model."""
+def _placed(cost: "CostModel", plan: Plan) -> tuple[CostTable, PlacedProgram]:
+    """A plan's program over the model's graph, and what its instructions cost. ConfigError where it is none of this model."""
     (pipeline,) = plan.pipelines
-    workers, size = plan.workers, pipeline.microbatch_sequences
     assert plan.spmd is not None
-    placed = plan.spmd.placed(decoder_of(cost, size).graph)
-    table = table_of(cost, placed.graph, workers, size, pipeline.num_microbatches)
-    compute_s, wire_s, sync_s = _parts(table, placed)
-    update_s = _update_s(cost, table, placed, workers)
-    step = compute_s + wire_s + sync_s + update_s + cost.parameters.step_overhead_s
-    kinds = {worker: cost.fleet.node_of(worker).node_type for worker in workers}
-    used = table.program_bytes(placed.program, placed.shares)
-    tokens = pipeline.num_sequences * cost.sequence_length
-    usd = cost.usd_per_hour(plan)
-    estimated = [note for kind in dict.fromkeys(kinds.values()) for note in cost.layer_costs(kind, 1, 1).estimated]
-    return Prediction(
-        step_time_s=step,
-        sequences_per_s=pipeline.num_sequences / step,
-        tokens_per_s=tokens / step,
-        usd_per_hour=usd,
-        usd_per_million_tokens=None if usd is None else usd / 3600 * step / tokens * 1e6,
-        breakdown_s={
-            "pipeline": compute_s, "collectives": wire_s, "grad_sync": sync_s, "optimizer": update_s,
-            "overhead": cost.parameters.step_overhead_s,
-        },
-        memory_bytes_by_worker={w: int(b + cost.fixed_bytes(kinds[w])) for w, b in zip(workers, used, strict=True)},
-        memory_limit_bytes_by_worker={w: int(cost.limit_bytes(kind)) for w, kind in kinds.items()},
-        estimated=tuple(dict.fromkeys(estimated)),
-        plan=plan,
-        tied_embeddings=cost.spec.tied_embeddings,
-    )  # fmt: skip
+    placed = plan.spmd.placed(decoder_of(cost, pipeline.microbatch_sequences).graph)
+    return table_of(cost, placed.graph, plan.workers, pipeline.microbatch_sequences, pipeline.num_microbatches), placed
+
+
+def breakdown_of_program(cost: "CostModel", plan: Plan) -> tuple[dict[str, float], dict[str, int], tuple[str, ...]]:
+    """Seconds of a step by what they are spent on, one after the other; bytes by worker; what is estimated. ConfigError where the plan is
+    none of this model."""
+    table, placed = _placed(cost, plan)
+    shares, loads = placed.shares, [i for i in placed.program.instructions if i.op == "load"]
+    sync_s = table.seconds((*(term for load in loads for term in table.terms(load)), *table.final_terms(placed.program)), shares)
+    seconds: dict[type[Term], float] = {Work: 0.0, Wire: 0.0}
+    for term, count in table.counted(placed.program).items():
+        seconds[type(term)] += count * table.seconds((term,), shares)
+    kinds = [cost.fleet.node_of(worker).node_type for worker in plan.workers]
+    state = Program(tuple(load for load in loads if placed.graph.by_name[load.tensor].kind == "parameter"))
+    layers = [cost.layer_costs(kind, 1, 1) for kind in kinds]
+    whole_s = np.array([each.update_s.sum() for each in layers])
+    held = table.program_bytes(state, shares) / sum(table.bytes_of(load)[1] for load in state.instructions)
+    used = table.program_bytes(placed.program, shares)
+    breakdown = {
+        "pipeline": seconds[Work], "collectives": max(0.0, seconds[Wire] - sync_s), "grad_sync": sync_s,
+        "optimizer": float((held * whole_s).max()), "overhead": cost.parameters.step_overhead_s,
+    }  # fmt: skip
+    by_worker = {w: int(b + cost.fixed_bytes(kind)) for w, b, kind in zip(plan.workers, used, kinds, strict=True)}
+    return breakdown, by_worker, tuple(dict.fromkeys(note for each in layers for note in each.estimated))
 
 
 def explain_program(cost: "CostModel", plan: Plan, *, by_tensor: bool) -> dict[str, Any]:
     """`notes`: what has no rule. `program`, if asked for: one entry a tensor, its shape, layouts and the instructions that yield them."""
-    assert plan.spmd is not None
-    graph = decoder_of(cost, plan.pipelines[0].microbatch_sequences).graph
-    found: dict[str, Any] = {"notes": list(graph.notes)}
-    return found | ({"program": explain(graph, plan.spmd.placed(graph).program)} if by_tensor else {})
-
-
-def _parts(table: CostTable, placed: PlacedProgram) -> tuple[float, float, float]:
-    """Seconds of operators, of the program's collectives, and of the sum of replicated parameters' gradients."""
-    shares, loads = placed.shares, [i for i in placed.program.instructions if i.op == "load"]
-    sync = [term for load in loads for term in table.terms(load)] + list(table.final_terms(placed.program))
-    counted = table.counted(placed.program)
-    wire_s = sum(count * table.seconds((term,), shares) for term, count in counted.items() if isinstance(term, Wire))
-    compute_s = sum(count * table.seconds((term,), shares) for term, count in counted.items() if isinstance(term, Work))
-    sync_s = table.seconds(sync, shares)
-    return compute_s, max(0.0, wire_s - sync_s), sync_s
-
-
-def _update_s(cost: "CostModel", table: CostTable, placed: PlacedProgram, workers: Sequence[str]) -> float:
-    """AdamW on what each device holds, at its node type's rate."""
-    held, whole = np.zeros(len(workers)), 0.0
-    for name, layout in placed.program.storage.items():
-        node = placed.graph.by_name[name]
-        if node.kind == "parameter":
-            share: Floats | float = 1.0
-            if layout.kind == "sharded":
-                share = placed.shares.of(placed.graph.axes[name, layout.dim].name)
-            whole += node.num_bytes
-            held += node.num_bytes * share
-    rates = [float(cost.layer_costs(cost.fleet.node_of(worker).node_type, 1, 1).update_s.sum()) for worker in workers]
-    return float((held / whole * np.array(rates)).max())
+    placed = _placed(cost, plan)[1]
+    found: dict[str, Any] = {"notes": list(placed.graph.notes)}
+    return found | ({"program": explain(placed.graph, placed.program)} if by_tensor else {})
 
 
 def work_by_worker(cost: "CostModel", plan: Plan) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of one microbatch's operators on each worker, as if no node were slowed down."""
-    (pipeline,) = plan.pipelines
-    assert plan.spmd is not None
-    placed = plan.spmd.placed(decoder_of(cost, pipeline.microbatch_sequences).graph)
-    table = table_of(cost, placed.graph, plan.workers, pipeline.microbatch_sequences, 1)
-    total = np.zeros(len(plan.workers))
-    for term, count in table.counted(placed.program).items():
-        if isinstance(term, Work):
-            share: Floats | float = 1.0 if term.axis is None else placed.shares.of(term.axis)
-            total += count * table.work_s(term, share)
+    table, placed = _placed(cost, plan)
+    works = [(term, count / table.passes) for term, count in table.counted(placed.program).items() if isinstance(term, Work)]
+    total = sum((count * table.work_s(term, placed.shares) for term, count in works), np.zeros(len(plan.workers)))
     slowdown = np.array([cost.fleet.node_of(worker).node_type.slowdown for worker in plan.workers])
-    forward = sum(node.flops for node in placed.graph.nodes)
-    part = forward / sum(node.flops + node.backward_flops for node in placed.graph.nodes)
+    forward, backward = (sum(getattr(node, name) for node in placed.graph.nodes) for name in ("flops", "backward_flops"))
+    part = forward / (forward + backward)
     return {w: (float(s * part), float(s * (1 - part))) for w, s in zip(plan.workers, total / slowdown, strict=True)}

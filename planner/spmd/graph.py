@@ -6,7 +6,7 @@ its heads are one axis, whose smallest unit is a head.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -125,15 +125,8 @@ def _leaves_late(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
-    parent: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def root(key: tuple[str, int]) -> tuple[str, int]:
-        parent.setdefault(key, key)
-        while parent[key] != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
+    """Dimensions with one letter anywhere are cut alike, so that whole groups of them are joined."""
+    alike: dict[tuple[str, int], set[tuple[str, int]]] = {}
     for node in graph.nodes:
         if node.signature is None:
             continue
@@ -142,21 +135,20 @@ def _axes_of(graph: Graph, most_units: int) -> dict[tuple[str, int], Axis]:
         for name, letters in texts:
             for dim, letter in enumerate(letters):
                 if letter != ".":
-                    anchor = first.setdefault(letter, (name, dim))
-                    low, high = sorted((root(anchor), root((name, dim))))
-                    parent[high] = low
-    members: dict[tuple[str, int], list[tuple[str, int]]] = {}
-    for key in parent:
-        members.setdefault(root(key), []).append(key)
+                    key = name, dim
+                    own = alike.setdefault(key, {key})
+                    few, many = sorted((own, alike[first.setdefault(letter, key)]), key=len)
+                    many |= few
+                    alike.update(dict.fromkeys(few, many))
     axes: dict[tuple[str, int], Axis] = {}
-    for top, keys in members.items():
-        axis = _axis(graph, top, keys, most_units)
+    for keys in {id(keys): keys for keys in alike.values()}.values():
+        axis = _axis(graph, keys, most_units)
         if axis.units > 1:
             axes.update(dict.fromkeys(keys, axis))
     return axes
 
 
-def _axis(graph: Graph, top: tuple[str, int], keys: Sequence[tuple[str, int]], most_units: int) -> Axis:
+def _axis(graph: Graph, keys: Collection[tuple[str, int]], most_units: int) -> Axis:
     """Units: of one size only, any number; else a divisor of all sizes, so that a cut falls on whole elements of each. At most
     `most_units` where training state is cut; data keeps none."""
     kinds = {graph.by_name[name].kind for name, _ in keys}
@@ -167,4 +159,5 @@ def _axis(graph: Graph, top: tuple[str, int], keys: Sequence[tuple[str, int]], m
     if len(sizes) > 1:
         common = math.gcd(*sizes)
         units = max(d for d in range(1, min(common, limit) + 1) if common % d == 0)
-    return Axis(f"{top[0]}.{top[1]}", units, is_batch)
+    name, dim = min(keys)
+    return Axis(f"{name}.{dim}", units, is_batch)

@@ -6,7 +6,6 @@ backward, and a program for the forward pass is one for both.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["replicated", "sharded", "partial", "factored"]
@@ -36,36 +35,28 @@ def sharded(dim: int) -> Layout:
     return Layout("sharded", dim)
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What an instruction between layouts sends in forward, and its dual in backward; None: nothing."""
+_TABLE: tuple[tuple[str, Kind, Kind, tuple[str, ...]], ...] = (
+    ("all_gather", "sharded", "replicated", ("padded", "grouped")),
+    ("reduce_scatter", "partial", "sharded", ("padded", "grouped")),
+    ("all_reduce", "partial", "replicated", ("",)),
+    ("all_to_all", "sharded", "sharded", ("",)),
+    ("slice", "replicated", "sharded", ("",)),
+    ("mask", "replicated", "partial", ("",)),
+)
+CONVERSIONS: Mapping[str, tuple[str, ...]] = {op: variants for op, _, _, variants in _TABLE}
+"""Instructions between layouts and their variants. padded: one collective of parts as large as the largest. grouped: one broadcast, or
+reduction, for each rank's own part. mask: the first rank alone keeps its copy, the others have zeros."""
+SILENT = frozenset({"slice", "mask"})
+"""They send nothing, nor do their duals."""
 
-    forward: str | None
-    backward: str | None
-    variants: tuple[str, ...] = ("",)
-
-
-CONVERSIONS: Mapping[str, Conversion] = {
-    "all_gather": Conversion("all_gather", "reduce_scatter", ("padded", "grouped")),
-    "reduce_scatter": Conversion("reduce_scatter", "all_gather", ("padded", "grouped")),
-    "all_reduce": Conversion("all_reduce", "all_reduce"),
-    "all_to_all": Conversion("all_to_all", "all_to_all"),
-    "slice": Conversion(None, None),
-    "mask": Conversion(None, None),
-}
-"""padded: one collective of parts as large as the largest. grouped: one broadcast, or reduction, for each rank's own part. mask: the
-first rank alone keeps its copy, the others have zeros."""
-
-_BY_KINDS: Mapping[tuple[Kind, Kind], str] = {
-    ("sharded", "replicated"): "all_gather",
-    ("partial", "sharded"): "reduce_scatter",
-    ("partial", "replicated"): "all_reduce",
-    ("sharded", "sharded"): "all_to_all",
-    ("replicated", "sharded"): "slice",
-    ("replicated", "partial"): "mask",
-}
+_BY_KINDS: Mapping[tuple[Kind, Kind], str] = {(source, target): op for op, source, target, _ in _TABLE}
 
 
 def conversion_between(source: Layout, target: Layout) -> str | None:
     """The one instruction from `source` to `target`; None where there is none, or they are the same."""
     return None if source == target else _BY_KINDS.get((source.kind, target.kind))
+
+
+def dual_of(source: Layout, target: Layout) -> str | None:
+    """What backward does where forward goes from `source` to `target`; None for a slice, whose dual fills up with zeros."""
+    return conversion_between(target.dual, source.dual)

@@ -1,6 +1,7 @@
 """Signatures of aten operators by name: which dimensions may be sharded, and what follows for the output. Data for `rules`."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_letters
@@ -43,42 +44,33 @@ def _blocked(shape: Sequence[int], *dims: int) -> str:
     return "".join("." if at in blocked else letter for at, letter in enumerate(_letters(shape)))
 
 
-def _elementwise(operation: Operation, linear: Sequence[frozenset[int]] = ()) -> Signature:
-    letters = _letters(operation.output)
-    inputs = []
-    for shape in operation.shapes:
-        tail = letters[len(letters) - len(shape) :]
-        sizes = operation.output[len(letters) - len(shape) :]
-        inputs.append("".join("." if own == 1 != size else c for c, own, size in zip(tail, shape, sizes, strict=True)))
-    return Signature(tuple(inputs), letters, linear=tuple(linear))
+def _broadcast(letters: str, shape: Shape, whole: Shape) -> str:
+    """Letters of a tensor of this shape where it meets one of the whole shape: none where it is stretched."""
+    first = len(letters) - len(shape)
+    return "".join("." if own == 1 != size else c for c, own, size in zip(letters[first:], shape, whole[first:], strict=True))
 
 
-def _sum_like(operation: Operation) -> Signature:
-    return _elementwise(operation, (frozenset(range(len(operation.shapes))),))
+def _elementwise(operation: Operation) -> Signature:
+    """Linear: in the terms of a sum together (where both are tensors), in each factor of a product, in what is scaled."""
+    letters, count = _letters(operation.output), len(operation.shapes)
+    linear: tuple[frozenset[int], ...] = ONE if operation.name in _SCALED else ()
+    if operation.name == "mul":
+        linear = tuple(frozenset({at}) for at in range(count))
+    elif operation.name in ("add", "sub") and count == 2:
+        linear = (frozenset({0, 1}),)
+    return Signature(tuple(_broadcast(letters, shape, operation.output) for shape in operation.shapes), letters, linear=linear)
 
 
-def _product(operation: Operation) -> Signature:
-    return _elementwise(operation, [frozenset({at}) for at in range(len(operation.shapes))])
-
-
-def _scaled(operation: Operation) -> Signature:
-    return _elementwise(operation, ONE)
-
-
-def _with_scalar_added(operation: Operation) -> Signature:
-    """add and sub: linear only where both are tensors."""
-    return _sum_like(operation) if len(operation.shapes) == 2 else _elementwise(operation)
+def _weighted(operation: Operation, x: str, weight: str, output: str, factored: bool = False) -> Signature:
+    """A product summed over the weight's second letter, and perhaps a bias along its first, which is added once."""
+    additive = frozenset({2} if len(operation.shapes) == 3 else ())
+    inputs = (x, weight, *(weight[0] for _ in additive))
+    return Signature(inputs, output, weight[1], additive, (frozenset({0}) | additive,), factored=factored)
 
 
 def _linear(operation: Operation) -> Signature:
     x = _letters(operation.shapes[0])
-    weight, bias = "Z" + x[-1], ("Z",) if len(operation.shapes) == 3 else ()
-    additive = frozenset({2} if bias else ())
-    return Signature((x, weight, *bias), x[:-1] + "Z", x[-1], additive, (frozenset({0}) | additive,), factored=True)
-
-
-def _addmm(operation: Operation) -> Signature:
-    return Signature(("Z", "ab", "bZ"), "aZ", "b", frozenset({0}), (frozenset({0, 1}),))
+    return _weighted(operation, x, "Z" + x[-1], x[:-1] + "Z", factored=True)
 
 
 def _matmul(operation: Operation) -> Signature | None:
@@ -89,12 +81,18 @@ def _matmul(operation: Operation) -> Signature | None:
     return Signature((batch + "XY", batch + "YZ"), batch + "XZ", "Y", linear=(frozenset({0}), frozenset({1})))
 
 
-def _einsum(operation: Operation) -> Signature | None:
+def _equation(operation: Operation) -> tuple[tuple[str, ...], str]:
+    """Letters of an einsum's inputs and of its output."""
     inputs, _, output = str(operation.args[0]).replace(" ", "").partition("->")
-    texts = tuple(inputs.split(","))
-    if "." in inputs or not output or any(len(set(text)) < len(text) for text in texts):
+    return tuple(inputs.split(",")), output
+
+
+def _einsum(operation: Operation) -> Signature | None:
+    texts, output = _equation(operation)
+    letters = "".join(texts)
+    if "." in letters or not output or any(len(set(text)) < len(text) for text in texts):
         return None
-    contracted = "".join(sorted(set("".join(texts)) - set(output)))
+    contracted = "".join(sorted(set(letters) - set(output)))
     return Signature(texts, output, contracted, linear=tuple(frozenset({at}) for at in range(len(texts))))
 
 
@@ -108,17 +106,7 @@ def _attention(operation: Operation) -> Signature:
     """Batch and heads; a mask's only where it has them. Key and value heads may be fewer (grouped queries)."""
     query = operation.shapes[0]
     letters = "bh.." if len(query) == 4 else "b.."
-    mask: tuple[str, ...] = ()
-    if len(operation.shapes) == 4:
-        shape = operation.shapes[3]
-        tail = letters[len(letters) - len(shape) :]
-        mask = ("".join(c if size > 1 else "." for c, size in zip(tail, shape, strict=True)),)
-    return Signature((letters, letters, letters, *mask), letters)
-
-
-def _rotary(operation: Operation) -> Signature:
-    """[batch, heads, length, size] turned by tables of cosines and sines; each rank has all positions of its batch or heads."""
-    return Signature(("bh..", "....", "...."), "bh..", linear=ONE)
+    return Signature((letters,) * 3 + tuple(_broadcast(letters, mask, query) for mask in operation.shapes[3:]), letters)
 
 
 def _last_dims_whole(operation: Operation) -> Signature:
@@ -144,11 +132,6 @@ def _reduced(operation: Operation, contracted: bool = True) -> Signature:
     keep = len(operation.output) == len(shape)
     output = "".join(("." if keep else "") if at in gone else c for at, c in enumerate(text))
     return Signature((text,), output, "".join(text[at] for at in gone) if contracted else "", linear=ONE if contracted else ())
-
-
-def _one_hot(operation: Operation) -> Signature:
-    text = _letters(operation.shapes[0])
-    return Signature((text,), text + ".")
 
 
 def _permuted(operation: Operation) -> Signature:
@@ -186,11 +169,6 @@ def _reshaped(operation: Operation) -> Signature:
     return Signature(("".join(before),), "".join(after), linear=ONE)
 
 
-def _unsqueezed(operation: Operation) -> Signature:
-    text, dim = _letters(operation.shapes[0]), operation.args[1] % len(operation.output)
-    return Signature((text,), text[:dim] + "." + text[dim:], linear=ONE)
-
-
 def _cut(operation: Operation) -> Signature:
     """slice, split and select: the dimension that they cut stays whole."""
     shape, position = operation.shapes[0], 2 if operation.name in ("split", "split_with_sizes", "chunk") else 1
@@ -209,19 +187,12 @@ def _convolution(operation: Operation) -> Signature | None:
     if operation.argument(6, "groups", 1) != 1:
         return None
     spatial = "." * (len(operation.output) - 2)
-    bias = ("Z",) if len(operation.shapes) == 3 else ()
-    additive = frozenset({2} if bias else ())
-    inputs = ("aY" + spatial, "ZY" + spatial, *bias)
-    return Signature(inputs, "aZ" + spatial, "Y", additive, (frozenset({0}) | additive,))
+    return _weighted(operation, "aY" + spatial, "ZY" + spatial, "aZ" + spatial)
 
 
 def _loss_sum(operation: Operation) -> Signature:
     """Sum of cross entropies of rows; over a sharded vocabulary it all-reduces each row's maximum, normalizer and gathered logit."""
     return Signature(("aY", "a"), "", "aY", reduced_bytes={"Y": 4.0 * 2 * operation.shapes[0][0]})
-
-
-def _count(operation: Operation) -> Signature:
-    return Signature(("a",), "", "a")
 
 
 Handler = Callable[[Operation], Signature | None]
@@ -230,41 +201,33 @@ _NONLINEAR = """
     clamp clamp_min clamp_max eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or
     __and__ __or__ __xor__ where masked_fill floor softplus leaky_relu elu hardtanh relu6 isnan sign square
 """.split()  # noqa: SIM905  shorter to read
+_SCALED = frozenset(("div", "neg", "to", "_to_copy", "clone", "detach", "type_as", "expand"))
+SHAPED = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "_unsafe_view"))
+"""Run as a reshape to the local shape of their output."""
+ALIASES = (SHAPED - {"_unsafe_view"}) | {"transpose", "permute", "t", "unsqueeze", "expand", "slice", "select", "split", "chunk", "detach"}
 HANDLERS: Mapping[str, Handler] = {
-    **dict.fromkeys(_NONLINEAR, _elementwise),
-    **dict.fromkeys(("add", "sub"), _with_scalar_added),
-    **dict.fromkeys(("mul",), _product),
-    **dict.fromkeys(("div", "neg", "to", "_to_copy", "clone", "detach", "type_as"), _scaled),
+    **dict.fromkeys((*_NONLINEAR, *_SCALED, "add", "sub", "mul"), _elementwise),
     **dict.fromkeys(("softmax", "log_softmax", "_softmax", "cumsum", "topk", "sort", "argsort"), _dim_whole),
     **dict.fromkeys(("layer_norm", "rms_norm"), _last_dims_whole),
     **dict.fromkeys(("sum", "mean"), _reduced),
     **dict.fromkeys(("argmax", "argmin", "amax", "amin", "max", "min", "any", "all"), lambda operation: _reduced(operation, False)),
     **dict.fromkeys(("transpose", "permute", "t"), _permuted),
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "_unsafe_view"), _reshaped),
+    **dict.fromkeys((*SHAPED, "unsqueeze"), _reshaped),
     **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "chunk"), _cut),
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     **dict.fromkeys(("conv2d", "conv1d"), _convolution),
     "linear": _linear,
-    "addmm": _addmm,
+    "addmm": lambda _: Signature(("Z", "ab", "bZ"), "aZ", "b", frozenset({0}), (frozenset({0, 1}),)),
     "einsum": _einsum,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
-    "rotary": _rotary,
-    "one_hot": _one_hot,
-    "unsqueeze": _unsqueezed,
-    "expand": _scaled,
+    # [batch, heads, length, size] turned by tables of cosines and sines; each rank has all positions of its batch or heads
+    "rotary": lambda _: Signature(("bh..", "....", "...."), "bh..", linear=ONE),
+    "one_hot": lambda operation: Signature((_letters(operation.output[:-1]),), _letters(operation.output[:-1]) + "."),
     "cat": _concatenated,
     "cross_entropy_sum": _loss_sum,
-    "count_targets": _count,
+    "count_targets": lambda _: Signature(("a",), "", "a"),
 }
-ALIASES = frozenset(
-    (
-        "view", "reshape", "flatten", "unflatten", "squeeze", "transpose", "permute", "t",
-        "unsqueeze", "expand", "slice", "select", "split", "chunk", "detach",
-    )
-)
-SHAPED = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "_unsafe_view"])
-"""Run as a reshape to the local shape of their output."""
 
 
 def forward_flops(operation: Operation) -> float:
@@ -280,13 +243,10 @@ def forward_flops(operation: Operation) -> float:
         case "scaled_dot_product_attention":
             return 4.0 * math.prod(shapes[0]) * shapes[1][-2]
         case "einsum":
-            sizes = dict(pair for text, shape in zip(_operands(operation), shapes, strict=True) for pair in zip(text, shape, strict=True))
+            texts = _equation(operation)[0]
+            sizes = dict(pair for text, shape in zip(texts, shapes, strict=True) for pair in zip(text, shape, strict=True))
             return 2.0 * math.prod(sizes.values()) if len(shapes) > 1 else 0.0
     return 0.0
-
-
-def _operands(operation: Operation) -> list[str]:
-    return str(operation.args[0]).replace(" ", "").partition("->")[0].split(",")
 
 
 def operator_node(name: str, operation: Operation, inputs: Sequence[Node], item_bytes: int, is_floating: bool = True) -> Node:
@@ -303,12 +263,7 @@ def operator_node(name: str, operation: Operation, inputs: Sequence[Node], item_
     return Node(name, "op", op, names, operation.output, item_bytes, needs, signature, flops, backward, op in ALIASES)
 
 
-class Names:
-    """A name for each node by its operator and how many of that came before, whoever makes the graph."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def next(self, op: str) -> str:
-        count = self._counts[op] = self._counts.get(op, -1) + 1
-        return f"{op}_{count}" if count else op
+def numbered(op: str, counts: Counter[str]) -> str:
+    """A node's name, by its operator and how many of that came before, whoever makes the graph; counts it."""
+    counts[op] += 1
+    return f"{op}_{counts[op] - 1}" if counts[op] > 1 else op

@@ -6,27 +6,22 @@ found by alternation, and nothing is proved.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from planner.cluster import GIB
 from planner.errors import InfeasibleError
-from planner.spmd.costs import CostTable, Floats, Shares, SpmdCluster, Wire, round_to_units
-from planner.spmd.graph import Graph
+from planner.search import limits
+from planner.spmd.costs import CostTable, Shares, round_to_units
+from planner.spmd.graph import Axis, Graph
 from planner.spmd.program import Program
 from planner.spmd.ratios import check_ratios, check_rounded, closed_form, linear_program
 from planner.spmd.search import Search
 
 Ratios = tuple[tuple[float, ...], ...]
-_ROUNDS = 6
-_STARTS = 4
-_CHARGES = 8
-_CHARGED_ROUNDS = 2
-_TELLING_CHARGE = 4
-"""The first charge above a step for all memory: where it and those before bring nothing nearer to fitting, higher ones do not."""
-_MOST_MOVED = 16
 
 
 @dataclass(frozen=True)
@@ -42,34 +37,24 @@ class PlacedProgram:
         cuts, ends = self.graph.cuts(name, dim), np.cumsum((0, *self.shares.lengths(self.graph.axes[name, dim].name)))
         return tuple(cuts[high] - cuts[low] for low, high in itertools.pairwise(ends))
 
-    @property
-    def axes_used(self) -> set[str]:
-        """Axes along which the program computes or holds anything in parts."""
-        return _axes_used(self.graph, self.program)
-
-    @property
-    def units(self) -> list[tuple[int, ...]]:
-        """Those of each such axis, by rank."""
-        return [self.shares.lengths(axis) for axis in sorted(self.axes_used)]
+    @cached_property
+    def units(self) -> dict[Axis, tuple[int, ...]]:
+        """By rank, of each axis along which the program computes or holds anything in parts."""
+        used = {self.graph.axes[i.tensor, i.output.dim] for i in self.program.instructions if i.output.kind == "sharded"}
+        return {axis: self.shares.lengths(axis.name) for axis in sorted(used, key=lambda axis: axis.name)}
 
     def idle(self, rank: int) -> bool:
         """Whether a rank's share is nothing along every sharded axis of the program."""
-        return bool(self.axes_used) and all(row[rank] == 0 for row in self.units)
+        return bool(self.units) and all(row[rank] == 0 for row in self.units.values())
 
 
 @dataclass(frozen=True)
 class SpmdPlan(PlacedProgram):
-    """As chosen for a cluster. seconds: of a step, after rounding; wire_s: of those, in collectives. is_short: memory refused some pair."""
+    """As chosen for a cluster. seconds: of a step, after rounding. is_short: memory refused some pair."""
 
-    cluster: SpmdCluster
     seconds: float
-    wire_s: float
     bytes_by_device: tuple[float, ...]
     is_short: bool = False
-
-
-def _axes_used(graph: Graph, program: Program) -> set[str]:
-    return {graph.axes[i.tensor, i.output.dim].name for i in program.instructions if i.output.kind == "sharded"}
 
 
 class _Pairs:
@@ -103,7 +88,7 @@ class _Pairs:
             self.best = seconds, program, shares
         return seconds
 
-    def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = _ROUNDS) -> None:
+    def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = limits.ROUNDS) -> None:
         """Search and linear program in turn, while the pair gets better."""
         ratios, before = start, float("inf")
         for _ in range(rounds):
@@ -120,35 +105,21 @@ class _Pairs:
 
 
 def synthesize(
-    graph: Graph, cluster: SpmdCluster, *, segments: int = 1, pinned: Mapping[str, int] | None = None,
-    ratios: Ratios | None = None, whole: bool = True, state_bytes: float | None = None,
+    table: CostTable, segments: int = 1, pinned: Mapping[str, int] | None = None, ratios: Ratios | None = None, whole: bool = True,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> SpmdPlan:  # fmt: skip
     """The best pair found. pinned: parameter -> the one dimension that its state may be cut along (below 0: none). ratios: given ones, kept
-    as they are. whole: round to units (False for what the theory says of real numbers).
+    as they are. whole: round to units (False for what the theory says of real numbers). is_late: once it is true, the best that fits is
+    taken.
 
     ConfigError where a given ratio rounds to nothing; InfeasibleError where no pair fits the devices' memory.
     """
-    table = CostTable(graph, cluster) if state_bytes is None else CostTable(graph, cluster, state_bytes)
-    return synthesized(table, segments, pinned or {}, ratios, whole)
-
-
-def synthesized(
-    table: CostTable, segments: int, pinned: Mapping[str, int], ratios: Ratios | None = None, whole: bool = True,
-    is_late: Callable[[], bool] = lambda: False,
-) -> SpmdPlan:  # fmt: skip
-    """As `synthesize`, by this table. is_late: once it is true, the best that fits is taken."""
-    cluster = table.cluster
     if whole and table.least_bytes > table.limits.sum():
-        raise InfeasibleError(
-            f"{_fits_no_mix(cluster)} every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have"
-            f" {table.limits.sum() / GIB:.2f} GiB; {_REMEDY}"
-        )
-    pairs = _Pairs(table, pinned, whole)
+        raise _fits_no_mix(table, f"every program of it needs {table.least_bytes / GIB:.2f} GiB in all, they have", table.limits.sum())
     if ratios is not None:
-        check_ratios(ratios, len(cluster.devices), "the cluster")
-        starts = [ratios]
-    else:
-        starts = _starts(table, segments)
+        check_ratios(ratios, table.num_devices, "the cluster")
+    pairs = _Pairs(table, pinned or {}, whole)
+    starts = _starts(table, segments) if ratios is None else [ratios]
     for start in starts:
         pairs.judge(pairs.search(start, ()), start)
     if ratios is None and pairs.best is not None:
@@ -156,43 +127,44 @@ def synthesized(
     if pairs.has_refused:
         _heed_memory(pairs, starts, ratios is None, is_late)
     if pairs.best is None:
-        raise InfeasibleError(_why(cluster, pairs))
-    if ratios is None and whole and table.num_devices <= _MOST_MOVED:
+        _, worst, need = pairs.tightest
+        name = table.cluster.devices[worst].name
+        told = f"in the program that comes nearest, device '{name}' needs {need / GIB:.2f} GiB, it has"
+        raise _fits_no_mix(table, told, table.limits[worst])
+    if ratios is None and whole and table.num_devices <= limits.MOST_MOVED:
         _move_units(pairs)
-    plan = _plan(table, pairs)
+    seconds, program, shares = pairs.best
+    used = tuple(float(x) for x in table.program_bytes(program, shares))
+    shares = _cleared(PlacedProgram(table.graph, program, shares))
+    plan = SpmdPlan(table.graph, program, shares, seconds, used, pairs.has_refused)
     if ratios is not None:
-        check_rounded(ratios, plan.units, [device.name for device in cluster.devices])
+        check_rounded(ratios, [*plan.units.values()], [device.name for device in table.cluster.devices])
     return plan
 
 
 def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_late: Callable[[], bool]) -> None:
-    """Searches with rising charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher one finds nothing better."""
-    idle = 0
-    for number, charge in enumerate(_charges(pairs, starts[-1])):
+    """Searches with charges for bytes (a Lagrangian relaxation: nothing is proved), until a higher one finds nothing better. They rise by
+    four, from a hundredth of a step for all of a device's memory."""
+    idle, table = 0, pairs.table
+    step_s = table.program_s(pairs.search(starts[-1], ()), pairs.shares(starts[-1]))
+    for number in range(limits.CHARGES):
+        charge = [float(step_s * 0.01 * 4**number / limit) for limit in table.limits]
         before, nearest = pairs.best, pairs.tightest[0]
         for start in dict.fromkeys((starts[0], starts[-1])):
             if free_ratios:
-                pairs.alternate(start, charge, _CHARGED_ROUNDS)
+                pairs.alternate(start, charge, limits.CHARGED_ROUNDS)
             else:
                 pairs.judge(pairs.search(start, charge), start)
         idle = idle + 1 if pairs.best is None and pairs.tightest[0] > 0.99 * nearest else 0
-        if (pairs.best is not None and (pairs.best is before or is_late())) or (idle >= 2 and number >= _TELLING_CHARGE):
+        if (pairs.best is not None and (pairs.best is before or is_late())) or (idle >= 2 and number >= limits.TELLING_CHARGE):
             return
-
-
-def _charges(pairs: _Pairs, start: Ratios) -> Iterator[list[float]]:
-    """Seconds a byte of each device, rising by four: from a hundredth of a step for all its memory."""
-    table = pairs.table
-    step_s = table.program_s(pairs.search(start, ()), pairs.shares(start))
-    for power in range(_CHARGES):
-        yield [float(step_s * 0.01 * 4**power / limit) for limit in table.limits]
 
 
 def _starts(table: CostTable, segments: int) -> list[Ratios]:
     """Ratios to begin at: those that can be optimal, evenly chosen where they are many, and memory's proportions."""
     found = closed_form([float(speed) for speed in table.speeds])
-    if len(found) > _STARTS:
-        found = [found[round(at * (len(found) - 1) / (_STARTS - 1))] for at in range(_STARTS)]
+    if len(found) > limits.STARTS:
+        found = [found[round(at * (len(found) - 1) / (limits.STARTS - 1))] for at in range(limits.STARTS)]
     if np.isfinite(table.limits).all():
         found.append(tuple(float(x) for x in table.limits / table.limits.sum()))
     return [(row,) * segments for row in dict.fromkeys(found)]
@@ -201,33 +173,22 @@ def _starts(table: CostTable, segments: int) -> list[Ratios]:
 def _move_units(pairs: _Pairs) -> None:
     """One unit of the data at a time from one device to another, while the step gets shorter: rounding alone may miss the best."""
     assert pairs.best is not None
-    axes = [pairs.best[2].axis(a) for a in _axes_used(pairs.table.graph, pairs.best[1])]
-    units = max((axis.units for axis in axes if axis.is_batch), default=0)
+    used = PlacedProgram(pairs.table.graph, *pairs.best[1:]).units
+    units = max((axis.units for axis in used if axis.is_batch), default=0)
     for _ in range(units and 2 * pairs.table.num_devices):
         before, program, shares = pairs.best
         counts = round_to_units(shares.ratios[0], units)
-        for source in range(len(counts)):
-            for target in range(len(counts)):
-                if source != target and counts[source]:
-                    moved = [c - (j == source) + (j == target) for j, c in enumerate(counts)]
-                    pairs.judge(program, (tuple(c / units for c in moved), *shares.ratios[1:]))
+        for source, target in itertools.permutations(range(len(counts)), 2):
+            if counts[source]:
+                moved = [c - (j == source) + (j == target) for j, c in enumerate(counts)]
+                pairs.judge(program, (tuple(c / units for c in moved), *shares.ratios[1:]))
         if pairs.best[0] >= before * (1 - 1e-9):
             return
 
 
-def _plan(table: CostTable, pairs: _Pairs) -> SpmdPlan:
-    assert pairs.best is not None
-    seconds, program, shares = pairs.best
-    wires = {term: count for term, count in table.counted(program).items() if isinstance(term, Wire)}
-    wire_s = sum(count * table.seconds((term,), shares) for term, count in wires.items())
-    used: Floats = table.program_bytes(program, shares)
-    shares = _cleared(PlacedProgram(table.graph, program, shares))
-    return SpmdPlan(table.graph, program, shares, table.cluster, seconds, wire_s, tuple(float(x) for x in used), pairs.has_refused)
-
-
 def _cleared(placed: PlacedProgram) -> Shares:
     """Shares of 0 for devices that round to nothing; as they were where the others' units would not stay."""
-    idle = [placed.idle(rank) for rank in range(placed.shares.num_devices)]
+    idle = [placed.idle(rank) for rank in range(len(placed.shares.ratios[0]))]
     if not any(idle):
         return placed.shares
     rows = np.where(idle, 0.0, np.array(placed.shares.ratios))
@@ -236,17 +197,8 @@ def _cleared(placed: PlacedProgram) -> Shares:
     return other.shares if other.units == placed.units else placed.shares
 
 
-_REMEDY = "add devices, or lower the batch or the sequence length"
-
-
-def _fits_no_mix(cluster: SpmdCluster) -> str:
-    return f"the model fits no mix of these {len(cluster.devices)} devices:"
-
-
-def _why(cluster: SpmdCluster, pairs: _Pairs) -> str:
-    _, worst, need = pairs.tightest
-    device = cluster.devices[worst]
-    return (
-        f"{_fits_no_mix(cluster)} in the program that comes nearest, device '{device.name}' needs {need / GIB:.2f} GiB, it has"
-        f" {device.memory_bytes / GIB:.2f} GiB; {_REMEDY}"
+def _fits_no_mix(table: CostTable, told: str, has: float) -> InfeasibleError:
+    return InfeasibleError(
+        f"the model fits no mix of these {table.num_devices} devices: {told} {has / GIB:.2f} GiB; add devices, or lower the batch or the"
+        " sequence length"
     )

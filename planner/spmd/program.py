@@ -1,6 +1,5 @@
 """A program: instructions in order, each with its precondition and postcondition; the same on every rank."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,14 +26,6 @@ class Instruction:
     @property
     def result(self) -> Property:
         return self.tensor, self.output
-
-    def to_document(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"op": self.op, "tensor": self.tensor, "layout": str(self.output)}
-        if self.inputs:
-            document["inputs"] = [f"{name}: {layout}" for name, layout in self.inputs]
-        if self.variant:
-            document["variant"] = self.variant
-        return document
 
     def __str__(self) -> str:
         before = ", ".join(f"{name}: {layout}" for name, layout in self.inputs)
@@ -87,7 +78,7 @@ def conversions_of(graph: Graph, name: str) -> tuple[Instruction, ...]:
         for source in layouts
         for target in layouts
         if (op := conversion_between(source, target)) is not None
-        for variant in CONVERSIONS[op].variants
+        for variant in CONVERSIONS[op]
     )
 
 
@@ -96,19 +87,6 @@ def explain(graph: Graph, program: Program) -> list[dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for instruction in program.instructions:
         node = graph.by_name[instruction.tensor]
-        entry = entries.setdefault(
-            node.name, {"tensor": node.name, "op": node.op or node.kind, "shape": list(node.shape), "instructions": []}
-        )
-        entry["instructions"].append(str(instruction))
+        head = {"tensor": node.name, "op": node.op or node.kind, "shape": list(node.shape), "instructions": []}
+        entries.setdefault(node.name, head)["instructions"].append(str(instruction))
     return list(entries.values())
-
-
-def collectives_in(instructions: Sequence[Instruction]) -> dict[str, int]:
-    """How often each instruction that communicates occurs, by name and variant."""
-    counts: dict[str, int] = {}
-    for instruction in instructions:
-        conversion = CONVERSIONS.get(instruction.op)
-        if conversion is not None and conversion.forward is not None:
-            name = f"{instruction.op}_{instruction.variant}" if instruction.variant else instruction.op
-            counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -1,12 +1,12 @@
-"""Shares of the devices: in closed form, by linear program, and whole batches from measured curves."""
+"""Shares of the devices: in closed form, and by linear program."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from planner.cluster import GIB
 from planner.errors import ConfigError, InfeasibleError
-from planner.spmd.costs import CostTable, Shares, Term, Wire, Work
+from planner.spmd.costs import CostTable, Floats, Shares, Wire, Work
 from planner.spmd.program import Program
 
 
@@ -46,71 +46,48 @@ def linear_program(table: CostTable, program: Program, shares: Shares) -> tuple[
     fits no ratios.
     """
     from scipy.optimize import linprog  # a fifth of a second, which other strategies need not wait for
-    from scipy.sparse import coo_array
+    from scipy.sparse import csr_array
 
     grouped = _grouped(table, program, shares)
     if not grouped:
         return shares.ratios
     n, segments = table.num_devices, len(shares.ratios)
-    entries: list[tuple[int, int, float]] = []
-    bounds: list[float] = []
-    for number, sort in enumerate(grouped):
-        for column, factor, limit in _rows(table, sort):
-            entries += [(len(bounds), column, factor), (len(bounds), segments * n + number, -1.0)]
-            bounds.append(limit)
-    _memory_rows(table, program, shares, entries, bounds)
-    size = segments * n + len(grouped)
+    blocks, bounds = list[Floats](), list[Floats]()
+    for number, (work, used) in enumerate(grouped):
+        fixed, whole = (np.zeros(n), np.ones(n)) if work is None else table.line(work)
+        for segment in used:
+            blocks.append(np.zeros((n, segments * n + len(grouped))))
+            blocks[-1][:, segment * n : (segment + 1) * n] = np.diag(whole)
+            blocks[-1][:, segments * n + number] = -1.0
+            bounds.append(-fixed)
+    kept, shared = _memory(table, program, shares)
+    finite = np.isfinite(table.limits)
+    blocks.append(np.hstack([np.eye(n) * size / GIB for size in shared] + [np.zeros((n, len(grouped)))])[finite])
+    bounds.append(((table.limits - kept) / GIB)[finite])
     objective = np.concatenate([np.zeros(segments * n), list(grouped.values())])
-    rows, columns, factors = zip(*entries, strict=True)
-    equal = coo_array((np.ones(segments * n), (np.repeat(np.arange(segments), n), np.arange(segments * n))), (segments, size))
-    matrix = coo_array((factors, (rows, columns)), (len(bounds), size))
-    answer = linprog(objective, matrix.tocsr(), bounds, equal.tocsr(), np.ones(segments), method="highs")
+    sums = np.hstack([np.kron(np.eye(segments), np.ones(n)), np.zeros((segments, len(grouped)))])
+    limits = csr_array(np.vstack(blocks)), np.concatenate(bounds)
+    answer = linprog(objective, *limits, csr_array(sums), np.ones(segments), method="highs")
     if answer.status != 0:
         raise InfeasibleError(f"no ratios let this program fit the devices' memory ({answer.message.splitlines()[0]})")
     ratios = np.maximum(answer.x[: segments * n].reshape(segments, n), 0.0)
     return tuple(tuple(float(x) for x in row / row.sum()) for row in ratios)
 
 
-_Sort = tuple[Work | None, tuple[int, ...]]
-
-
-def _grouped(table: CostTable, program: Program, shares: Shares) -> dict[_Sort, float]:
+def _grouped(table: CostTable, program: Program, shares: Shares) -> dict[tuple[Work | None, tuple[int, ...]], float]:
     """Terms that depend on the ratios, alike ones together: (work, or None for wires; segments) -> how often, or wires' seconds."""
-    found: dict[_Sort, float] = {}
+    found: dict[tuple[Work | None, tuple[int, ...]], float] = {}
     for term, count in table.counted(program).items():
-        used = _segments(term, shares)
-        if not used:
-            continue
-        key: _Sort = (None, used)
-        if isinstance(term, Wire):
-            scale = term.scaled_s
-        elif table.has_work_beside_flops:
-            key, scale = (term, used), 1.0
-        else:
-            key, scale = (Work(None, 1e12, 0.0, 0.0), used), term.flops / 1e12
-        found[key] = found.get(key, 0.0) + count * scale
+        axes = term.axes if isinstance(term, Wire) else (term.axis,)
+        used = tuple(sorted({shares.segment(axis) for axis in axes if axis is not None}))
+        if used:
+            key = (None if isinstance(term, Wire) else term), used
+            found[key] = found.get(key, 0.0) + count * (term.scaled_s if isinstance(term, Wire) else 1.0)
     return found
 
 
-def _segments(term: Term, shares: Shares) -> tuple[int, ...]:
-    axes = (term.axis,) if isinstance(term, Work) else term.axes
-    return tuple(sorted({shares.segment(axis) for axis in axes if axis is not None}))
-
-
-def _rows(table: CostTable, sort: _Sort) -> Iterator[tuple[int, float, float]]:
-    """(column, factor, limit): factor times the column is at most the sort's seconds plus the limit."""
-    work, used = sort
-    n = table.num_devices
-    if work is None:
-        yield from ((segment * n + j, 1.0, 0.0) for segment in used for j in range(n))
-        return
-    fixed, whole = table.work_s(work, 0.0), table.work_s(work, 1.0)
-    yield from ((used[0] * n + j, float(whole[j] - fixed[j]), -float(fixed[j])) for j in range(n))
-
-
-def _memory_rows(
-    table: CostTable, program: Program, shares: Shares, entries: list[tuple[int, int, float]], bounds: list[float]
-) -> None:
+def _memory(table: CostTable, program: Program, shares: Shares) -> tuple[float, Floats]:
+    """Bytes that every device holds, and those of each segment of which it holds its share."""
     whole, shared = 0.0, np.zeros(len(shares.ratios))
     for instruction in program.instructions:
         axis, size = table.bytes_of(instruction)
@@ -118,41 +95,4 @@ def _memory_rows(
             whole += size
         else:
             shared[shares.segment(axis)] += size
-    for j, limit in enumerate(table.limits):
-        if np.isfinite(limit):
-            entries += [(len(bounds), s * table.num_devices + j, float(size / GIB)) for s, size in enumerate(shared)]
-            bounds.append(float((limit - whole) / GIB))
-
-
-def min_max_batches(curves: Sequence[Sequence[float]], total: int, multiple: int = 1) -> tuple[int, ...]:
-    """Samples of each device so that the slowest ends earliest: curves[j][k] are device j's seconds for k + 1 samples, non-decreasing.
-    Beyond a curve's end the device takes further passes of its cheapest size a sample. Bisection on the finishing time."""
-    tables = [np.maximum.accumulate(_extended(curve, total)) for curve in curves]
-
-    def counts(limit: float) -> list[int]:
-        return [int(np.searchsorted(t, limit * (1 + 1e-12), side="right")) // multiple * multiple for t in tables]
-
-    ends = sorted({float(x) for t in tables for x in t})
-    low, high = 0, len(ends) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if sum(counts(ends[middle])) >= total else (middle + 1, high)
-    found = counts(ends[low])
-    if sum(found) < total:
-        raise InfeasibleError(f"{total} samples do not come out in multiples of {multiple} on {len(curves)} devices")
-    while sum(found) > total:
-        latest = max((j for j, k in enumerate(found) if k), key=lambda j: (tables[j][found[j] - 1], j))
-        found[latest] -= multiple
-    return tuple(found)
-
-
-def _extended(curve: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Seconds of 1 to `total` samples: in one pass within the curve, beyond it in as many passes as are least."""
-    best = np.full(total + 1, np.inf)
-    best[0] = 0.0
-    sizes = np.arange(1, min(len(curve), total) + 1)
-    points = np.asarray(curve[: len(sizes)], dtype=np.float64)
-    for k in range(1, total + 1):
-        usable = sizes <= k
-        best[k] = float((best[k - sizes[usable]] + points[usable]).min())
-    return best[1:]
+    return whole, shared

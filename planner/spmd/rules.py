@@ -16,10 +16,6 @@ class Rule:
     letter: str = ""
 
     @property
-    def is_factored(self) -> bool:
-        return FACTORED in self.inputs
-
-    @property
     def gradient(self) -> tuple[Layout, tuple[Layout, ...]]:
         """Of the backward operator: from the output's gradient in this layout to the inputs' gradients in those."""
         return self.output.dual, tuple(layout.dual for layout in self.inputs)
@@ -30,16 +26,17 @@ def rules_of(graph: Graph, node: Node) -> tuple[Rule, ...]:
     rules = [Rule((REPLICATED,) * len(node.inputs), REPLICATED)]
     if node.signature is not None:
         rules += _sharded(graph, node, node.signature)
-        rules += [_linear(node, together) for together in node.signature.linear]
+        rules += [
+            Rule(tuple(PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))), PARTIAL)
+            for together in node.signature.linear
+        ]
     return tuple(dict.fromkeys(rules))
 
 
 def _sharded(graph: Graph, node: Node, signature: Signature) -> Iterator[Rule]:
     for letter in signature.letters:
-        if not _has_axis(graph, node, signature, letter):
-            continue
         contracted = letter in signature.contracted
-        if not contracted and letter not in signature.output:
+        if _dimension(node, signature, letter) not in graph.axes or not (contracted or letter in signature.output):
             continue
         inputs = tuple(
             sharded(text.index(letter)) if letter in text else PARTIAL if contracted and at in signature.additive else REPLICATED
@@ -57,24 +54,16 @@ def _owns_weights(graph: Graph, node: Node) -> bool:
     return all(other.kind == "parameter" and len(graph.consumers[other.name]) == 1 for other in others)
 
 
-def _has_axis(graph: Graph, node: Node, signature: Signature, letter: str) -> bool:
-    for name, text in zip((*node.inputs, node.name), (*signature.inputs, signature.output), strict=True):
-        if letter in text:
-            return (name, text.index(letter)) in graph.axes
-    return False
-
-
-def _linear(node: Node, together: frozenset[int]) -> Rule:
-    return Rule(tuple(PARTIAL if at in together else REPLICATED for at in range(len(node.inputs))), PARTIAL)
+def _dimension(node: Node, signature: Signature, letter: str) -> tuple[str, int]:
+    """The first (tensor, dimension) that a letter of a signature stands for."""
+    texts = zip((*node.inputs, node.name), (*signature.inputs, signature.output), strict=True)
+    return next((name, text.index(letter)) for name, text in texts if letter in text)
 
 
 def axis_of(graph: Graph, node: Node, letter: str) -> str:
-    """A key of `graph.axes`' values: the name of the axis that a rule's letter stands for."""
+    """The name of the axis that a rule's letter stands for."""
     assert node.signature is not None
-    for name, text in zip((*node.inputs, node.name), (*node.signature.inputs, node.signature.output), strict=True):
-        if letter in text:
-            return graph.axes[name, text.index(letter)].name
-    raise AssertionError(f"{node.name} has no dimension '{letter}'")
+    return graph.axes[_dimension(node, node.signature, letter)].name
 
 
 def leaf_layouts(graph: Graph, node: Node) -> tuple[Layout, ...]:

@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from planner.search import limits
 from planner.spmd.costs import CostTable, Shares
 from planner.spmd.graph import Node
-from planner.spmd.layouts import CONVERSIONS, FACTORED, Layout, conversion_between
-from planner.spmd.program import Instruction, Program, layouts_of
+from planner.spmd.layouts import FACTORED, Layout
+from planner.spmd.program import Instruction, Program, conversions_of, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
 
-_COMPARED = 12
 State = tuple[int, ...]
 """For each live tensor, in the order of positions: a bit for each layout it has."""
 
@@ -40,7 +40,6 @@ class _Option:
 class _Tensor:
     """Layouts and conversions of a tensor; `paths[have, want]`: the cheapest way and what the tensor has then."""
 
-    name: str
     layouts: tuple[Layout, ...]
     edges: dict[tuple[int, int], tuple[float, Instruction]]
     paths: dict[tuple[int, int], tuple[float, int, tuple[Instruction, ...]]] = field(default_factory=dict)
@@ -74,7 +73,6 @@ class _Place:
     position: int
     live: tuple[str, ...]
     kept: tuple[int, ...]
-    keeps_result: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,9 @@ class _Solved:
 
 class Search:
     """One search on a cost table. pinned: parameters whose state may be cut along one dimension only. byte_s: seconds charged for each
-    byte that a device must hold, by device: how a search heeds memory."""
+    byte that a device must hold, by device: how a search heeds memory; then only the cheapest states are followed, which proves nothing."""
 
-    def __init__(
-        self, table: CostTable, shares: Shares, pinned: dict[str, int] | None = None, byte_s: tuple[float, ...] = ()
-    ) -> None:
+    def __init__(self, table: CostTable, shares: Shares, pinned: dict[str, int] | None = None, byte_s: tuple[float, ...] = ()) -> None:
         self.table, self.shares, self.graph = table, shares, table.graph
         self._pinned, self._byte_s = pinned or {}, byte_s
         self._tensors: dict[str, _Tensor] = {}
@@ -101,11 +97,9 @@ class Search:
         self._places = self._live_places()
         self._choices: dict[int, tuple[_Option, ...]] = {}
 
-    # ---- what each step may do ----
-
     def price(self, instruction: Instruction) -> float:
         """Seconds of an instruction and its dual, and the charge for its bytes."""
-        seconds = self.table.seconds(self.table.terms(instruction), self.shares)
+        seconds = self.table.times(instruction) * self.table.seconds(self.table.terms(instruction), self.shares)
         if self._byte_s:
             axis, size = self.table.bytes_of(instruction)
             share = self.shares.of(axis).tolist() if axis is not None else [1.0] * len(self._byte_s)
@@ -115,15 +109,13 @@ class Search:
     def _live_places(self) -> list[_Place]:
         live: tuple[str, ...] = ()
         places: list[_Place] = []
-        last_read = {name: max(readers, default=-1) for name, readers in self.graph.consumers.items()}
-        last_read[self.graph.nodes[-1].name] = len(self.graph.nodes)
+        last_read = {name: max(readers, default=len(self.graph.nodes)) for name, readers in self.graph.consumers.items()}
         for position, node in enumerate(self.graph.nodes):
             if self._is_fused(node):
                 continue
             kept = tuple(at for at, name in enumerate(live) if last_read[name] > position)
-            is_kept = last_read[node.name] >= 0
-            places.append(_Place(position, live, kept, is_kept))
-            live = (*(live[at] for at in kept), *((node.name,) if is_kept else ()))
+            places.append(_Place(position, live, kept))
+            live = (*(live[at] for at in kept), node.name)
         return places
 
     def _options_at(self, step: int) -> tuple[_Option, ...]:
@@ -156,11 +148,7 @@ class Search:
             seconds = self.price(instruction) + sum(load[0] for load in loads)
             wants = {(live.index(name), self._bit(name, layout)) for name, layout in inputs if name in live}
             yield _Option(
-                seconds,
-                tuple(sorted(wants)),
-                self._bit(node.name, rule.output),
-                instruction,
-                tuple(i for load in loads for i in load[1]),
+                seconds, tuple(sorted(wants)), self._bit(node.name, rule.output), instruction, tuple(i for load in loads for i in load[1])
             )
 
     def _leaf_loads(self, node: Node) -> Iterator[Instruction]:
@@ -184,18 +172,16 @@ class Search:
         if name not in self._tensors:
             layouts = layouts_of(self.graph, name)
             edges: dict[tuple[int, int], tuple[float, Instruction]] = {}
-            for (s, source), (t, target) in itertools.permutations(enumerate(layouts), 2):
-                op = conversion_between(source, target)
-                if op is not None:
-                    options = (Instruction(op, name, ((name, source),), target, "", v) for v in CONVERSIONS[op].variants)
-                    edges[s, t] = min(((self.price(option), option) for option in options), key=lambda priced: priced[0])
-            self._tensors[name] = _Tensor(name, layouts, edges)
+            for conversion in conversions_of(self.graph, name):
+                ends = layouts.index(conversion.inputs[0][1]), layouts.index(conversion.output)
+                seconds = self.price(conversion)
+                if ends not in edges or seconds < edges[ends][0]:
+                    edges[ends] = seconds, conversion
+            self._tensors[name] = _Tensor(layouts, edges)
         return self._tensors[name]
 
     def _bit(self, name: str, layout: Layout) -> int:
         return -1 if layout == FACTORED else self._tensor(name).layouts.index(layout)
-
-    # ---- moving on ----
 
     def _follow(self, step: int, state: State) -> Iterator[tuple[float, State, _Option]]:
         """Every way on from a state: seconds, the next state, by which option."""
@@ -206,15 +192,16 @@ class Search:
             for place, bit in option.wants:
                 added, masks[place], _ = self._tensor(live[place]).path(masks[place], bit)
                 seconds += added
-            following = tuple(masks[at] for at in here.kept)
-            yield seconds, (*following, 1 << option.bit) if here.keeps_result else following, option
+            yield seconds, (*(masks[at] for at in here.kept), 1 << option.bit), option
 
     def _undominated(self, step: int, costs: dict[State, float]) -> list[State]:
         """States that no cheaper one can be turned into for the difference."""
         tensors = [self._tensor(name) for name in self._live(step)]
         kept: list[State] = []
         for state in sorted(costs, key=lambda s: (costs[s], s)):
-            for other in kept[:_COMPARED]:
+            if self._byte_s and len(kept) == limits.CHARGED_STATES:
+                break
+            for other in kept[: limits.COMPARED]:
                 left = costs[state] - costs[other]
                 for tensor, have, wanted in zip(tensors, other, state, strict=True):
                     missing = wanted & ~have
@@ -246,10 +233,13 @@ class Search:
                 known[key] = self._solve(first, last, costs)
             chain.append((first, known[key]))
             costs = known[key].costs
-        loss = self._tensor(self.graph.nodes[-1].name)
-        ends, state = min((cost + loss.path(state[0], 1)[0], state) for state, cost in costs.items())
-        instructions = [*self._assembled(chain, state), *loss.path(state[0], 1)[2]]
+        ends, state = min((cost + self._loss_path(state)[0], state) for state, cost in costs.items())
+        instructions = [*self._assembled(chain, state), *self._loss_path(state)[2]]
         return base + ends, Program(tuple(dict.fromkeys(instructions)))
+
+    def _loss_path(self, state: State) -> tuple[float, int, tuple[Instruction, ...]]:
+        """From the last state to a partial loss."""
+        return self._tensor(self.graph.nodes[-1].name).path(state[0], 1)
 
     def _segment_starts(self) -> list[int]:
         """The first step, those before which no more tensors are live than at least in the model's middle, and the end."""
@@ -257,12 +247,14 @@ class Search:
         fewest = min(live[count // 4 : 3 * count // 4 + 1])
         return [0, *(step for step in range(1, count) if live[step] == fewest), count]
 
+    def _names(self, first: int, last: int) -> list[str]:
+        """Tensors alive before a segment and those that it makes, in one order in equal segments."""
+        low = self._places[first - 1].position + 1 if first else 0
+        return [*self._live(first), *(node.name for node in self.graph.nodes[low : self._places[last - 1].position + 1])]
+
     def _segment_key(self, first: int, last: int) -> object:
         """Equal for segments that differ in names alone."""
-        live = self._live(first)
-        low = self._places[first - 1].position + 1 if first else 0
-        nodes = self.graph.nodes[low : self._places[last - 1].position + 1]
-        number = {name: at for at, name in enumerate((*live, *(node.name for node in nodes)))}
+        number = {name: at for at, name in enumerate(self._names(first, last))}
         return tuple(self._node_key(self.graph.by_name[name], number) for name in number)
 
     def _node_key(self, node: Node, number: dict[str, int]) -> object:
@@ -271,7 +263,7 @@ class Search:
         inside = tuple(number[name] for name in readers if name in number), not readers or readers[-1] in number
         inputs = tuple(number.get(name, -1) for name in node.inputs)
         costs = node.item_bytes, node.needs_gradient, node.flops, node.backward_flops, node.is_alias
-        return node.kind, node.op, inputs, node.shape, costs, repr(node.signature), cuts, inside, self._pinned.get(node.name)
+        return (node.kind, node.op, inputs, node.shape, costs, repr(node.signature), cuts, inside, self._pinned.get(node.name))
 
     def _solve(self, first: int, last: int, costs: dict[State, float]) -> _Solved:
         back: list[dict[State, tuple[State, _Option]]] = []
@@ -296,7 +288,8 @@ class Search:
             for offset in range(len(solved.back) - 1, -1, -1):
                 state, option = solved.back[offset][state]
                 chosen.append((solved.first + offset, state, option))
-            names = self._names(solved.first, first, len(solved.back))
+            known, actual = (self._names(begin, begin + len(solved.back)) for begin in (solved.first, first))
+            names = dict(zip(known, actual, strict=True))
             blocks.append([_renamed(i, names) for step, before, option in reversed(chosen) for i in self._spelt(step, before, option)])
         return [instruction for block in reversed(blocks) for instruction in block]
 
@@ -307,41 +300,25 @@ class Search:
             yield from path
         yield from (*option.loads, option.instruction)
 
-    def _names(self, known: int, actual: int, steps: int) -> dict[str, str]:
-        """Names of a solved segment -> names of an equal one."""
-        if known == actual:
-            return {}
-        pairs = list(zip(self._live(known), self._live(actual), strict=True))
-        starts = [self._places[first - 1].position + 1 if first else 0 for first in (known, actual)]
-        count = self._places[known + steps - 1].position + 1 - starts[0]
-        nodes = self.graph.nodes
-        return dict(pairs + [(nodes[starts[0] + at].name, nodes[starts[1] + at].name) for at in range(count)])
-
-    def a_star(self) -> tuple[float, int]:
-        """Least seconds and the number of states expanded, by A*: the rest costs at least every node's cheapest option."""
-        steps, rest = len(self._places), [0.0]
+    def a_star(self) -> float:
+        """Least seconds, by A*: the rest costs at least every node's cheapest option."""
+        steps, rest = len(self._places), [0.0, 0.0]
         for step in reversed(range(steps)):
             rest.append(rest[-1] + min(option.seconds for option in self._options_at(step)))
         rest.reverse()
-        queue: list[tuple[float, int, State, float]] = [(rest[0], 0, (), 0.0)]
+        queue: list[tuple[float, int, State]] = [(rest[0], 0, ())]
         done: set[tuple[int, State]] = set()
         while True:
-            _, step, state, cost = heapq.heappop(queue)
-            if (step, state) in done:
-                continue
-            done.add((step, state))
+            bound, step, state = heapq.heappop(queue)
             if step > steps:
-                return cost, len(done)
-            if step == steps:
-                ends = cost + self._tensor(self.graph.nodes[-1].name).path(state[0], 1)[0]
-                heapq.heappush(queue, (ends, step + 1, (), ends))
-                continue
-            for seconds, reached, _option in self._follow(step, state):
-                heapq.heappush(queue, (cost + seconds + rest[step + 1], step + 1, reached, cost + seconds))
+                return bound
+            if (step, state) not in done:
+                done.add((step, state))
+                ways = self._follow(step, state) if step < steps else [(self._loss_path(state)[0], ())]
+                for seconds, reached, *_ in ways:
+                    heapq.heappush(queue, (bound - rest[step] + seconds + rest[step + 1], step + 1, reached))
 
 
 def _renamed(instruction: Instruction, names: dict[str, str]) -> Instruction:
-    if not names:
-        return instruction
     inputs = tuple((names.get(name, name), layout) for name, layout in instruction.inputs)
     return replace(instruction, tensor=names.get(instruction.tensor, instruction.tensor), inputs=inputs)

@@ -6,6 +6,7 @@ said in `planner/spmd/README.md`. No pipelines: every layer lies on every GPU of
 
 from collections.abc import Callable, Iterator
 
+from planner.cost.prediction import Prediction
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.search import limits
@@ -15,14 +16,14 @@ from planner.spmd.costs import CostTable
 from planner.spmd.decoders import WHOLE
 from planner.spmd.document import StageProgram
 from planner.spmd.fleet import decoder_of, table_of
-from planner.spmd.plan import SpmdPlan, synthesized
+from planner.spmd.plan import SpmdPlan, synthesize
 
 
 def search_hap(request: Request) -> Answer:
     """The fastest program found. InfeasibleError where none fits the fleet, or the model's graph is not known."""
     check_request(request)
     begin, evaluated = request.clock(), 0
-    best: Answer | None = None
+    best: Prediction | None = None
     rejected: list[Rejected] = []
 
     def is_late() -> bool:
@@ -30,23 +31,24 @@ def search_hap(request: Request) -> Answer:
 
     for workers in _subsets(request):
         if best is not None and is_late():
+            rejected.append(Rejected("programs on fewer GPUs", f"not looked at: {request.time_limit_s:g} s were over"))
             break
         for plan in _plans(request, workers, rejected, is_late):
             evaluated += 1
             prediction = request.cost.predict(plan)
             why = unacceptable(request, plan, prediction)
-            if why is None and best is not None and prediction.step_time_s >= best.prediction.step_time_s:
+            if why is None and best is not None and prediction.step_time_s >= best.step_time_s:
                 why = f"{prediction.step_time_s:.4g} s a step, slower than the chosen plan"
             if why is not None:
                 rejected.append(Rejected(_described(plan), why))
                 continue
-            if best is not None:
+            if best is not None and best.plan is not None:
                 rejected.append(Rejected(_described(best.plan), "slower than the chosen plan"))
-            best = Answer("hap", plan, prediction, SearchReport(0.0, 0, None, None))
-    if best is None:
+            best = prediction
+    if best is None or best.plan is None:
         raise InfeasibleError(f"hap finds no program: {rejected[0].why if rejected else 'the fleet has no GPU'}")
     report = SearchReport(request.clock() - begin, evaluated, None, None)
-    return Answer("hap", best.plan, best.prediction, report, tuple(rejected), _idle(request, best.plan))
+    return Answer("hap", best.plan, best, report, tuple(rejected), _idle(request, best.plan))
 
 
 def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
@@ -105,7 +107,7 @@ def _synthesized(
         if found and (is_late() or not all(plan.is_short for plan in found)):
             break
         try:
-            found.append(synthesized(table, segments, pinned, is_late=is_late))
+            found.append(synthesize(table, segments, pinned, is_late=is_late))
         except InfeasibleError as error:
             refused = error
     if not found:

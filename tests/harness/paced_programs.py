@@ -29,7 +29,7 @@ from planner.spmd.costs import Shares, round_to_units
 from planner.spmd.decoders import WHOLE
 from planner.spmd.document import StageProgram
 from planner.spmd.fleet import decoder_of, table_of
-from planner.spmd.plan import PlacedProgram, synthesized
+from planner.spmd.plan import PlacedProgram, synthesize
 from planner.strategies import Request, plan_with
 from tests.harness.local_fleet import node_type
 from tests.harness.processes import run_distributed
@@ -87,9 +87,9 @@ def data_parallel_plan(of: PacedFleet, weights: Sequence[float]) -> Plan:
     row = tuple(samples / of.batch for samples in round_to_units(weights, of.batch))
     slowest = speeds.index(min(speeds))
     given = (row, tuple(float(rank == slowest) for rank in range(len(row))))
-    found = synthesized(table, 1, dict.fromkeys(decoder.split_dims, WHOLE), given)
+    found = synthesize(table, 1, dict.fromkeys(decoder.split_dims, WHOLE), given)
     placed = PlacedProgram(found.graph, found.program, Shares(found.graph, (row,)))
-    assert [found.shares.axis(axis).units for axis in placed.axes_used] == [of.batch]
+    assert [axis.units for axis in placed.units] == [of.batch]
     return _as_plan(of, cost, placed)
 
 

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import TCPStore
 
-from autohet.runtime.groups import GenerationGroups
+from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.spmd.capture import Captured, capture
-from autohet.runtime.spmd.collectives import Collectives
 from autohet.runtime.spmd.executor import Executor
-from planner.spmd.costs import Device, Shares, SpmdCluster, ring_collectives
+from planner.spmd.costs import Shares
 from planner.spmd.graph import Graph, Node
 from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL, Layout, conversion_between
-from planner.spmd.plan import SpmdPlan
+from planner.spmd.plan import PlacedProgram
 from planner.spmd.program import Instruction, Program, layouts_of
 from planner.spmd.rules import leaf_layouts, rules_of
 from tests.harness.spmd_models import spmd_case
@@ -69,7 +68,7 @@ class _Walk:
             goal = target if direct and self.rng.random() < 0.7 else self.rng.choice(layouts_of(self.graph, name))
             op = conversion_between(source, goal)
             if op is not None and goal not in self.have[name]:
-                variant = self.rng.choice(CONVERSIONS[op].variants)
+                variant = self.rng.choice(CONVERSIONS[op])
                 self._add(Instruction(op, name, ((name, source),), goal, "", variant))
 
 
@@ -77,7 +76,7 @@ def random_program(graph: Graph, seed: int) -> Program:
     return _Walk(graph, random.Random(seed)).program()
 
 
-def random_plan(graph: Graph, program: Program, num_devices: int, seed: int) -> SpmdPlan:
+def random_plan(graph: Graph, program: Program, num_devices: int, seed: int) -> PlacedProgram:
     """The program on uneven shares, at times of two segments, at times of a device without any."""
     rng = random.Random(seed + 1)
     rows = []
@@ -88,13 +87,11 @@ def random_plan(graph: Graph, program: Program, num_devices: int, seed: int) -> 
     return given_plan(graph, program, tuple(rows))
 
 
-def given_plan(graph: Graph, program: Program, ratios: tuple[tuple[float, ...], ...]) -> SpmdPlan:
-    devices = tuple(Device(f"d{rank}", 1e12) for rank in range(len(ratios[0])))
-    cluster = SpmdCluster(devices, ring_collectives(len(devices), 1e9, 1e-5))
-    return SpmdPlan(graph, program, Shares(graph, ratios), cluster, 0.0, 0.0, (0.0,) * len(devices))
+def given_plan(graph: Graph, program: Program, ratios: tuple[tuple[float, ...], ...]) -> PlacedProgram:
+    return PlacedProgram(graph, program, Shares(graph, ratios))
 
 
-def gloo_group(store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0) -> Collectives:
+def gloo_group(store: TCPStore, rank: int, size: int, name: str = "spmd", timeout_s: float = 30.0) -> Group:
     members = [f"w{number}" for number in range(size)]
     groups = GenerationGroups(store, 1, f"w{rank}", torch.device("cpu"), timeout_s, timeout_s)
     return groups.group(members, name)
@@ -109,9 +106,7 @@ def single_device(captured: Captured, model: torch.nn.Module, batch: Sequence[to
     return float(loss.detach()), {name: torch.zeros_like(captured.parameters[name]) if g is None else g for name, g in gradients.items()}
 
 
-def worst_error(
-    captured: Captured, plan: SpmdPlan, group: Collectives, batch: Sequence[torch.Tensor], expected: Expected
-) -> float:
+def worst_error(captured: Captured, plan: PlacedProgram, group: Group, batch: Sequence[torch.Tensor], expected: Expected) -> float:
     """Largest error of the loss and of this rank's gradients, over the largest entry of each (where that is not a rounding error itself, as
     of a key's bias, whose gradient is zero)."""
     executor = Executor(captured, plan, group)

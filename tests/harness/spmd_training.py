@@ -13,12 +13,13 @@ from transformers import PreTrainedConfig
 from autohet.runtime.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.groups import GenerationGroups
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.layout import state_name
+from autohet.runtime.layout import STATE_KINDS, state_name
 from autohet.runtime.spmd.capture import Captured, capture
+from autohet.runtime.spmd.executor import Executor
 from autohet.runtime.spmd.trainer import SpmdTrainer
 from planner.plan import Pipeline, Plan, Stage
-from planner.spmd.costs import Device, SpmdCluster, ring_collectives
-from planner.spmd.plan import SpmdPlan, synthesize
+from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
+from planner.spmd.plan import PlacedProgram, synthesize
 from tests.harness.spmd_models import spmd_case
 from tests.harness.spmd_programs import given_plan, random_program
 
@@ -59,13 +60,23 @@ def uneven_cluster(count: int, link_bytes_per_s: float = 1e9) -> SpmdCluster:
     return SpmdCluster(devices, ring_collectives(count, link_bytes_per_s, 1e-6))
 
 
-def some_plan(captured: Captured, size: int, seed: int | None) -> SpmdPlan:
+def some_plan(captured: Captured, size: int, seed: int | None) -> PlacedProgram:
     """The planner's, or a random program on random shares."""
     if seed is None:
-        return synthesize(captured.graph, uneven_cluster(size))
+        return synthesize(CostTable(captured.graph, uneven_cluster(size)))
     rng = random.Random(seed)
     weights = [rng.uniform(0.3, 3) for _ in range(size)]
     return given_plan(captured.graph, random_program(captured.graph, seed), (tuple(w / sum(weights) for w in weights),))
+
+
+def initial_state(executor: Executor) -> dict[str, Tensor]:
+    """This rank's parts of the captured model's weights, and zero moments, by state name."""
+    state: dict[str, Tensor] = {}
+    for name, layout in executor.plan.program.storage.items():
+        if name in executor.captured.parameters:
+            part = executor.local_part(executor.captured.parameters[name].detach().float(), name, layout).clone()
+            state |= {state_name(kind, name): part if kind == "param" else torch.zeros_like(part) for kind in STATE_KINDS}
+    return state
 
 
 def as_plan(size: int) -> Plan:
@@ -87,8 +98,10 @@ def train(
         groups = GenerationGroups(store, number, f"w{rank}", cpu, 30.0, 30.0)
         placed = some_plan(captured, size, seed)
         setup = TrainingSetup(PreTrainedConfig(), TRAINING, cpu)
-        generation = WorkerGeneration(as_plan(size), f"w{rank}", groups, {})
-        trainer = SpmdTrainer(setup, generation, captured=captured, placed=placed)
+        plan = as_plan(size)
+        state = initial_state(Executor(captured, placed, groups.group(plan.workers, "spmd")))
+        generation = WorkerGeneration(plan, f"w{rank}", groups, state)
+        trainer = SpmdTrainer(setup, generation, program=(captured, placed))
         done = [trainer.train_step(lambda step, sequences, batch=batch: batch) for _ in range(steps)]  # type: ignore[misc]
         worst = 0.0
         for parameter, layout in placed.program.storage.items():

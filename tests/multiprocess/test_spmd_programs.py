@@ -11,7 +11,7 @@ from tests.harness.processes import run_distributed
 from tests.harness.spmd_programs import run_random_programs
 
 KINDS = {"load", "compute", "factored", "vocabulary_loss", "empty"} | {
-    f"{name}_{variant}".rstrip("_") for name, conversion in CONVERSIONS.items() for variant in conversion.variants
+    f"{name}_{variant}".rstrip("_") for name, variants in CONVERSIONS.items() for variant in variants
 }
 
 

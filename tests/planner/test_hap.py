@@ -1,5 +1,6 @@
 """The strategy `hap`: plans of one program, whole and within memory, their document, and what is said where there is none."""
 
+import itertools
 import json
 from typing import Any
 
@@ -55,6 +56,13 @@ def test_layers_wanted_on_two_nodes_lie_whole_on_each() -> None:
     assert plan.spmd is not None
     assert plan.spmd.is_whole
     assert len(plan.workers) > 1
+
+
+def test_after_its_time_it_answers_with_the_best_found_and_says_so() -> None:
+    ticks = itertools.count()
+    answer = plan_with("hap", asked((("A100", 1, 1), ("A10G", 1, 2)), 16, time_limit_s=0.5, clock=lambda: float(next(ticks))))
+    assert answer.prediction.fits
+    assert [item.why for item in answer.rejected if "not looked at" in item.why] == ["not looked at: 0.5 s were over"]
 
 
 def test_autohet_takes_a_program_where_it_is_allowed_and_faster_and_says_so_of_the_other() -> None:

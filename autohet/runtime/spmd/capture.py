@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +12,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from planner.errors import ConfigError
-from planner.spmd.graph import MOST_UNITS, Graph, Node
-from planner.spmd.operators import Names, Operation, Ref, operator_node
+from planner.spmd.graph import MOST_UNITS, Graph, Node, NodeKind
+from planner.spmd.operators import Operation, Ref, numbered, operator_node
 
 IGNORED_TARGET = -100
 _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"})
@@ -24,12 +25,13 @@ _IDENTITIES = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """How an operator is run: Ref stands for an input, `item` picks one of several outputs."""
+    """How an operator is run: Ref stands for an input, `item` picks one of several outputs. dtype: of the output."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     item: int | None = None
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         args, kwargs = pytree.tree_map_only(Ref, lambda ref: tensors[ref.index], (self.args, dict(self.kwargs)))
@@ -40,26 +42,20 @@ class Call:
 @dataclass
 class Captured:
     """graph: for the planner. calls: by node. constants: what does not depend on data or weights. parameters: the model's names, which are
-    the nodes' names too. inputs: nodes in the order of the model's arguments. dtypes: of operators' outputs."""
+    the nodes' names too. inputs: nodes in the order of the model's arguments."""
 
     graph: Graph
     calls: Mapping[str, Call]
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     inputs: tuple[str, ...]
-    dtypes: Mapping[str, torch.dtype]
-
-    def on(self, device: torch.device) -> Captured:
-        """With its constants on a device."""
-        return replace(self, constants={name: value.to(device) for name, value in self.constants.items()})
 
 
 def capture(
-    model: nn.Module, example: tuple[Tensor, ...], *, strict: bool = False, most_units: int = MOST_UNITS,
-    prefixes: Mapping[str, str] | None = None,
-) -> Captured:  # fmt: skip
-    """The graph of `model(*example)`, a scalar loss of a whole global batch. strict: an operator without rules is an error; else it is
-    computed on every rank, and the graph's notes say so. prefixes: of parameters' names, and what stands for them in the graph.
+    model: nn.Module, example: tuple[Tensor, ...], *, most_units: int = MOST_UNITS, prefixes: Mapping[str, str] | None = None
+) -> Captured:
+    """The graph of `model(*example)`, a scalar loss of a whole global batch. An operator without rules is computed on every rank, and the
+    graph's notes say so. prefixes: of parameters' names, and what stands for them in the graph.
 
     ConfigError names the operator where it is random or changes its inputs, or where the model cannot be exported.
     """
@@ -68,14 +64,13 @@ def capture(
             exported = torch.export.export(model, example)
     except Exception as error:  # noqa: BLE001  whatever the exporter raises, it is about the user's model
         raise ConfigError(f"the model cannot be exported: {str(error).splitlines()[0][:300]}") from None
-    return _Reader(model, exported, strict, most_units, prefixes or {}).read()
+    return _Reader(model, exported, most_units, prefixes or {}).read()
 
 
 @dataclass
 class _Reader:
     model: nn.Module
     exported: Any
-    strict: bool
     most_units: int
     prefixes: Mapping[str, str]
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -84,9 +79,7 @@ class _Reader:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     """Of each exported node: the name of a node of ours, a constant's value, or a pending call with several outputs."""
     notes: list[str] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def read(self) -> Captured:
         with torch.no_grad():
@@ -105,16 +98,20 @@ class _Reader:
         graph = Graph(list(self.nodes.values()), tuple(dict.fromkeys(self.notes)), self.most_units)
         used = {node.name for node in graph.nodes}
         constants = {name: value for name, value in self.constants.items() if name in used}
-        return Captured(graph, self.calls, constants, self.parameters, tuple(self.inputs), self.dtypes)
+        inputs = tuple(name for name, node in self.nodes.items() if node.kind == "input")
+        return Captured(graph, self.calls, constants, self.parameters, inputs)
 
     def _rename(self) -> None:
         """Operators by kind and number among those that are left."""
-        names = Names()
-        new = {name: names.next(node.op) if node.kind == "op" else name for name, node in self.nodes.items()}
+        counts = Counter[str]()
+        new = {name: numbered(node.op, counts) if node.kind == "op" else name for name, node in self.nodes.items()}
         nodes = (replace(node, name=new[node.name], inputs=tuple(new[i] for i in node.inputs)) for node in self.nodes.values())
         self.nodes = {node.name: node for node in nodes}
         self.calls = {new[name]: call for name, call in self.calls.items() if name in new}
-        self.dtypes = {new[name]: dtype for name, dtype in self.dtypes.items() if name in new}
+
+    def _leaf(self, kind: NodeKind, name: str, value: Tensor) -> None:
+        needs_gradient = kind == "parameter" and value.requires_grad
+        self.nodes[name] = Node(name, kind, "", (), tuple(value.shape), value.element_size(), needs_gradient)
 
     def _placeholder(self, node: fx.Node) -> None:
         signature, name = self.exported.graph_signature, node.name
@@ -125,9 +122,7 @@ class _Reader:
         elif constant := signature.inputs_to_lifted_tensor_constants.get(name):
             self.values[node] = self.exported.constants[constant]
         else:
-            value = node.meta["val"]
-            self.nodes[name] = Node(name, "input", "", (), tuple(value.shape), value.element_size(), False)
-            self.inputs.append(name)
+            self._leaf("input", name, node.meta["val"])
             self.values[node] = name
 
     def _parameter(self, node: fx.Node, name: str) -> None:
@@ -137,8 +132,7 @@ class _Reader:
         old = next((prefix for prefix in self.prefixes if first.startswith(prefix)), "")
         first = self.prefixes.get(old, "") + first.removeprefix(old)
         if first not in self.nodes:
-            shape, size = tuple(tensor.shape), tensor.element_size()
-            self.nodes[first] = Node(first, "parameter", "", (), shape, size, tensor.requires_grad)
+            self._leaf("parameter", first, tensor)
             self.parameters[first] = tensor
         self.values[node] = first
 
@@ -147,7 +141,7 @@ class _Reader:
         if name in _DROPPED:
             return
         if name == "getitem" and isinstance(self.values[node.args[0]], Call):  # type: ignore[index]
-            return self._add(node, self.values[node.args[0]], item=int(node.args[1]))  # type: ignore[index,arg-type]
+            return self._add(node, replace(self.values[node.args[0]], item=int(node.args[1])))  # type: ignore[index,arg-type]
         args, kwargs = pytree.tree_map_only(fx.Node, self.values.__getitem__, (node.args, node.kwargs))
         if not any(isinstance(value, str) and value in self.nodes for value in pytree.tree_leaves((args, kwargs))):
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -175,14 +169,11 @@ class _Reader:
         before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(before.dtype == after.dtype and before.shape == after.shape)
 
-    def _add(self, node: fx.Node, call: Call, item: int | None = None) -> None:
-        """A node of ours for a call's (one) output."""
-        name = _operator_name(call.function)
-        self.values[node] = self._insert(name, call.function, call.args, call.kwargs, node.meta["val"], item)
+    def _add(self, node: fx.Node, call: Call) -> None:
+        self.values[node] = self._insert(_operator_name(call.function), call, node.meta["val"])
 
-    def _insert(
-        self, op: str, function: Callable[..., Any], args: Any, kwargs: Any, value: Tensor, item: int | None = None
-    ) -> str:  # fmt: skip
+    def _insert(self, op: str, call: Call, value: Tensor) -> str:
+        """A node of ours for a call's (one) output."""
         inputs: list[str] = []
 
         def ref(leaf: Any) -> Any:
@@ -193,28 +184,22 @@ class _Reader:
             inputs.append(leaf)
             return Ref(len(inputs) - 1)
 
-        args, kwargs = pytree.tree_map(ref, (tuple(args), dict(kwargs)))
+        args, kwargs = pytree.tree_map(ref, (tuple(call.args), dict(call.kwargs)))
         operation = Operation(op, tuple(self.nodes[i].shape for i in inputs), tuple(value.shape), args, kwargs)
         name = f"{op}.{len(self.nodes)}"
         node = operator_node(name, operation, [self.nodes[i] for i in inputs], value.element_size(), value.is_floating_point())
         if node.signature is None:
-            self._without_rule(op)
+            self.notes.append(f"operator '{op}' has no sharding rule: every rank computes the whole of it")
         self.nodes[name] = node
-        self.calls[name] = Call(function, args, kwargs, item)
-        self.dtypes[name] = value.dtype
+        self.calls[name] = replace(call, args=args, kwargs=kwargs, dtype=value.dtype)
         return name
-
-    def _without_rule(self, op: str) -> None:
-        if self.strict:
-            raise ConfigError(f"operator '{op}' has no sharding rule; without strict every rank computes the whole of it")
-        self.notes.append(f"operator '{op}' has no sharding rule: every rank computes the whole of it")
 
     def _constant(self, value: Tensor) -> str:
         known = next((name for name, other in self.constants.items() if _is_same(other, value)), None)
         if known is None:
             known = f"constant_{len(self.constants)}"
             self.constants[known] = value
-            self.nodes[known] = Node(known, "constant", "", (), tuple(value.shape), value.element_size(), False)
+            self._leaf("constant", known, value)
         return known
 
     def _loss(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -226,10 +211,10 @@ class _Reader:
         if reduction not in (1, 2) or not plain or len(self.nodes[logits].shape) != 2:
             return self._add(node, Call(node.target, args, kwargs))  # type: ignore[arg-type]
         value = node.meta["val"]
-        result = self._insert("cross_entropy_sum", cross_entropy_sum, (logits, targets, ignored), {}, value)
+        result = self._insert("cross_entropy_sum", Call(cross_entropy_sum, (logits, targets, ignored)), value)
         if reduction == 1:
-            count = self._insert("count_targets", count_targets, (targets, ignored, value.dtype), {}, value)
-            result = self._insert("div", torch.div, (result, count), {}, value)
+            count = self._insert("count_targets", Call(count_targets, (targets, ignored, value.dtype)), value)
+            result = self._insert("div", Call(torch.div, (result, count)), value)
         self.values[node] = result
 
     def _output(self, node: fx.Node) -> None:
@@ -240,39 +225,34 @@ class _Reader:
         self.nodes[last.name] = last
 
 
+_ROTARY = ("add", ("mul", "x", "cos"), ("mul", ("cat", ("neg", ("slice", "x")), ("slice", "x")), "sin"))
+"""x cos + cat(-x2, x1) sin: operators and their inputs, tensors by names."""
+
+
 def fuse_rotary(nodes: dict[str, Node], calls: dict[str, Call]) -> None:
-    """x cos + cat(-x2, x1) sin as one operator, in place: seven small ones with many live tensors would multiply the layouts to search."""
+    """Rotary embeddings as one operator each, in place: seven small ones with many live tensors would multiply the layouts to search."""
     for node in list(nodes.values()):
-        found = _rotary_parts(nodes, node)
-        if found is None:
+        named, inner = dict[str, str](), list[str]()
+        if not _matches(nodes, _ROTARY, node.name, named, inner):
             continue
-        x, cos, sin, gone = found
-        inputs = [nodes[name] for name in (x, cos, sin)]
-        operation = Operation("rotary", tuple(i.shape for i in inputs), node.shape, (Ref(0), Ref(1), Ref(2)), {})
-        nodes[node.name] = operator_node(node.name, operation, inputs, node.item_bytes)
-        calls[node.name] = Call(rotary, operation.args, {})
-        for name in gone:
-            del nodes[name]
+        x, cos, sin = (nodes[named[name]] for name in ("x", "cos", "sin"))
+        if cos.kind == sin.kind == "constant":
+            operation = Operation("rotary", (x.shape, cos.shape, sin.shape), node.shape, (Ref(0), Ref(1), Ref(2)), {})
+            calls[node.name] = replace(calls[node.name], function=rotary, args=operation.args, kwargs={})
+            for name in inner[1:]:
+                del nodes[name]
+            nodes[node.name] = operator_node(node.name, operation, [x, cos, sin], node.item_bytes)
 
 
-def _rotary_parts(nodes: Mapping[str, Node], node: Node) -> tuple[str, str, str, tuple[str, ...]] | None:
-    """(x, cosines, sines, operators between) of a sum that is such a rotation."""
-
-    def inputs(name: str, op: str, count: int) -> tuple[str, ...]:
-        inner = nodes[name]
-        return inner.inputs if inner.op == op and len(inner.inputs) == count else ("",) * count
-
-    if node.op != "add" or len(node.inputs) != 2:
-        return None
-    straight, turned = node.inputs
-    x, cos = inputs(straight, "mul", 2)
-    cat, sin = inputs(turned, "mul", 2)
-    if not cat or not x or nodes[cos].kind != "constant" or nodes[sin].kind != "constant":
-        return None
-    negative, first = inputs(cat, "cat", 2)
-    (second,) = inputs(negative, "neg", 1) if negative else ("",)
-    halves = [inputs(name, "slice", 1) for name in (first, second)] if first and second else []
-    return (x, cos, sin, (straight, turned, cat, negative, first, second)) if halves == [(x,), (x,)] else None
+def _matches(nodes: Mapping[str, Node], pattern: Any, name: str, named: dict[str, str], inner: list[str]) -> bool:
+    """Whether a tensor is made so. named: the tensors that the pattern names; inner: all others."""
+    if isinstance(pattern, str):
+        return named.setdefault(pattern, name) == name
+    op, *inputs = pattern
+    inner.append(name)
+    if nodes[name].op != op or len(nodes[name].inputs) != len(inputs):
+        return False
+    return all(_matches(nodes, *of, named, inner) for of in zip(inputs, nodes[name].inputs, strict=True))
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -299,4 +279,3 @@ def _operator_name(target: Any) -> str:
     """Without namespace and overload: "add" of aten.add.Tensor."""
     schema = getattr(target, "_schema", None)
     return schema.name.split("::")[-1] if schema is not None else str(getattr(target, "__name__", target))
-

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from autohet.runtime.groups import Group
-
-SLICE_S = 0.05
+from autohet.runtime.pacing import sleep_until
 
 
 class ComputeClock:
@@ -29,8 +27,7 @@ class ComputeClock:
 
     def pause(self) -> None:
         """The rank is about to wait for others, or has ended."""
-        while (left := self._since + self._owed - time.perf_counter()) > 0 and not self._stopped():
-            time.sleep(min(left, SLICE_S))
+        sleep_until(self._since + self._owed, self._stopped)
         self.seconds += time.perf_counter() - self._since
         self._owed = 0.0
 
@@ -43,32 +40,14 @@ class ClockedGroup:
 
     def __init__(self, group: Group, clock: ComputeClock) -> None:
         self._group, self._clock = group, clock
-        self.rank, self.size, self.members = group.rank, group.size, group.members
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._group, name)
+        return partial(self._timed, found) if callable(found) else found
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self._clock.pause()
         try:
-            return function(*arguments)
+            return call(*arguments)
         finally:
             self._clock.resume()
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._call(self._group.all_reduce, tensor)
-
-    def all_gather(self, out: Tensor, part: Tensor) -> None:
-        self._call(self._group.all_gather, out, part)
-
-    def send(self, tensor: Tensor, to: str, tag: int) -> Any:
-        return self._call(self._group.send, tensor, to, tag)
-
-    def recv(self, tensor: Tensor, source: str, tag: int) -> Any:
-        return self._call(self._group.recv, tensor, source, tag)
-
-    def wait_on_stream(self, work: Any) -> None:
-        self._call(self._group.wait_on_stream, work)
-
-    def start_all_reduce(self, tensor: Tensor) -> Any:
-        return self._call(self._group.start_all_reduce, tensor)
-
-    def wait_on_host(self, work: Any) -> None:
-        self._call(self._group.wait_on_host, work)

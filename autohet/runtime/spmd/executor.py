@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from autohet.runtime.groups import Group
 from autohet.runtime.pacing import Pace
-from autohet.runtime.spmd import collectives
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ComputeClock
-from autohet.runtime.spmd.collectives import Collectives, own_part
+from autohet.runtime.spmd.collectives import FactoredLinear, VocabularyLoss, applied, convert
 from planner.spmd.graph import Node
 from planner.spmd.layouts import Layout
 from planner.spmd.operators import SHAPED
@@ -27,17 +28,14 @@ class Executor:
     cast to the type of the captured ones. pace: seconds that operators owe the clock, in proportion to their FLOPs."""
 
     def __init__(
-        self, captured: Captured, plan: PlacedProgram, group: Collectives, clock: ComputeClock | None = None, pace: Pace | None = None
+        self, captured: Captured, plan: PlacedProgram, group: Group, clock: ComputeClock | None = None, pace: Pace | None = None
     ) -> None:
-        assert group.size == plan.shares.num_devices, f"{group.size} ranks for {plan.shares.num_devices} shares"
+        size = len(plan.shares.ratios[0])
+        assert group.size == size, f"{group.size} ranks for {size} shares"
         self.captured, self.plan, self.group = captured, plan, group
-        self.graph = plan.graph
-        self._last_use = self._last_uses()
-        self._clock, self._pace = clock, pace
+        self.graph, self._clock = plan.graph, clock
+        self._last_use = {used: at for at, i in enumerate(plan.program.instructions) for used in i.inputs}
         self._flops_s = _flops_s(plan, group.rank, pace)
-
-    def _last_uses(self) -> dict[Property, int]:
-        return {used: at for at, i in enumerate(self.plan.program.instructions) for used in i.inputs}
 
     def run(self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """This rank's part of the loss: the sum over ranks is the loss. `inputs`: the whole global batch; a rank reads its part of it.
@@ -62,31 +60,17 @@ class Executor:
         tensors = [values[used] for used in instruction.inputs]
         if instruction.op == "compute":
             return self._paced(instruction, self._compute(instruction, tensors))
-        return self._convert(instruction, tensors[0])
+        (_, source), lengths = instruction.inputs[0], partial(self.plan.lengths, name)
+        return convert(self.group, tensors[0], source, instruction.output, lengths, instruction.variant)
 
     def local_part(self, whole: Tensor, name: str, layout: Layout) -> Tensor:
         """This rank's part of a leaf."""
-        if layout.kind != "sharded":
-            return whole
-        return own_part(whole, layout.dim, self.plan.lengths(name, layout.dim), self.group.rank)
+        return whole if layout.kind != "sharded" else whole.narrow(layout.dim, *self._part(name, layout))
 
-    def _convert(self, instruction: Instruction, tensor: Tensor) -> Tensor:
-        name, source, target = instruction.tensor, instruction.inputs[0][1], instruction.output
-        group, variant = self.group, instruction.variant
-        match instruction.op:
-            case "all_gather":
-                return collectives.all_gather(group, tensor, source.dim, self.plan.lengths(name, source.dim), variant)
-            case "reduce_scatter":
-                return collectives.reduce_scatter(group, tensor, target.dim, self.plan.lengths(name, target.dim), variant)
-            case "all_reduce":
-                return collectives.all_reduce(group, tensor)
-            case "all_to_all":
-                before, after = self.plan.lengths(name, source.dim), self.plan.lengths(name, target.dim)
-                return collectives.all_to_all(group, tensor, source.dim, target.dim, before, after)
-            case "slice":
-                return own_part(tensor, target.dim, self.plan.lengths(name, target.dim), group.rank)
-        assert instruction.op == "mask", instruction.op
-        return collectives.mask(group, tensor)
+    def _part(self, name: str, layout: Layout) -> tuple[int, int]:
+        """Where this rank's part of a sharded tensor begins, and its length."""
+        lengths, rank = self.plan.lengths(name, layout.dim), self.group.rank
+        return sum(lengths[:rank]), lengths[rank]
 
     def _paced(self, instruction: Instruction, result: Tensor) -> Tensor:
         """What an operator takes on the emulated device is owed at its end, and once its output's gradient has come."""
@@ -98,21 +82,19 @@ class Executor:
                 result.register_hook(lambda gradient: clock.owe(backward_s))
         return result
 
-    # ---- operators ----
-
     def _compute(self, instruction: Instruction, tensors: list[Tensor]) -> Tensor:
         node, call = self.graph.by_name[instruction.tensor], self.captured.calls[instruction.tensor]
         if any(layout.kind == "factored" for _, layout in instruction.inputs):
             name, layout = instruction.inputs[0]
-            return collectives.factored_linear(self.group, layout.dim, self.plan.lengths(name, layout.dim), tensors)
+            return applied(FactoredLinear, self.group, layout.dim, self.plan.lengths(name, layout.dim), *tensors)
         if node.op == "cross_entropy_sum" and instruction.letter == "Y":
-            start = self._start(*instruction.inputs[0])
-            return collectives.vocabulary_loss(self.group, start, tensors[0], tensors[1], call.args[2])
+            return applied(VocabularyLoss, self.group, self._part(*instruction.inputs[0])[0], *tensors, call.args[2])
         shape = self._local_shape(instruction)
-        if self._is_empty(instruction):
-            return _with_additive(node, _nothing(tensors, shape, self.captured.dtypes[node.name]), tensors, instruction.output)
+        used = (*instruction.inputs, instruction.result)
+        if any(layout.kind == "sharded" and not self._part(name, layout)[1] for name, layout in used):
+            return _with_additive(node, _nothing(tensors, shape, call.dtype), tensors, instruction.output)
         if node.op == "embedding" and instruction.letter == "Y":
-            return _partial_embedding(tensors[0], tensors[1], self._start(*instruction.inputs[0]))
+            return _partial_embedding(tensors[0], tensors[1], self._part(*instruction.inputs[0])[0])
         if node.op == "mean":
             return self._mean(instruction, tensors[0], shape)
         if node.op in SHAPED:
@@ -121,20 +103,11 @@ class Executor:
             return tensors[0].expand(shape)
         return call(tensors)
 
-    def _start(self, name: str, layout: Layout) -> int:
-        return sum(self.plan.lengths(name, layout.dim)[: self.group.rank])
-
     def _local_shape(self, instruction: Instruction) -> tuple[int, ...]:
         shape = list(self.graph.by_name[instruction.tensor].shape)
         if instruction.output.kind == "sharded":
-            dim = instruction.output.dim
-            shape[dim] = self.plan.lengths(instruction.tensor, dim)[self.group.rank]
+            shape[instruction.output.dim] = self._part(*instruction.result)[1]
         return tuple(shape)
-
-    def _is_empty(self, instruction: Instruction) -> bool:
-        """Whether this rank's share of a sharded operator is nothing."""
-        used = [*instruction.inputs, instruction.result]
-        return any(layout.kind == "sharded" and self.plan.lengths(name, layout.dim)[self.group.rank] == 0 for name, layout in used)
 
     def _mean(self, instruction: Instruction, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Over the whole tensor's size, whatever part of it is here."""

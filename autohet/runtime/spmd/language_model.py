@@ -34,9 +34,8 @@ def decoder_from(job: Job, microbatch: int) -> Decoder | None:
     if job.model.config is not None and job.model.config.get("model_type") not in FAMILIES:
         return None
     config, training = load_config(job.model), job.training
-    captured = capture_language_model(
-        config, microbatch, training.sequence_length, COMPUTE_DTYPES[training.precision]
-    )
+    dtype = COMPUTE_DTYPES[training.precision]
+    captured = capture_language_model(config, microbatch, training.sequence_length, dtype)
     return Decoder(captured.graph, split_dims_of(config))
 
 

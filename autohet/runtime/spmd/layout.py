@@ -18,16 +18,14 @@ def program_units(
     held: dict[str, list[tuple[str, int]]] = {worker: [] for worker in workers}
     for name, spec in specs.items():
         layout = storage[name]
+        assert layout.kind != "sharded" or layout.dim == spec.split_dim, f"{name} is not cut as its state: {layout}"
         for rank, worker in enumerate(workers):
-            units: Sequence[int] = range(spec.num_units)
-            if layout.kind == "sharded":
-                assert layout.dim == spec.split_dim, f"{name} is cut along {layout.dim}, its state along {spec.split_dim}"
-                units = _units(program.ratios[-1], rank, spec, finest)
+            units = range(spec.num_units) if layout.kind != "sharded" else _units(program.ratios[-1], rank, spec, finest)
             held[worker] += [(name, unit) for unit in units]
     return held
 
 
-def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int) -> tuple[int, ...]:
+def _units(ratios: Sequence[float], rank: int, spec: ParameterSpec, finest: int) -> Sequence[int]:
     """Those within the part of a rank: parts are whole multiples of the finest slice into which every tensor can be cut."""
     assert spec.split_dim is not None
     size = spec.shape[spec.split_dim]

@@ -3,16 +3,17 @@ committed as `autohet.runtime.step_commit` says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from autohet.runtime.batches import Batch
 from autohet.runtime.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
-from autohet.runtime.layout import STATE_KINDS, state_name
+from autohet.runtime.layout import state_name
 from autohet.runtime.models import COMPUTE_DTYPES
 from autohet.runtime.spmd.capture import Captured
 from autohet.runtime.spmd.clock import ClockedGroup, ComputeClock
@@ -27,49 +28,33 @@ BUCKET_BYTES = 64 * 2**20
 """Of replicated gradients that one all-reduce sums: what they need beside the gradients themselves."""
 
 
-def initial_state(executor: Executor) -> dict[str, Tensor]:
-    """This rank's parts of the captured model's weights, and zero moments, by state name."""
-    state: dict[str, Tensor] = {}
-    for name, layout in executor.plan.program.storage.items():
-        if name in executor.captured.parameters:
-            part = executor.local_part(executor.captured.parameters[name].detach().float(), name, layout).clone()
-            state |= {
-                state_name(kind, name): part if kind == "param" else torch.zeros_like(part) for kind in STATE_KINDS
-            }
-    return state
-
-
 def _captured_of_job(setup: TrainingSetup, plan: Plan) -> tuple[Captured, PlacedProgram]:
     """The job's model for one microbatch, on the device, and the plan's program over its graph."""
     assert plan.spmd is not None, "the plan has no program"
     training, (pipeline,) = setup.training, plan.pipelines
     dtype = COMPUTE_DTYPES[training.precision]
     captured = capture_language_model(setup.config, pipeline.microbatch_sequences, training.sequence_length, dtype)
-    return captured.on(setup.device), plan.spmd.placed(captured.graph)
+    constants = {name: value.to(setup.device) for name, value in captured.constants.items()}
+    return replace(captured, constants=constants), plan.spmd.placed(captured.graph)
 
 
 class SpmdTrainer(Trainer):
     """Owns a rank's parts of the state, in the layouts of the plan's program.
 
-    captured, placed: of a model and a program that are not the setup's and the plan's. Where these are given, a generation without state
-    begins with the captured model's own weights.
+    program: of a captured model and over its graph, where these are not the setup's and the plan's.
     """
 
     def __init__(
-        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS, *, captured: Captured | None = None,
-        placed: PlacedProgram | None = None,
+        self, setup: TrainingSetup, generation: WorkerGeneration, hooks: TrainerHooks = NO_HOOKS, *,
+        program: tuple[Captured, PlacedProgram] | None = None,
     ) -> None:  # fmt: skip
         (self._pipeline,) = generation.plan.pipelines
-        is_job = captured is None
-        if captured is None or placed is None:
-            captured, placed = _captured_of_job(setup, generation.plan)
+        captured, placed = program or _captured_of_job(setup, generation.plan)
         over = generation.groups
         world = over.group(generation.plan.workers, "spmd")
         self._compute = ComputeClock(lambda: over.interrupted)
-        clocked = ClockedGroup(world, self._compute)
+        clocked: Any = ClockedGroup(world, self._compute)
         self._executor = Executor(captured, placed, clocked, self._compute, generation.pace)
-        if not is_job and not generation.state:
-            generation = replace(generation, state=initial_state(self._executor))
         super().__init__(setup, generation, hooks, world, counts_loss=True)
         self._storage = {name: layout for name, layout in placed.program.storage.items() if name in captured.parameters}
         self._gradients: dict[str, Tensor] = {}
@@ -83,9 +68,7 @@ class SpmdTrainer(Trainer):
         """This rank's part of a weight; none of it where its share is nothing."""
         part = self.state.get(state_name("param", name))
         if part is None:
-            part = self._executor.local_part(
-                self._executor.captured.parameters[name].detach().float(), name, self._storage[name]
-            )
+            part = self._executor.local_part(self._executor.captured.parameters[name], name, self._storage[name]).float()
             assert not part.numel(), f"no state of {name}"
         return part.detach().requires_grad_()
 
@@ -97,7 +80,9 @@ class SpmdTrainer(Trainer):
         leaves = {name: self._leaf(name) for name in self._storage}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         num_targets = torch.zeros((), dtype=torch.int64, device=self._device)
-        for inputs in self._microbatches(batch):
+        for number in range(self._pipeline.num_microbatches):
+            size = self._pipeline.microbatch_sequences
+            inputs = batch(self.step, range(number * size, (number + 1) * size))  # whole: every rank reads its part
             self._groups.check()
             self._enter("forward")
             part = self._executor.run(leaves, inputs)
@@ -109,31 +94,18 @@ class SpmdTrainer(Trainer):
         self._compute.pause()
         passes_done = self._clock.mark()
         self._enter("gradient_sync")
-        self._gradients = {
-            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
-        }
-        self._sum_replicated(self._gradients)
+        self._gradients = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
+        self._sum_replicated()
         return self._squares(), loss, num_targets, (begin, passes_done, self._clock.mark())
 
-    def _microbatches(self, batch: Callable[[int, range], Batch]) -> Iterator[Sequence[Tensor]]:
-        """Whole ones: every rank reads its part of them."""
-        size = self._pipeline.microbatch_sequences
-        for first in range(0, self._pipeline.num_sequences, size):
-            yield batch(self.step, range(first, first + size))
-
-    def _sum_replicated(self, gradients: Mapping[str, Tensor]) -> None:
+    def _sum_replicated(self) -> None:
         """Sum all gradients that are partial: those of replicated parameters (factored ones are whole already)."""
-        partial = [gradients[name] for name in sorted(self._storage) if self._storage[name].kind == "replicated"]
-        while partial:
-            bucket = [partial.pop()]
-            size = bucket[0].nbytes
-            while partial and size + partial[-1].nbytes <= BUCKET_BYTES:
-                size += partial[-1].nbytes
-                bucket.append(partial.pop())
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
+        partial = [self._gradients[name] for name in sorted(self._storage) if self._storage[name].kind == "replicated"]
+        for bucket in _take_tensors(partial, BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket)
             self._world.all_reduce(flat)
-            for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                gradient.copy_(total)
 
     def _squares(self) -> Tensor:
         """This rank's part of the squared norm: each element counts once whoever holds it."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.search import limits
 from planner.spmd.costs import Collective, CostTable, Device, Shares, SpmdCluster, ring_collectives
 from planner.spmd.graph import Graph, Signature
 from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL
@@ -99,7 +100,7 @@ def test_a_star_and_the_dynamic_program_agree_and_the_program_costs_what_they_sa
     seconds, program = Search(table, shares).dynamic_program()
     program.check(graph)
     assert table.program_s(program, shares) - table.seconds(table.final_terms(program), shares) == pytest.approx(seconds, rel=1e-9)
-    assert Search(table, shares).a_star()[0] == pytest.approx(seconds, rel=1e-9)
+    assert Search(table, shares).a_star() == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -126,6 +127,22 @@ def test_equal_layers_are_solved_once_and_as_if_they_were_not(seed: int) -> None
     assert seen[1] < 2 * seen[0]
 
 
+def test_a_search_that_charges_for_bytes_follows_few_states_and_a_plain_one_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = transformer(2, 6, 4, 8, 2)
+    cluster, shares = random_cluster(random.Random(1), 2), Shares(graph, ((0.6, 0.4),))
+    found: dict[tuple[int, bool], tuple[float, int]] = {}
+    for most in (2, 10**9):
+        monkeypatch.setattr(limits, "CHARGED_STATES", most)
+        for charge in ((), (1e-9, 1e-9)):
+            search = Search(CostTable(graph, cluster), shares, byte_s=charge)
+            seconds, program = search.dynamic_program()
+            program.check(graph)
+            found[most, bool(charge)] = seconds, search.states_seen
+    assert found[2, False] == found[10**9, False]
+    assert found[2, True][1] < found[10**9, True][1]
+    assert found[2, True][0] >= found[10**9, True][0]
+
+
 def test_a_tied_parameter_is_loaded_once_and_has_one_layout_in_memory() -> None:
     b = Builder()
     ids = b.leaf("input", 6, 4)
@@ -139,7 +156,7 @@ def test_a_tied_parameter_is_loaded_once_and_has_one_layout_in_memory() -> None:
     graph = b.graph()
     for seed in range(6):
         cluster = random_cluster(random.Random(seed), 3)
-        program = synthesize(graph, cluster).program
+        program = synthesize(CostTable(graph, cluster)).program
         program.check(graph)
         assert sum(i.op == "load" and i.tensor == weight for i in program.instructions) == 1
         assert FACTORED not in program.storage.values() or program.storage[weight] != FACTORED

@@ -49,9 +49,7 @@ def test_a_linear_has_batch_row_column_replicated_partial_and_factored_rules() -
     assert rule.gradient == (REPLICATED, (sharded(1), sharded(1), REPLICATED))
 
 
-def test_an_operator_without_a_rule_is_named_or_replicated() -> None:
-    with pytest.raises(ConfigError, match="operator 'roll' has no sharding rule"):
-        capture(Sorted("roll"), BATCH, strict=True)
+def test_an_operator_without_a_rule_is_replicated_and_named() -> None:
     captured = capture(Sorted("roll"), BATCH)
     assert captured.graph.notes == ("operator 'roll' has no sharding rule: every rank computes the whole of it",)
     node = captured.graph.by_name["roll"]

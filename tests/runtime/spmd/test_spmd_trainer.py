@@ -19,7 +19,7 @@ from autohet.runtime.spmd.trainer import SpmdTrainer
 from autohet.runtime.state.state_source import local_slice
 from autohet.runtime.trainer import StageTrainer
 from planner.plan import Pipeline, Plan, Stage
-from planner.spmd.costs import Device, SpmdCluster, ring_collectives
+from planner.spmd.costs import CostTable, Device, SpmdCluster, ring_collectives
 from planner.spmd.decoders import decoder_graph
 from planner.spmd.document import StageProgram
 from planner.spmd.plan import synthesize
@@ -39,7 +39,7 @@ def program_for(workers: int, speeds: tuple[float, ...], microbatch: int, split_
     assert decoder is not None
     devices = tuple(Device(f"d{n}", speed) for n, speed in enumerate(speeds))
     cluster = SpmdCluster(devices, ring_collectives(workers, 1e9, 1e-6))
-    return StageProgram.of(synthesize(decoder.graph, cluster, pinned=decoder.split_dims))
+    return StageProgram.of(synthesize(CostTable(decoder.graph, cluster), pinned=decoder.split_dims))
 
 
 def plan_of(stage: Stage) -> Plan:
@@ -82,7 +82,7 @@ def test_three_workers_on_their_shares_train_as_one_stage_does(speeds: tuple[flo
 
     def life(me: str) -> SpmdTrainer:
         groups = GenerationGroups(store, 1, me, CPU, 60.0, 60.0)
-        trainer = SpmdTrainer(setup, WorkerGeneration(plan, me, groups, states[me]), captured=captured, placed=placed)
+        trainer = SpmdTrainer(setup, WorkerGeneration(plan, me, groups, states[me]), program=(captured, placed))
         trainer.results = [trainer.train_step(rows_of(case)) for _ in range(3)]  # type: ignore[attr-defined]
         return trainer
 
