@@ -20,7 +20,7 @@ from planner.search import limits
 from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
 from planner.search.improve import Improver, Judge, tries_for
-from planner.search.judge import costed, least_ahead, unacceptable
+from planner.search.judge import least_ahead, unacceptable
 from planner.search.memory import cost_like
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
@@ -110,8 +110,8 @@ def replan(
     if kept is not None and best.useful <= kept.useful * 1.01:
         best = kept
     if best.plan != previous:
-        plan = least_ahead(request.cost, best.plan)
-        best = replace(best, plan=plan, prediction=costed(request, plan).prediction)
+        way = least_ahead(request.cost, best.plan)
+        best = replace(best, plan=way.plan, prediction=way.prediction)
     return _decision(best, kept, previous, request, searched, horizon_s, request.clock() - begin)
 
 

@@ -14,17 +14,7 @@ from planner.search.bound import NO_PROOF, prove
 from planner.search.cost_tables import tables_of
 from planner.search.families import Proposal, proposals_for
 from planner.search.improve import Improver, Judge, tries_for
-from planner.search.judge import (
-    Costed,
-    costed,
-    idle_workers,
-    least_ahead,
-    plainest,
-    rank,
-    seconds_of,
-    slower,
-    why_infeasible,
-)
+from planner.search.judge import Costed, idle_workers, least_ahead, plainest, rank, seconds_of, slower, why_infeasible
 from planner.search.moves import Moves
 from planner.search.place import place, place_by_stage
 from planner.search.problem import Answer, Rejected, Request, SearchReport, check_request
@@ -63,7 +53,7 @@ def improved(found: Drafted) -> Answer:
     """The second half: walks from the best drafts, the choice, the bound."""
     request, tables, ranked = found.request, found.tables, found.ranked
     chosen, walked, why = _improved(request, tables, ranked)
-    best = costed(request, least_ahead(request.cost, chosen))
+    best = least_ahead(request.cost, chosen)
     proof = prove(tables, best.step_time_s) if request.prove else NO_PROOF
     tried = len(ranked) + len(found.rejected)
     report = SearchReport(request.clock() - found.begin_s, tried, proof.lower_bound_s, proof.gap, proof.says)

@@ -26,16 +26,11 @@ class Costed:
         return self.prediction.step_time_s
 
 
-def least_ahead(cost: CostModel, plan: Plan) -> Plan:
+def least_ahead(cost: CostModel, plan: Plan) -> Costed:
     """The plan with the fewest microbatches in flight with which it is as fast as with any number, or very nearly."""
-    ways = cost.ways_ahead(plan)
-    seconds = [cost.predict(way).step_time_s for way in ways]
-    return next(way for way, s in zip(ways, seconds, strict=True) if s <= min(seconds) * (1 + limits.FINE))
-
-
-def costed(request: Request, plan: Plan) -> Costed:
-    """With its prediction."""
-    return Costed(plan, request.cost.predict(plan))
+    ways = [Costed(way, cost.predict(way)) for way in cost.ways_ahead(plan)]
+    fastest_s = min(way.step_time_s for way in ways)
+    return next(way for way in ways if way.step_time_s <= fastest_s * (1 + limits.FINE))
 
 
 def seconds_of(request: Request, plan: Plan) -> float:
@@ -49,7 +44,7 @@ def rank(request: Request, plans: Iterable[Plan]) -> tuple[list[Costed], list[Re
     found, rejected = list[Costed](), list[Rejected]()
     for plan in dict.fromkeys(map(request.cost.working_ahead, plans)):
         check_plan(plan, request.spec.num_layers)
-        each = costed(request, plan)
+        each = Costed(plan, request.cost.predict(plan))
         why = unacceptable(request, plan, each.prediction)
         if why is None:
             found.append(each)
@@ -64,7 +59,7 @@ def choose(request: Request, plans: Iterable[Plan]) -> tuple[Costed | None, list
     if not ranked:
         return None, rejected
     best, *others = ranked
-    return costed(request, least_ahead(request.cost, best.plan)), rejected + slower(others)
+    return least_ahead(request.cost, best.plan), rejected + slower(others)
 
 
 def kind_of(fleet: Fleet, pipeline: Pipeline) -> tuple[object, ...]:

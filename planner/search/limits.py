@@ -39,14 +39,6 @@ TOGETHER = 64  # intervals solved in one array: beyond, arrays leave the cache
 # ---- strategies of others ----
 MOST_PASSES = 256  # microbatches of an SPMD program
 TRIED_PASSES = 3  # numbers of microbatches from the least that may fit memory on, each twice the one before
-STARTS = 4  # speeds from the slowest to the fastest at which a program's ratios begin: the joint optimum lies near one of them
-ROUNDS = 6  # of search and linear program in turn; most end after two
-COMPARED = 12  # cheaper states of the frontier, from which another may follow: the cheapest tell nearly all
-CHARGES = 8  # for bytes, each four times the one before, from a hundredth of a step for all memory: the last outweighs any time
-CHARGED_STATES = 32  # followed at once where bytes are charged: of the time without a limit 0.4 to 0.9, the same plans
-CHARGED_ROUNDS = 2  # under each charge
-TELLING_CHARGE = 4  # the first above a step for all memory: where it and those before bring nothing nearer to fitting, higher ones do not
-MOST_MOVED = 16  # devices between which single samples are moved: rounds of as many pairs of them, squared
 MAX_PERMUTE = 4  # groups of stages that are permuted (Metis's max_permute_len)
 REPAIRS = 3  # of over-full stages, as in Metis
 MOST_ARRANGEMENTS = 400  # of each number of stages, so that 64 GPUs take a second

@@ -14,7 +14,6 @@ import numpy as np
 
 from planner.cluster import GIB
 from planner.errors import InfeasibleError
-from planner.search import limits
 from planner.spmd.costs import CostTable, Shares, round_to_units
 from planner.spmd.graph import Axis, Graph
 from planner.spmd.program import Program
@@ -22,6 +21,13 @@ from planner.spmd.ratios import check_ratios, check_rounded, closed_form, linear
 from planner.spmd.search import Search
 
 Ratios = tuple[tuple[float, ...], ...]
+
+STARTS = 4  # speeds from the slowest to the fastest at which a program's ratios begin: the joint optimum lies near one of them
+ROUNDS = 6  # of search and linear program in turn; most end after two
+CHARGES = 8  # for bytes, each four times the one before, from a hundredth of a step for all memory: the last outweighs any time
+CHARGED_ROUNDS = 2  # under each charge
+TELLING_CHARGE = 4  # the first above a step for all memory: where it and those before bring nothing nearer to fitting, higher ones do not
+MOST_MOVED = 16  # devices between which single samples are moved: rounds of as many pairs of them, squared
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class _Pairs:
             self.best = seconds, program, shares
         return seconds
 
-    def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = limits.ROUNDS) -> None:
+    def alternate(self, start: Ratios, charge: Sequence[float], rounds: int = ROUNDS) -> None:
         """Search and linear program in turn, while the pair gets better."""
         ratios, before = start, float("inf")
         for _ in range(rounds):
@@ -131,7 +137,7 @@ def synthesize(
         name = table.cluster.devices[worst].name
         told = f"in the program that comes nearest, device '{name}' needs {need / GIB:.2f} GiB, it has"
         raise _fits_no_mix(table, told, table.limits[worst])
-    if ratios is None and whole and table.num_devices <= limits.MOST_MOVED:
+    if ratios is None and whole and table.num_devices <= MOST_MOVED:
         _move_units(pairs)
     seconds, program, shares = pairs.best
     used = tuple(float(x) for x in table.program_bytes(program, shares))
@@ -147,24 +153,24 @@ def _heed_memory(pairs: _Pairs, starts: Sequence[Ratios], free_ratios: bool, is_
     four, from a hundredth of a step for all of a device's memory."""
     idle, table = 0, pairs.table
     step_s = table.program_s(pairs.search(starts[-1], ()), pairs.shares(starts[-1]))
-    for number in range(limits.CHARGES):
+    for number in range(CHARGES):
         charge = [float(step_s * 0.01 * 4**number / limit) for limit in table.limits]
         before, nearest = pairs.best, pairs.tightest[0]
         for start in dict.fromkeys((starts[0], starts[-1])):
             if free_ratios:
-                pairs.alternate(start, charge, limits.CHARGED_ROUNDS)
+                pairs.alternate(start, charge, CHARGED_ROUNDS)
             else:
                 pairs.judge(pairs.search(start, charge), start)
         idle = idle + 1 if pairs.best is None and pairs.tightest[0] > 0.99 * nearest else 0
-        if (pairs.best is not None and (pairs.best is before or is_late())) or (idle >= 2 and number >= limits.TELLING_CHARGE):
+        if (pairs.best is not None and (pairs.best is before or is_late())) or (idle >= 2 and number >= TELLING_CHARGE):
             return
 
 
 def _starts(table: CostTable, segments: int) -> list[Ratios]:
     """Ratios to begin at: those that can be optimal, evenly chosen where they are many, and memory's proportions."""
     found = closed_form([float(speed) for speed in table.speeds])
-    if len(found) > limits.STARTS:
-        found = [found[round(at * (len(found) - 1) / (limits.STARTS - 1))] for at in range(limits.STARTS)]
+    if len(found) > STARTS:
+        found = [found[round(at * (len(found) - 1) / (STARTS - 1))] for at in range(STARTS)]
     if np.isfinite(table.limits).all():
         found.append(tuple(float(x) for x in table.limits / table.limits.sum()))
     return [(row,) * segments for row in dict.fromkeys(found)]

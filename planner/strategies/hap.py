@@ -66,9 +66,7 @@ def _subsets(request: Request) -> Iterator[tuple[str, ...]]:
     yield from found
 
 
-def _plans(
-    request: Request, workers: tuple[str, ...], rejected: list[Rejected], is_late: Callable[[], bool]
-) -> Iterator[Plan]:
+def _plans(request: Request, workers: tuple[str, ...], rejected: list[Rejected], is_late: Callable[[], bool]) -> Iterator[Plan]:
     batch = request.global_batch_sequences
     passes = [count for count in range(1, min(batch, limits.MOST_PASSES) + 1) if batch % count == 0]
     if request.microbatch_sequences is not None:
@@ -95,9 +93,7 @@ def _plans(
             return
 
 
-def _synthesized(
-    request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]
-) -> SpmdPlan:
+def _synthesized(request: Request, table: CostTable, pinned: dict[str, int], is_late: Callable[[], bool]) -> SpmdPlan:
     """With one set of ratios, and where memory is short with two, so that state need not follow samples; where layers are wanted on several
     nodes, all state lies whole on each."""
     if request.min_node_disjoint_holders > 1:

@@ -14,7 +14,7 @@ from planner.search.bound import best_mix
 from planner.search.closed_form import families, ranked, roughly_s
 from planner.search.cost_tables import tables_of
 from planner.search.cut import Balancer
-from planner.search.judge import costed
+from planner.search.judge import Costed
 from planner.search.problem import Rejected, Request
 from planner.search.side_by_side import SideBySide
 from planner.search.tables import Tables
@@ -84,7 +84,8 @@ def test_drafts_are_made_with_less_memory_where_one_near_the_best_was_refused(
     monkeypatch: pytest.MonkeyPatch, times: float, again: bool
 ) -> None:
     asked, tables = case()
-    best = costed(asked, plan_with("megatron", asked).plan)
+    answer = plan_with("megatron", asked)
+    best = Costed(answer.plan, answer.prediction)
     asks = list[Tables]()
     monkeypatch.setattr(autohet, "_placed", lambda _, mine: asks.append(mine) or [])
     monkeypatch.setattr(autohet, "rank", lambda *_: ([best], [Rejected("", "", times * best.step_time_s)]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.search import limits
+from planner.spmd import search as program_search
 from planner.spmd.costs import Collective, CostTable, Device, Shares, SpmdCluster, ring_collectives
 from planner.spmd.graph import Graph, Signature
 from planner.spmd.layouts import CONVERSIONS, FACTORED, PARTIAL
@@ -132,7 +132,7 @@ def test_a_search_that_charges_for_bytes_follows_few_states_and_a_plain_one_all(
     cluster, shares = random_cluster(random.Random(1), 2), Shares(graph, ((0.6, 0.4),))
     found: dict[tuple[int, bool], tuple[float, int]] = {}
     for most in (2, 10**9):
-        monkeypatch.setattr(limits, "CHARGED_STATES", most)
+        monkeypatch.setattr(program_search, "CHARGED_STATES", most)
         for charge in ((), (1e-9, 1e-9)):
             search = Search(CostTable(graph, cluster), shares, byte_s=charge)
             seconds, program = search.dynamic_program()
