@@ -66,7 +66,8 @@ def _node_type(group: Mapping[str, Any], name: str) -> dict[str, Any]:
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
     containers = pod.get("containers") or [{}]
     resources = read_mapping(containers[0].get("resources") or {}, f"resources of group '{name}'")
-    given = {**(resources.get("requests") or {}), **(resources.get("limits") or {}), **(group.get("resources") or {})}
+    limits = {**(resources.get("limits") or {}), **(group.get("resources") or {})}
+    given = {**(resources.get("requests") or {}), **limits}
     start = group.get("rayStartParams") or {}
     shape = {"GPU": int(start.get("num-gpus", given.get("GPU", given.get(GPU_RESOURCE, 0))))}
     cpus = start.get("num-cpus", given.get("CPU", given.get("cpu")))
@@ -75,7 +76,7 @@ def _node_type(group: Mapping[str, Any], name: str) -> dict[str, Any]:
     hosts = group.get("numOfHosts", 1)
     return {
         "resources": shape,
-        "labels": {**_market(pod), **_memory(given.get("memory")), **(group.get("labels") or {})},
+        "labels": {**_market(pod), **_memory(limits.get("memory")), **(group.get("labels") or {})},
         "min_workers": 0 if name == HEAD else group.get("minReplicas", 0) * hosts,
         "max_workers": 0 if name == HEAD else _bound(group, name) * hosts,
         "node_config": _placement(pod),
@@ -97,7 +98,8 @@ def _memory(quantity: object) -> dict[str, str]:
         return {}
     number, unit, binary = match.groups()
     num_bytes = float(number) * (1024 if binary else 1000) ** " KMGTP".index(unit or " ")
-    return {"autohet.io/host-memory-gib": f"{num_bytes / 2**30:.3f}"}
+    gib = f"{num_bytes / 2**30:.3f}"
+    return {"autohet.io/host-memory-gib": gib} if float(gib) else {}
 
 
 def _bound(group: Mapping[str, Any], name: str) -> int:

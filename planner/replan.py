@@ -24,7 +24,15 @@ from planner.search.judge import least_ahead, unacceptable
 from planner.search.memory import cost_like
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
-from planner.uneven import gathered, is_bounded, search_with_uneven, sentence, uneven_groups, uneven_stages
+from planner.uneven import (
+    gathered,
+    is_bounded,
+    may_be_without_room,
+    search_with_uneven,
+    sentence,
+    uneven_groups,
+    uneven_stages,
+)
 
 Holders = Mapping[str, frozenset[tuple[str, int, int]]]
 
@@ -89,7 +97,7 @@ def replan(
     """
     if horizon_s <= 0:
         raise ConfigError(f"horizon_s is {horizon_s}; it must be above 0")
-    migration = migration or MigrationCost()
+    migration, asked_s = migration or MigrationCost(), horizon_s
     request = replace(request, cost=cost_like(request.cost, previous))
     alive = set(request.fleet.workers)
     held = {w: h for w, h in (holders or holders_of(previous, request.spec.num_layers)).items() if w in alive}
@@ -103,6 +111,9 @@ def replan(
     if searched is not None:
         seen = {each.plan for each in scored}
         scored += judged.scores(p for p in (align(searched.plan, request, held), searched.plan) if p not in seen)
+    if not scored and may_be_without_room(request):
+        without = replace(request, needs_staging_room=False)
+        return replan(previous, without, holders, asked_s, migration, thorough, known)
     if not scored:
         raise InfeasibleError("no plan fits the fleet that is left; see the plan command for the tightest limit")
     scored.sort(key=lambda s: (-s.useful, s.seconds))
@@ -143,7 +154,8 @@ class _Judged:
         if plan != self.previous:
             plan = request.cost.working_ahead(plan)
         prediction = request.cost.predict(plan)
-        if unacceptable(request, plan, prediction) is not None:
+        asked = replace(request, needs_staging_room=False) if plan == self.previous else request
+        if unacceptable(asked, plan, prediction) is not None:
             return None
         seconds = 0.0 if plan == self.previous else migration_s(plan, request, self.held, self.migration)
         useful = max(0.0, self.horizon_s - seconds) / prediction.step_time_s * request.global_batch_sequences

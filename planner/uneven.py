@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.cluster import NodeType
+from planner.cost.host_memory import may_lack
 from planner.cost.model import CostModel
 from planner.cost.uneven import UnevenGroup, gain, uneven_group
 from planner.errors import InfeasibleError
@@ -31,7 +32,22 @@ OUTSIDE = "nothing is proved: there may be uneven stages, for which the bound do
 def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """As `search_with_memory`, or a plan with uneven stages where that is clearly faster. InfeasibleError where no plan fits."""
     check_request(request)
-    groups, known = uneven_groups(request), list(seeds)
+    known = list(seeds)
+    try:
+        return _searched(request, known)
+    except InfeasibleError:
+        if not may_be_without_room(request):
+            raise
+    return _searched(replace(request, needs_staging_room=False), known)
+
+
+def may_be_without_room(request: Request) -> bool:
+    """Whether host memory alone may be what refuses plans, and more may be tried."""
+    return request.needs_staging_room and request.cost.parameters.elastic and any(map(may_lack, request.cost.node_types))
+
+
+def _searched(request: Request, known: list[Plan]) -> Answer:
+    groups = uneven_groups(request)
     if not groups:
         return _proved(request, search_with_memory(request, known))
     even, refused = None, InfeasibleError("")
@@ -49,6 +65,8 @@ def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
 def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     """What stages with uneven shares may be: three GPUs of a node with a number that is no power of two, of which five to seven would
     leave the largest share as it is on four; and some of unlike nodes that are joined. Each clearly faster than any even part of it."""
+    if not request.cost.parameters.elastic:  # other frameworks cut evenly
+        return ()
     spec, sizes = request.spec, microbatch_sizes(request)
     most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)
     types = [kind for kind in request.cost.node_types if kind.num_gpus]
@@ -78,8 +96,8 @@ def _found(request: Request, even: Answer | None, known: Sequence[Plan]) -> Answ
     begin = [*known] if even is None else [even.plan, *even.candidates[: limits.WALKS], *known]
     for cost in _costs(request, even):
         asked = replace(request, cost=cost, prove=False)
-        moves = Moves(tables_of(asked), random.Random(0), request.mixed_microbatch)
         try:
+            moves = Moves(tables_of(asked), random.Random(0), request.mixed_microbatch)
             found = improved(drafted(asked, [*begin, *gathered(moves, begin)]))
         except InfeasibleError:
             continue
@@ -138,12 +156,14 @@ def _draft_s(moves: Moves, plan: Plan) -> float:
 
 def _chosen(even: Answer | None, found: Answer | None) -> Answer:
     """The plan with uneven stages where it is clearly faster; either says so of the other."""
+    stages = uneven_stages(found.plan) if found is not None else []
     if even is None:
         assert found is not None
-        return replace(found, choice="no plan of even stages fits")
-    stages = uneven_stages(found.plan) if found is not None else []
-    if found is None or not stages:
+        return replace(found, choice="no plan of even stages fits") if stages else found
+    if found is None:
         return even
+    if not stages:
+        return min(even, found, key=lambda each: each.prediction.step_time_s)
     even_s, found_s = even.prediction.step_time_s, found.prediction.step_time_s
     if found_s * limits.CLEARLY > even_s:
         why = f"{found_s:.4g} s a step, not {limits.CLEARLY - 1:.0%} faster than even ones with {even_s:.4g} s"
@@ -175,7 +195,8 @@ def _proved(request: Request, answer: Answer) -> Answer:
 def is_bounded(request: Request, plan: Plan) -> bool:
     """Whether the bound holds for a plan, and for all others with the request's uneven groups. On one node the rows of the tables are the
     least that any shares take; of groups over several nodes there are none."""
-    groups, node_of = {group.kinds for group in request.uneven}, request.fleet.node_of
+    spec, groups, node_of = request.spec, {group.kinds for group in request.uneven}, request.fleet.node_of
     nodes = [list(map(node_of, stage.workers)) for stage in uneven_stages(plan)]
-    inside = all(len(set(kinds)) == 1 for kinds in groups) and all(len({node.name for node in each}) == 1 for each in nodes)
+    cut = spec.key_value_units == 0 or spec.key_value_units >= spec.max_tp_degree  # else it matters which part is whose
+    inside = cut and all(len(set(kinds)) == 1 for kinds in groups) and all(len({node.name for node in each}) == 1 for each in nodes)
     return inside and all(tuple(node.node_type for node in each) in groups for each in nodes)

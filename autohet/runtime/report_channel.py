@@ -31,6 +31,11 @@ BEAT = bytes(4)
 PLACE = struct.Struct("!QQ")
 NUMBER = struct.Struct("!Q")
 NONCE_BYTES = 16
+MOST_NEWS_BYTES = 1 << 28
+"""Parts of a checkpoint with a million shards."""
+LOST_MS = 2000
+"""After which the kernel gives a connection up whose bytes nobody confirms: a new one is made at once when the network is back, while TCP
+would wait for its next repetition, seconds later."""
 LOOK_S = 0.01
 """Between two looks for news: what a reconfiguration waits for at each of its phases."""
 PATIENCE_S = 5.0
@@ -75,6 +80,7 @@ class ReportSender:
         self._connection: socket.socket | None = None
         self._nonce = self._answers = b""
         self._spoke_at = self._lost_at = float("-inf")
+        self._began_at, self._is_missed = time.monotonic(), False
         self._closing = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
@@ -104,8 +110,11 @@ class ReportSender:
     def _look(self) -> None:
         report = self._report()
         if self._is_new(self._last, report):
+            payload = pickle.dumps(report)
+            if len(payload) > MOST_NEWS_BYTES:
+                raise ValueError(f"a report of {len(payload)} bytes is longer than the driver takes ({MOST_NEWS_BYTES})")
             self._number += 1
-            self._unsent.append((self._number, pickle.dumps(report)))
+            self._unsent.append((self._number, payload))
             self._last = report
 
     def _speak(self) -> None:
@@ -123,14 +132,18 @@ class ReportSender:
             if now - self._spoke_at >= self._address.beat_s:
                 self._write(self._connection, BEAT)
         except OSError as error:
-            logger.debug("The driver does not take reports: %s", error)
             self._drop()
             self._lost_at = time.monotonic()
+            if not self._is_missed and self._lost_at - max(self._began_at, self._spoke_at) > PATIENCE_S:
+                self._is_missed = True
+                where = f"{self._address.host}:{self._address.port}"
+                logger.warning("The driver takes no reports at %s (%s); is that port open between the nodes?", where, error)
 
     def _connect(self) -> None:
         connection = socket.create_connection((self._address.host, self._address.port), PATIENCE_S)
         self._connection, self._place, self._answers = connection, 0, b""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         self._nonce = b""
         while len(self._nonce) < NONCE_BYTES:
             if not (more := connection.recv(NONCE_BYTES - len(self._nonce))):
@@ -139,6 +152,7 @@ class ReportSender:
         self._send(0, self._address.name.encode())
         self._unsent.extendleft(reversed(self._unanswered))
         self._unanswered.clear()
+        self._is_missed = False
 
     def _send(self, number: int, payload: bytes) -> None:
         assert self._connection is not None

@@ -34,6 +34,8 @@ class Request:
     `pareto`; `autohet` counts what it tries, so that a busy machine finds the same plan.
     uneven: groups of GPUs that stages may be with shares of their own (`planner.uneven`).
     spmd: whether `autohet` may answer with one SPMD program on uneven shares where that is faster (`planner.spmd`).
+    needs_staging_room: whether a plan is refused whose state a node's host memory cannot take in a change of plans. Where all would be, a
+    search is made anew without: a job that can train today is not refused for a change that may never come.
     prove: whether to prove a lower bound of the step time, which takes up to a second.
     """
 
@@ -57,6 +59,7 @@ class Request:
     prove: bool = True
     spmd: bool = False
     uneven: tuple[UnevenGroup, ...] = ()
+    needs_staging_room: bool = True
 
     @property
     def deepest(self) -> int:

@@ -11,7 +11,7 @@ from recovery.peers.tls import PeerTls
 
 MAX_IDLE = 16
 """Connections that wait to be used again, over all peers: four peers with a restore's four streams each. Those of all workers of the fleet
-count against the 256 that a server takes (`peers.server`)."""
+count against the 1,024 that a server takes (`peers.server`)."""
 
 
 class ClientPool:

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 60.0
 
 
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 1024  # of 64 workers that restore at once, each with a few kept ones
 MAX_PUSHES = 8
 GREETING_S = 10.0
 

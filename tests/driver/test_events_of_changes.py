@@ -1,7 +1,12 @@
 """Whatever befalls the fleet, an event tells of it, with its reason."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from rich.console import Console
 
+from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Loss
 from autohet.driver.control.states import Building, Quiescing, Waiting
 from autohet.driver.control.view import View
@@ -145,3 +150,16 @@ def test_replicas_that_parted_are_an_event_of_their_step():
     (event,) = [event for event in controller.events.records if event["kind"] == "parted"]
     assert (event["step"], event["layer"], event["workers"], event["owner"]) == (7, 3, ("a/0",), "b/0")
     assert "up_proj.weight[0] of layer 3" in event["reason"]
+
+
+def test_a_disk_that_is_full_costs_the_record_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[dict[str, Any]] = []
+    events = EventLog(tmp_path / "events.jsonl", listener=heard.append)
+    assert events._file is not None
+    events._file.close()
+    events._file = open("/dev/full", "w")  # noqa: SIM115
+    for _ in range(2):
+        events.emit("decision", 1, "Deciding to go on")
+    assert len(heard) == 2
+    events.close()
+    assert caplog.text.count("cannot be written") == 1

@@ -20,6 +20,7 @@ from autohet.driver.ray.agent_calls import AgentReport
 from autohet.driver.ray.report_server import ReportServer
 from autohet.driver.ray.reports import Reports
 from autohet.driver.sources.protocol import Sign
+from autohet.runtime import report_channel
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerReport
 from autohet.runtime.report_channel import BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, ReportSender, mac_of
 
@@ -342,3 +343,56 @@ def test_a_deadline_that_comes_nearer_is_no_news() -> None:
     assert at(117.0, "stop").is_news_after(first, 3.0)
     assert replace(first, signs=()).is_news_after(first, 0.0)
     assert replace(first, problems=("a full disk",)).is_news_after(first, 0.0)
+
+
+class Unloadable:
+    """What is pickled here and cannot be read again, as if another version had sent it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_news_that_cannot_be_read_cost_nobody_elses_and_are_said() -> None:
+    reports = Reports(HOST, time.monotonic, 0.05)
+    with telling(reports.expect("a"), [1]), telling(reports.expect("b"), [Unloadable()]):
+        deadline = time.monotonic() + 20
+        while reports.answers["a"].value is None or reports.answers["b"].error is None:
+            assert time.monotonic() < deadline
+            reports.listen()
+            time.sleep(0.01)
+    assert "cannot be read" in str(reports.answers["b"].error)
+    reports.close()
+
+
+def test_news_that_the_driver_would_not_take_end_their_sender(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_channel, "MOST_NEWS_BYTES", 100)
+    sender = ReportSender(server.expect("a"), lambda: bytes(200), lambda old, new: old != new)
+    with pytest.raises(ValueError, match="longer than the driver takes"):
+        sender.wait()
+
+
+def test_a_part_of_long_news_is_a_sign_of_life(server: ReportServer) -> None:
+    client = Client(server.expect("a"), server).greet()
+    whole = client.frame(1, pickle.dumps(bytes(5000)))
+    time.sleep(0.05)
+    server.take()
+    client.socket.sendall(whole[:100])
+    time.sleep(0.05)
+    assert server.take() == ({client.address.name}, [])
+
+
+def test_a_driver_that_cannot_be_reached_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_channel, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(report_channel, "RETRY_S", 0.05)
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
+    sender = ReportSender(ReportAddress(HOST, port, "a", bytes(32), 0.05), lambda: 1, lambda old, new: old != new)
+    deadline = time.monotonic() + 20
+    while "takes no reports" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    sender.close()
+    assert caplog.text.count("takes no reports") == 1

@@ -29,7 +29,7 @@ from planner.plan import Plan
 from planner.strategies import plan_with
 from tests.harness.training_case import BACK_ENDS, Case, rows_of, run_case
 from tests.harness.worker_pool import WorkerPool
-from tests.planner.cases import fleet, request, with_gpus
+from tests.planner.cases import fleet, request
 
 pytestmark = pytest.mark.multiprocess
 
@@ -306,8 +306,8 @@ def test_uneven_shares_equal_plain_transformers(pool: Any, name: str, back_end: 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_an_uneven_stage_that_is_found_equals_plain_transformers(pool: Any, back_end: str) -> None:
-    """Two nodes of four GPUs, of which one was lost."""
-    left = with_gpus(fleet(("A10G", 2, 4)), "a10g-1", 3)
+    """What is left of a node of four GPUs, beside a faster one: with even stages the step would be 6.5% longer."""
+    left = fleet(("A10G", 1, 3), ("A100", 1, 1))
     plan = plan_with("autohet", request(left, BATCH, microbatch_sequences=2)).plan
     assert [stage.tp_shares for pipeline in plan.pipelines for stage in pipeline.stages] == [(), (3, 3, 2)]
     check(pool, Case(LLAMA, {**plan.to_document(), "sequence_length": LENGTH}, TRAINING, STEPS, back_end=back_end))

@@ -10,9 +10,11 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
+from planner.replan import replan
 from planner.search import autohet
 from planner.search.memory import search_with_memory
 from planner.search.problem import Request
+from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, profile
 
 MIB = 2**20
@@ -81,6 +83,20 @@ def test_where_no_plan_can_be_moved_that_is_why_there_is_none() -> None:
     of = hosted(small(("A100", 1, 1)), a100=20)
     with pytest.raises(InfeasibleError, match=r"to its host memory, of which .* can be used \(label autohet"):
         search_with_memory(request(of, 8))
+
+
+def test_a_job_that_can_train_is_not_refused_for_a_change_that_may_never_come() -> None:
+    of = small(("A100", 2, 1))
+    lacking = request(hosted(of, a100=20), 8)
+    found = plan_with("autohet", lacking)
+    assert found.prediction.fits_devices
+    assert "to its host memory" in str(found.prediction.not_staged)
+    left = replace(lacking, fleet=Fleet(1, lacking.fleet.nodes[:1]))
+    left = replace(left, cost=request(left.fleet, 8).cost)
+    assert replan(found.plan, left).answer.plan.workers == ("a100-0/0",)
+    assert replan(found.plan, lacking).answer.plan == found.plan
+    with pytest.raises(InfeasibleError):
+        search_with_memory(lacking)
 
 
 def test_what_nobody_knows_changes_nothing() -> None:

@@ -240,3 +240,10 @@ def test_a_node_that_lost_a_gpu_goes_on_with_three(thorough: bool | None) -> Non
     assert stage.workers == ("a10g-1/0", "a10g-1/1", "a10g-1/2")
     assert "are cut into 8 parts" in decision.reason
     assert decision.answer.search.lower_bound_s is None or decision.answer.search.gap >= 0
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
+def test_a_framework_that_cuts_evenly_has_no_uneven_stages(framework: str) -> None:
+    wanted = asked(LOST, 4)
+    assert uneven_groups(wanted)
+    assert not uneven_groups(asked(LOST, 4, framework=framework))

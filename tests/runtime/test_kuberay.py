@@ -135,6 +135,10 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
         limits = {"memory": quantity, "nvidia.com/gpu": "8"}
         group["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
         assert of_the_group() == pytest.approx(num_bytes, rel=1e-3), quantity
+    gpus = {"nvidia.com/gpu": "8"}
+    for resources in ({"requests": {"memory": "8Gi"}, "limits": gpus}, {"limits": {"memory": "0", **gpus}}):
+        group["template"]["spec"]["containers"][0]["resources"] = resources  # what is asked for is no limit
+        assert of_the_group() == 1152 * 2**30
     group["labels"]["autohet.io/host-memory-gib"] = "64"
     assert of_the_group() == 64 << 30
 

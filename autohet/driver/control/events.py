@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class EventLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file = None if path is None else open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._has_warned = False
 
     def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
         """Record one event; `sentence`, if given, goes to the log and into `reason` unless one is given."""
@@ -47,12 +49,23 @@ class EventLog:
         if kind not in FREQUENT:
             self.records.append(record)
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._write(json.dumps(record) + "\n")
         if self._listener is not None:
             self._listener(record)
 
+    def _write(self, line: str) -> None:
+        """A disk that is full, say, costs the record, never the job; it is said once."""
+        assert self._file is not None
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            if not self._has_warned:
+                logger.warning("Events cannot be written to %s", self._file.name, exc_info=True)
+            self._has_warned = True
+
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of what could not be written
+                self._file.close()
             self._file = None

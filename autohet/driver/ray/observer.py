@@ -111,13 +111,15 @@ class RayObserver:
         inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
         self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
-        reports = self._told()
+        nodes, checkpoint = {name: self._view(seat) for name, seat in self._seats.items()}, self.durable.state()
+        launches = None if self.launches is None else self.launches.look(now)
+        reports = self._told()  # last: what was told is told once, and nothing that may fail comes between
         return Observation(
-            now=now, nodes={name: self._view(seat) for name, seat in self._seats.items()}, notices=dict(self._board.departures),
-            reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
+            now=now, nodes=nodes, notices=dict(self._board.departures),
+            reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=checkpoint,
             stop_reason=self.stop_reason, risks=dict(self._board.risks), store=self._rendezvous.address,
             newest_copies=dict(self._errands.newest_copies), holdings=holdings,
-            launches=None if self.launches is None else self.launches.look(now),
+            launches=launches,
         )  # fmt: skip
 
     def _calm(self) -> bool:

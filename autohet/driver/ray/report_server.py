@@ -12,14 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohet.runtime.report_channel import BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, mac_of
+from autohet.runtime.report_channel import BEAT, FRAME, MOST_NEWS_BYTES, NONCE_BYTES, NUMBER, ReportAddress, mac_of
 
 logger = logging.getLogger("autohet")
 MOST_STRANGERS = 256
 """Connections of which nobody has said yet who speaks; a further one ends the oldest."""
 MOST_GREETING_BYTES = 1024
-MOST_NEWS_BYTES = 1 << 28
-"""Parts of a checkpoint with a million shards."""
 READ_BYTES, MOST_READS = 1 << 16, 256
 """At a time, and of one connection before the others have their turn."""
 
@@ -42,6 +40,13 @@ class Connection:
     name: str | None = None
     place: int = 0
     data: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In place of news that are proved to be from their speaker and cannot be read here: its node has another version of something."""
+
+    why: str
 
 
 class BadFrame(Exception):
@@ -105,6 +110,8 @@ class ReportServer:
     def _read(self, connection: Connection, heard: set[str], news: list[tuple[str, Any]]) -> None:
         try:
             over = self._receive(connection)
+            if connection.name is not None and not over:  # a part of long news is a sign of life, too
+                heard.add(connection.name)
             if connection.data == BEAT and connection.name is not None:  # nearly always
                 connection.data.clear()
                 heard.add(connection.name)
@@ -138,7 +145,7 @@ class ReportServer:
                 self._know(connection, payload.decode(), speaker)
             elif number > speaker.number:
                 speaker.number = number
-                news.append((connection.name, pickle.loads(payload)))
+                news.append((connection.name, _read_news(payload)))
             answer = speaker.number if number else answer
             assert connection.name is not None
             heard.add(connection.name)
@@ -189,3 +196,10 @@ class ReportServer:
         speaker = self._speakers.get(connection.name or "")
         if speaker is not None and speaker.connection is connection:
             speaker.connection = None
+
+
+def _read_news(payload: bytes) -> Any:
+    try:
+        return pickle.loads(payload)
+    except Exception as error:  # noqa: BLE001  (whatever another version raises: others' news are not lost for it)
+        return Unreadable(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from autohet.driver.ray.ray_calls import describe
-from autohet.driver.ray.report_server import ReportServer
+from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.runtime.report_channel import ReportAddress
 
@@ -76,12 +76,15 @@ class Reports:
 
     def listen(self) -> bool:
         """Take what has come; True where there is more than signs of life."""
-        now = self._clock()
+        now, before = self._clock(), self._listened_at
         self._forgive(now)
         heard, news = self._server.take()
         for name, value in news:
             answer = self.answers[self._keys[name]]
-            answer.value, answer.told_at = value, now
+            if isinstance(value, Unreadable):
+                answer.error = f"its report cannot be read; is the same version installed on its node? {value.why}"
+                continue
+            answer.value, answer.told_at = value, now if before is None else before  # it came since then: no deadline is later
             self._fresh.append(value)
         for answer in (self.answers[self._keys[name]] for name in heard):
             answer.heard_at = None if answer.value is None else now  # it is up once it has reported
@@ -103,8 +106,8 @@ class Reports:
         self._listened_at = now
         if slept_s > 0:
             for answer in self.answers.values():
-                answer.asked_at += slept_s
-                answer.heard_at = None if answer.heard_at is None else answer.heard_at + slept_s
+                answer.asked_at = min(now, answer.asked_at + slept_s)
+                answer.heard_at = None if answer.heard_at is None else min(now, answer.heard_at + slept_s)
 
     def fresh(self) -> list[Any]:
         """What has been said since this was called last, in order."""
