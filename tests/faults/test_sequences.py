@@ -133,7 +133,7 @@ def test_many_changes_leave_nothing_in_the_survivors(scene: Scene, tmp_path: Pat
     job = exact_job(tmp_path, scene.shared, memory, training={"steps": 5000})
     with nothing_left(memory):
         run = StruckRun(job, tmp_path)
-        result = run.run(3 * DEADLINE_S, events)  # twelve changes: 16 s, or over 40 beside other tests
+        result = run.run(2 * DEADLINE_S, events)  # twelve changes: 16 s, or over 40 beside other tests
         assert result.reason == "stopped by the test", result.reason
         run.forget()
     nothing_lost(result)
