@@ -34,11 +34,9 @@ from tests.harness.fake_job import fake_job
 from tests.harness.scripted_workforce import ScriptedWorkforce
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a notice, a death and an arrival."""
-    path = tmp_path_factory.mktemp("run") / "observations.jsonl"
-    job = fake_job(steps=60, elastic={"step_timeout_s": 30, "debounce_s": 0.2})
+def recorded(path: Path, steps: int) -> tuple[Controller, ScriptedWorkforce, Recorder]:
+    """A run on four nodes that has trained five steps, recorded from its begin."""
+    job = fake_job(steps=steps, elastic={"step_timeout_s": 30, "debounce_s": 0.2})
     workforce, recorder = ScriptedWorkforce(KIND), Recorder(path)
     for index in range(4):
         workforce.join(f"small-{index}")
@@ -48,6 +46,14 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     controller.recorder = recorder
     recorder.begin(job=job, driver="me", generation=0, first_step=0)
     run(controller, trained(controller, 5))
+    return controller, workforce, recorder
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a notice, a death and an arrival."""
+    path = tmp_path_factory.mktemp("run") / "observations.jsonl"
+    controller, workforce, recorder = recorded(path, steps=60)
     leaver = controller.members[0].split("/")[0]
     workforce.warn(leaver, 60)
     run(controller, lambda: leaver in workforce.released)
@@ -108,16 +114,7 @@ def test_a_controller_that_decides_otherwise_is_shown(
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose workforce fails once, and then for so long that the job is stopped on that account."""
     path = tmp_path_factory.mktemp("failed") / "observations.jsonl"
-    job = fake_job(steps=400, elastic={"step_timeout_s": 30, "debounce_s": 0.2})
-    workforce, recorder = ScriptedWorkforce(KIND), Recorder(path)
-    for index in range(4):
-        workforce.join(f"small-{index}")
-    planning = RecordedPlanning(make_planning(job), recorder)
-    events = EventLog(None, listener=recorder.note)
-    controller = Controller(job, workforce, planning, OrderBook(job, load_config(job.model), paces_of, "me"), events)
-    controller.recorder = recorder
-    recorder.begin(job=job, driver="me", generation=0, first_step=0)
-    run(controller, trained(controller, 5))
+    controller, workforce, recorder = recorded(path, steps=400)
     observe, guard = workforce.observe, Guard(controller, controller.tick, pause=lambda seconds: None)
     for times in (1, policy.RETRIES + 1):
         workforce.observe = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]

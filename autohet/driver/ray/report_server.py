@@ -110,15 +110,14 @@ class ReportServer:
     def _read(self, connection: Connection, heard: set[str], news: list[tuple[str, Any]]) -> None:
         try:
             over = self._receive(connection)
-            if connection.name is not None and not over:  # a part of long news is a sign of life, too
-                heard.add(connection.name)
             if connection.data == BEAT and connection.name is not None:  # nearly always
                 connection.data.clear()
-                heard.add(connection.name)
             else:
-                self._take_frames(connection, heard, news)
+                self._take_frames(connection, news)
             if over:
                 self._end(connection)
+            elif connection.name is not None:  # whatever came is a sign of life, also a part of long news
+                heard.add(connection.name)
         except OSError:
             self._end(connection)
         except BadFrame as error:
@@ -137,9 +136,9 @@ class ReportServer:
                 return not data
         return False
 
-    def _take_frames(self, connection: Connection, heard: set[str], news: list[tuple[str, Any]]) -> None:
+    def _take_frames(self, connection: Connection, news: list[tuple[str, Any]]) -> None:
         answer = 0
-        while (frame := self._next_frame(connection, heard)) is not None:
+        while (frame := self._next_frame(connection)) is not None:
             number, payload, speaker = frame
             if connection.name is None:
                 self._know(connection, payload.decode(), speaker)
@@ -147,18 +146,15 @@ class ReportServer:
                 speaker.number = number
                 news.append((connection.name, _read_news(payload)))
             answer = speaker.number if number else answer
-            assert connection.name is not None
-            heard.add(connection.name)
         if answer:
             with suppress(BlockingIOError):  # the next one stands for this one, too
                 connection.socket.send(NUMBER.pack(answer))
 
-    def _next_frame(self, connection: Connection, heard: set[str]) -> tuple[int, bytes, Speaker] | None:
+    def _next_frame(self, connection: Connection) -> tuple[int, bytes, Speaker] | None:
         """The number and payload of one whole frame, and the process that it is proved to be from."""
         data = connection.data
         while data.startswith(BEAT) and connection.name is not None:
             del data[: len(BEAT)]
-            heard.add(connection.name)
         if len(data) < FRAME.size:
             return None
         length, number, mac = FRAME.unpack_from(data)
