@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from autohet.driver.control.events import finite
+
 SILENT_WORKER_S = 3.0
 """Workers are asked all the time; one that has not answered for so long is worth a word (by default it counts as dead after 10 s)."""
 
@@ -30,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     jobs = read_status(arguments.address)
     if arguments.json:
-        print(json.dumps({"jobs": jobs}))
+        print(json.dumps(finite({"jobs": jobs})))
         return 0
     for name, status in jobs.items():
         print(describe(name, status))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.control.events import finite
 from autohet.driver.submission import is_submitted, warn_of_short_stop
 from autohet.driver.supervise import RESTARTS, supervised
 from autohet.runtime.job import Job
@@ -68,7 +69,7 @@ def _train(job: Job, arguments: argparse.Namespace, events: Path) -> int:
     with View(emulated=job.emulation is not None) as view:
         outcome = train(job, cluster_path=arguments.cluster, address=arguments.address, events_path=events, show=view)
     summary = outcome.summary | {"ok": outcome.ok, "reason": outcome.reason}
-    print(json.dumps(summary) if arguments.json else describe(summary))
+    print(json.dumps(finite(summary)) if arguments.json else describe(summary))
     return 0 if outcome.ok else 1
 
 

@@ -94,7 +94,14 @@ def test_trackers_that_are_not_there(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with caplog.at_level(logging.WARNING, "autohet"):
         assert make_callbacks(("wandb",), "toy", tmp_path) == []
-    assert "Tracker wandb is off, since it is not installed" in caplog.text
+        assert "Tracker wandb is off, since it is not installed" in caplog.text
+
+        def init(**options):
+            raise RuntimeError("no API key")
+
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+        assert make_callbacks(("wandb",), "toy", tmp_path) == []
+        assert "Tracker wandb is off, since it cannot begin: RuntimeError: no API key" in caplog.text
 
 
 def test_each_tracker_is_given_numbers_by_step_and_ended(tmp_path, monkeypatch):

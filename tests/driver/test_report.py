@@ -1,12 +1,14 @@
 """The report and the timeline of a run, from its events alone; and how alive a job's status says that it is."""
 
 import json
+import logging
 import re
 
 import pytest
 
 from autohet.cli.main import main
 from autohet.cli.status import describe
+from autohet.driver.control.events import EventLog
 from autohet.driver.report.events import fleet_over_time, kept_steps, read_events
 from autohet.driver.report.page import _around, chart, report_page
 from autohet.driver.report.timeline import timeline
@@ -175,6 +177,32 @@ def test_a_report_that_cannot_be_made_ends_no_run(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     leave_report(tmp_path / "events.jsonl")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_loss_that_is_not_finite_is_no_end_of_the_report(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("started", 1, job="toy")
+    for step, loss in enumerate((2.0, float("inf"), float("nan"), 1.0)):
+        log.emit("step", 1, step=step, loss=loss, gradient_norm=loss, tokens=8, seconds=0.5)
+    log.close()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse).get("loss") for line in lines] == [None, 2.0, None, None, 1.0]
+    leave_report(tmp_path / "events.jsonl")
+    json.loads((tmp_path / "timeline.json").read_text(), parse_constant=refuse)
+    assert "<polyline" in (tmp_path / "report.html").read_text()
+    assert chart({"loss": [(0.0, float("nan"))]}) == ""
+    assert "nan" not in chart({"loss": [(0.0, 1.0), (1.0, float("inf")), (2.0, 2.0)]})
+
+
+def test_a_report_that_fails_is_said_and_ends_no_run(tmp_path, caplog):
+    (tmp_path / "events.jsonl").write_text('{"kind": "step", "time": 1.0}\n')  # of a step that says nothing
+    with caplog.at_level(logging.WARNING, "autohet"):
+        leave_report(tmp_path / "events.jsonl")
+    assert "No report" in caplog.text
 
 
 STATUS = {"step": 5, "steps": 10, "loss": 2.5, "workers": ["a/0"], "generation": 1}

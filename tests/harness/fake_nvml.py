@@ -61,7 +61,7 @@ class FakeNvml:
 
     def on_nvmlEventSetWait_v2(self, events: Any, data: Any, timeout: Any) -> int:
         if not self.events:
-            return TIMEOUT
+            return GPU_IS_LOST if self.lost else TIMEOUT
         data.eventType, data.eventData = pynvml.nvmlEventTypeXidCriticalError, self.events.pop(0)
         return SUCCESS
 

@@ -133,4 +133,6 @@ def make_callbacks(names: Sequence[str], job: str, directory: Path) -> list[Call
             found.append(TrackerCallback(TRACKERS[name](job, directory)))
         except ImportError as error:
             logger.warning("Tracker %s is off, since it is not installed (%s): pip install %s", name, error, name)
+        except Exception as error:  # noqa: BLE001 - whatever its library raises: no key, a server that does not answer
+            logger.warning("Tracker %s is off, since it cannot begin: %s: %s", name, type(error).__name__, error)
     return found

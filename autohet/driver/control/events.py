@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -49,7 +50,7 @@ class EventLog:
         if kind not in FREQUENT:
             self.records.append(record)
         if self._file is not None:
-            self._write(json.dumps(record) + "\n")
+            self._write(json.dumps(finite(record)) + "\n")
         if self._listener is not None:
             self._listener(record)
 
@@ -69,3 +70,12 @@ class EventLog:
             with suppress(OSError):  # of what could not be written
                 self._file.close()
             self._file = None
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for each number that is not finite: JSON has no word for it, and its readers refuse Python's."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value

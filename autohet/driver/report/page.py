@@ -133,9 +133,10 @@ def chart(
     stepped: bool = False,
 ) -> str:
     """An SVG of curves over one axis; `marks` are dashed lines with a word. With `until` the axis goes from 0 to there, so that several
-    charts have one. Empty without points.
+    charts have one. Values that are not finite have no place. Empty without points.
     """
-    series = {name: _thinned(points) for name, points in series.items() if points}
+    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
+    series = {name: _thinned(points) for name, points in finite.items() if points}
     points = [point for of in series.values() for point in of]
     if not points:
         return ""

@@ -51,4 +51,7 @@ def leave_report(events: Path | None) -> None:
     except ConfigError as error:
         logger.warning("No report: %s", error)
         return
+    except Exception:  # a defect of the report costs the report, never what else the run leaves at its end
+        logger.exception("No report")
+        return
     logger.info("Report: %s; timeline, for ui.perfetto.dev: %s", page, trace)

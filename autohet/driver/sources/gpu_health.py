@@ -75,8 +75,8 @@ class GpuHealth:
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError as error:
-                if error.value == self._nvml.NVML_ERROR_TIMEOUT:
-                    return
+                if error.value in (self._nvml.NVML_ERROR_TIMEOUT, self._nvml.NVML_ERROR_GPU_IS_LOST):
+                    return  # which device is lost, each one's own answers say
                 raise
             xid = int(event.eventData)
             if xid in XID_OF_HARDWARE:
