@@ -373,7 +373,7 @@ def _write_outputs(session: Session, plan: Plan | None) -> None:
     if args.trace_out and plan.spmd is not None:
         raise ConfigError("--trace-out shows pipelines, and the plan is one SPMD program; see it with --explain")
     if args.trace_out:
-        trace = chrome_trace(plan, session.cost_model(plan).simulate(plan), session.fleet)
+        trace = chrome_trace(plan, session.cost_model(plan))
         _write(args.trace_out, json.dumps(trace))
 
 

@@ -22,7 +22,7 @@ from planner.cost.memory import VALUE_BYTES, MemoryTerms, memory_terms
 from planner.cost.parameters import CostParameters
 from planner.cost.plan_memory import PlanMemory, Synced
 from planner.cost.prediction import Prediction
-from planner.cost.schedule import PipelineTimes, Timeline, pipeline_bound_s, simulate_pipeline
+from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s
 from planner.cost.stage_costs import StageCosts, sharing_of
 from planner.cost.sync import StepTimeline, simulate_sync
 from planner.errors import ConfigError
@@ -38,14 +38,14 @@ __all__ = ["Assumed", "CostModel", "LayerCosts", "MemoryChoices", "Prediction", 
 Floats = NDArray[np.float64]
 
 _REMEMBERED = 4096  # predictions times GPUs
-_TIMELINES = 1024  # one of the latest may be 100 KB
+_PIPELINES = 1024  # ends of stages: of 80 stages 3 KB, where a timeline of all actions would take megabytes
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The simulated step: one timeline a pipeline (of `plan.pipelines`), the gradient sync and updates after them."""
+    """The simulated step: of each pipeline (of `plan.pipelines`) when its stages have ended, the gradient sync and updates after them."""
 
-    pipelines: tuple[Timeline, ...]
+    ends_s: tuple[tuple[float, ...], ...]
     sync: StepTimeline
     step_time_s: float
 
@@ -103,7 +103,7 @@ class CostModel:
         self._boundaries = BoundaryCosts(
             fleet, self.links, self.activation_message_bytes, self.work_s, self.parameters.sliced_boundaries
         )
-        self._timelines: dict[tuple[object, int], Timeline] = {}
+        self._ends: dict[tuple[object, int], tuple[float, ...]] = {}
         self._predictions: dict[Plan, Prediction] = {}
         self.memory_of = PlanMemory(self.spec, self.parameters, self._stages, self._boundaries, self._synced)
 
@@ -304,11 +304,11 @@ class CostModel:
 
     def simulate(self, plan: Plan) -> Simulation:
         """The event simulation of one step: every pipeline's 1F1B, then gradient sync, then updates."""
-        timelines = tuple(self._pipeline_timeline(plan, pipeline) for pipeline in plan.pipelines)
+        ends_s = tuple(self._ends_of_stages(plan, pipeline) for pipeline in plan.pipelines)
         ends = {
-            worker: float(timeline.end_s[s])
-            for pipeline, timeline in zip(plan.pipelines, timelines, strict=True)
-            for s, stage in enumerate(pipeline.stages)
+            worker: end_s
+            for pipeline, each in zip(plan.pipelines, ends_s, strict=True)
+            for stage, end_s in zip(pipeline.stages, each, strict=True)
             for worker in stage.workers
         }
         jobs = self.memory_of.sync_jobs(plan)
@@ -317,11 +317,11 @@ class CostModel:
             for index, stage in enumerate(pipeline.stages):
                 update.update(dict.fromkeys(stage.workers, self._stages.terms(pipeline, index, sharing).update_s))
         sync = simulate_sync(jobs, ends, update, self.fleet, self.links)
-        return Simulation(timelines, sync, sync.end_s + self.parameters.step_overhead_s)
+        return Simulation(ends_s, sync, sync.end_s + self.parameters.step_overhead_s)
 
     def pipelines_s(self, plan: Plan) -> list[float]:
         """When each pipeline has done its part of a step."""
-        return [self._pipeline_timeline(plan, pipeline).total_s for pipeline in plan.pipelines]
+        return [max(self._ends_of_stages(plan, pipeline)) for pipeline in plan.pipelines]
 
     def pipelines_at_least_s(self, plan: Plan) -> float:
         """A lower bound of the slowest pipeline's part of a step, without simulating it."""
@@ -331,7 +331,7 @@ class CostModel:
         )
 
     def _breakdown(self, simulation: Simulation) -> dict[str, float]:
-        pipeline = max(timeline.total_s for timeline in simulation.pipelines)
+        pipeline = max(map(max, simulation.ends_s))
         sync = simulation.sync
         return {
             "pipeline": pipeline,
@@ -341,14 +341,14 @@ class CostModel:
             "overhead": self.parameters.step_overhead_s,
         }
 
-    def _pipeline_timeline(self, plan: Plan, pipeline: Pipeline) -> Timeline:
+    def _ends_of_stages(self, plan: Plan, pipeline: Pipeline) -> tuple[float, ...]:
         times = self.pipeline_times(plan, pipeline)
         key = (times, pipeline.num_microbatches)
-        known = self._timelines.get(key)
+        known = self._ends.get(key)
         if known is None:
-            known = self._timelines[key] = simulate_pipeline(times, pipeline.num_microbatches)
-            if len(self._timelines) > _TIMELINES:
-                del self._timelines[next(iter(self._timelines))]
+            known = self._ends[key] = ends_of_stages(times, pipeline.num_microbatches)
+            if len(self._ends) > _PIPELINES:
+                del self._ends[next(iter(self._ends))]
         return known
 
     def pipeline_times(self, plan: Plan, pipeline: Pipeline) -> PipelineTimes:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from planner.in_flight import one_each
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int32]
 Transfers = Literal["both", "receiver", "none"]
 
 
@@ -40,17 +41,12 @@ class PipelineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Start and end seconds of every action: arrays [P, K]; `end_s` [P] is when each stage has finished its last
-    backward."""
+    """Start and end seconds of every action: arrays [P, K]."""
 
     forward_start_s: FloatArray
     forward_end_s: FloatArray
     backward_start_s: FloatArray
     backward_end_s: FloatArray
-
-    @property
-    def end_s(self) -> FloatArray:
-        return np.asarray(self.backward_end_s[:, -1])
 
     @property
     def total_s(self) -> float:
@@ -59,29 +55,29 @@ class Timeline:
 
 def simulate_pipeline(times: PipelineTimes, num_microbatches: int) -> Timeline:
     """Runs every stage's actions as soon as its worker is free and its input is there. Cost O(P K)."""
-    ends = run_1f1b(
-        times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s, num_microbatches, times.transfers,
-        times.most_in_flight,
-    )  # fmt: skip
-    forward_end, backward_end = (np.array(each) for each in ends)
+    forward_end, backward_end = (np.array(each) for each in run_1f1b(times, num_microbatches))
     forward, backward = (np.asarray(seconds)[:, None] for seconds in (times.forward_s, times.backward_s))
     return Timeline(forward_end - forward, forward_end, backward_end - backward, backward_end)
+
+
+def ends_of_stages(times: PipelineTimes, num_microbatches: int) -> tuple[float, ...]:
+    """[P] when each stage has finished its last backward."""
+    return tuple(each[-1] for each in run_1f1b(times, num_microbatches)[1])
 
 
 _Ends = tuple[list[list[float]], list[list[float]]]
 
 
-def run_1f1b(
-    forward: Sequence[float], backward: Sequence[float], send_forward: Sequence[float], send_backward: Sequence[float],
-    num_microbatches: int, transfers: Transfers, most_in_flight: tuple[int, ...] = (),
-) -> _Ends:  # fmt: skip
+def run_1f1b(times: PipelineTimes, num_microbatches: int) -> _Ends:
     """Ends of every forward and every backward, [P][K], in plain floats: searches call it thousands of times."""
-    before_f, before_b = [0.0, *send_forward, 0.0], [0.0, *send_backward, 0.0]  # boundary s lies before stage s
-    numbers = most_in_flight or one_each(len(forward))
-    actions = zip(*_actions(numbers, num_microbatches), strict=True)
-    if transfers == "none":
+    forward, backward = times.forward_s, times.backward_s
+    # boundary s lies before stage s
+    before_f, before_b = [0.0, *times.send_forward_s, 0.0], [0.0, *times.send_backward_s, 0.0]
+    numbers = times.most_in_flight or one_each(len(forward))
+    actions = zip(*(each.tolist() for each in _actions(numbers, num_microbatches)), strict=True)
+    if times.transfers == "none":
         return _run_beside(forward, backward, before_f, before_b, num_microbatches, actions)
-    return _run_occupying(forward, backward, before_f, before_b, num_microbatches, actions, transfers == "both")
+    return _run_occupying(forward, backward, before_f, before_b, num_microbatches, actions, times.transfers == "both")
 
 
 def _run_beside(
@@ -136,8 +132,8 @@ def _run_occupying(
     return done_f, done_b
 
 
-@lru_cache(maxsize=64)
-def _actions(in_flight: tuple[int, ...], k: int) -> tuple[list[int], list[int]]:
+@lru_cache(maxsize=16)  # of 80 stages and 1,600 microbatches 2 MB each
+def _actions(in_flight: tuple[int, ...], k: int) -> tuple[IntArray, IntArray]:
     """(stage, microbatch) of every action in an order in which each comes after those that it waits for; ~microbatch: backward.
 
     The order of a lockstep in which every action takes one slot. Stage s goes forward in slots s, s + 1, ... until n_s microbatches are
@@ -151,7 +147,7 @@ def _actions(in_flight: tuple[int, ...], k: int) -> tuple[list[int], list[int]]:
     order = np.argsort(np.concatenate([forward.ravel(), backward.ravel()]), kind="stable")
     stages = np.tile(np.repeat(np.arange(depth), k), 2)[order]
     number = np.tile(np.arange(k), depth)
-    return stages.tolist(), np.concatenate([number, ~number])[order].tolist()
+    return stages.astype(np.int32), np.concatenate([number, ~number])[order].astype(np.int32)
 
 
 def pipeline_bound_s(times: PipelineTimes, num_microbatches: int) -> float:

@@ -4,20 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from planner.cluster import Fleet
-from planner.cost.model import Simulation
-from planner.cost.schedule import Timeline
+from planner.cost.model import CostModel, Simulation
+from planner.cost.schedule import Timeline, simulate_pipeline
 from planner.plan import Pipeline, Plan
 
 _MICROSECONDS = 1e6
 
 
-def chrome_trace(plan: Plan, simulation: Simulation, fleet: Fleet) -> dict[str, Any]:
+def chrome_trace(plan: Plan, cost: CostModel) -> dict[str, Any]:
     """The trace document: complete events ("X", microseconds) for forwards, backwards, all-reduces and updates."""
-    lanes = _lanes(plan, fleet)
-    events = list(_names(plan, fleet, lanes))
-    for number, (pipeline, timeline) in enumerate(zip(plan.pipelines, simulation.pipelines, strict=True)):
+    lanes = _lanes(plan, cost.fleet)
+    events = list(_names(plan, cost.fleet, lanes))
+    for number, pipeline in enumerate(plan.pipelines):
+        timeline = simulate_pipeline(cost.pipeline_times(plan, pipeline), pipeline.num_microbatches)
         events += _pipeline_events(number, pipeline, timeline, lanes)
-    events += _sync_events(simulation, lanes)
+    events += _sync_events(cost.simulate(plan), lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

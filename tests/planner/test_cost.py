@@ -1,6 +1,7 @@
 """The cost model on small cases whose answer can be computed by hand, and properties that any cost model must have."""
 
 import math
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -269,7 +270,7 @@ def test_the_trace_holds_every_action_once_and_ends_with_the_step():
     stages = (Stage(0, 2, ("t4-0/0",)), Stage(2, 2, ("t4-0/1", "t4-0/2")))
     plan = Plan("m", 3, 1, 16, (Pipeline(stages, 3, 1),))
     m = model(fleet)
-    events = [e for e in chrome_trace(plan, m.simulate(plan), fleet)["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in chrome_trace(plan, m)["traceEvents"] if e["ph"] == "X"]
     for lane in range(3):
         names = [e["name"] for e in events if e["tid"] == lane and e["cat"] in ("forward", "backward")]
         assert sorted(names) == ["B0", "B1", "B2", "F0", "F1", "F2"]
@@ -278,6 +279,21 @@ def test_the_trace_holds_every_action_once_and_ends_with_the_step():
     for lane in range(3):
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
         assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_what_is_remembered_of_plans_does_not_grow_with_their_microbatches():
+    """The actions of a search's thousand pipelines would take gigabytes."""
+    fleet = fleet_of(node_type(gpus=8))
+    m, held = model(fleet, spec(8)), []
+    for number in (50, 1000):
+        tracemalloc.start()
+        for more in range(12):
+            stages = tuple(Stage(i, 1, (f"t4-0/{i}",)) for i in range(8))
+            m.predict(Plan("m", number + more, 1, 16, (Pipeline(stages, number + more, 1),)))
+        held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    actions = 12 * 2 * 8 * 950
+    assert held[1] - held[0] < 12 * actions  # the order of a pipeline's actions takes 8 bytes each
 
 
 def test_calibration_recovers_a_slower_network_and_a_longer_backward():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.schedule import PipelineTimes, pipeline_bound_s, simulate_pipeline
+from planner.cost.schedule import PipelineTimes, ends_of_stages, pipeline_bound_s, simulate_pipeline
 
 
 @st.composite
@@ -102,6 +102,7 @@ def test_the_simulation_is_the_longest_path_of_the_dependencies(case):
     for (kind, s, m), end in expected.items():
         table = timeline.forward_end_s if kind == "F" else timeline.backward_end_s
         assert table[s, m] == pytest.approx(end, rel=1e-9)
+    assert list(ends_of_stages(times, microbatches)) == timeline.backward_end_s.max(axis=1).tolist()
 
 
 @settings(max_examples=60, deadline=None)
