@@ -8,6 +8,8 @@ from pathlib import Path
 
 _DATA = Path(__file__).parent / "data"
 MIB = 2**20
+PRICES_AS_OF = "on demand, Linux, us-east-1, 2026-01-19"
+"""What the prices of data/ec2_gpu_instances.csv are, and of when."""
 
 
 @dataclass(frozen=True, slots=True)

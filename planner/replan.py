@@ -24,6 +24,7 @@ from planner.search.judge import least_ahead, unacceptable
 from planner.search.memory import cost_like
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
+from planner.strategies.pareto import search_objective
 from planner.uneven import (
     gathered,
     is_bounded,
@@ -171,8 +172,13 @@ class _Judged:
 
 
 def _search(request: Request, seeds: Sequence[Plan]) -> Answer | None:
+    """Where nothing else fits, also among fewer nodes, as the bound on their price may want it."""
     try:
-        return search_with_uneven(request, seeds)
+        return (
+            search_with_uneven(request, seeds)
+            if seeds
+            else search_objective(search_with_uneven, replace(request, objective="time"))
+        )
     except InfeasibleError:
         return None
 
@@ -241,13 +247,7 @@ def repair(previous: Plan, request: Request, alive: set[str]) -> Plan | None:
     if counts is None:
         return None
     pipelines = tuple(Pipeline(p.stages, k, p.microbatch_sequences) for p, k in zip(whole, counts, strict=True))
-    return Plan(
-        previous.model,
-        request.global_batch_sequences,
-        previous.microbatch_sequences,
-        previous.sequence_length,
-        pipelines,
-    )
+    return replace(previous, global_batch_sequences=request.global_batch_sequences, pipelines=pipelines)
 
 
 def _seconds_of(cost: CostModel, plan: Plan) -> list[tuple[float, float]]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from autohet.runtime.job import Job
-from planner.cluster import cluster_from_yaml
+from planner.cluster import cluster_from_document, read_cluster_yaml
 from planner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autohet.driver.simulate.simulation import Scenario
 
 NOTICE_S = 120.0  # what EC2 gives
 
@@ -43,8 +47,14 @@ def add_parser(subparsers: Any) -> None:
     )
     add(
         "--prices",
-        metavar="CSV",
-        help="spot prices over time: time_s, node_type, usd_per_hour (default: the cluster file's)",
+        metavar="FILE",
+        help="spot prices over time: JSON of `aws ec2 describe-spot-price-history`, or CSV: time_s, node_type, usd_per_hour (default: the"
+        " cluster file's constant ones)",
+    )
+    add(
+        "--prices-from",
+        metavar="TIME",
+        help="moment (ISO 8601) of the JSON's prices at which the trace begins (default: its first)",
     )
     add("--picture", metavar="FILE", help="write a picture of the run over time (.png or .svg; needs matplotlib)")
     add("--json", action="store_true", help="print one JSON document")
@@ -53,33 +63,32 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 1 where a policy's job ended before the trace did."""
     from autohet.driver.simulate.comparison import compare
-    from autohet.driver.simulate.prices import read_prices
-    from autohet.driver.simulate.simulation import BASELINES, POLICIES, Scenario, Simulation, horizon
-    from autohet.driver.simulate.spot_trace import read_trace
+    from autohet.driver.simulate.price_file import price_sources
+    from autohet.driver.simulate.simulation import BASELINES, POLICIES, Simulation
 
     policies = _names(arguments.policies, "--policies", POLICIES)
     wanted = {"all": ",".join(BASELINES), "none": ""}.get(arguments.baselines, arguments.baselines)
     baselines = _names(wanted, "--baselines", BASELINES) if wanted else []
-    if not 0 <= arguments.notice_s < float("inf"):
-        raise ConfigError(f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0")
-    if arguments.hours is not None and not 0 < arguments.hours < float("inf"):
-        raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
-    cluster = cluster_from_yaml(arguments.cluster)
-    trace = read_trace(arguments.trace, cluster, arguments.notice_s)
-    prices = [] if arguments.prices is None else read_prices(arguments.prices, cluster)
-    scenario = Scenario(Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours), prices=prices)
+    described = read_cluster_yaml(arguments.cluster)
+    scenario = _scenario(arguments, described)
     simulation = Simulation(scenario)
     results = [simulation.run(policy, _progress(policy)) for policy in policies]
     others = [simulation.run(name) for name in baselines]
+    sources = price_sources(scenario.cluster, described, scenario.prices)
     document = {
         "simulated": True,
         "trace": arguments.trace,
         "seconds": scenario.end_s,
         "results": results,
         "baselines": others,
+        "comparison": compare(results[0], others),
+        "costs": scenario.costs.to_document(),
+        "prices": {
+            name: {"source": source, "usd_per_hour": simulation.prices.steps(name, scenario.end_s)}
+            for name, source in sources.items()
+        },
+        "simulator": {"searches": simulation.memory.num_searches, "fleets": len(simulation.memory.plans)},
     }
-    document |= {"comparison": compare(results[0], others), "costs": scenario.costs.to_document()}
-    document["simulator"] = {"searches": simulation.memory.num_searches, "fleets": len(simulation.memory.plans)}
     if arguments.picture:
         from autohet.cli.simulate_picture import draw
 
@@ -89,6 +98,33 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(document)
     return int(any(result["ended"] is not None for result in results))
+
+
+def _scenario(arguments: argparse.Namespace, described: object) -> Scenario:
+    """What the options say; `described` is the cluster file."""
+    from autohet.driver.simulate.price_file import RecordedPrices, read_prices
+    from autohet.driver.simulate.simulation import Scenario, horizon
+    from autohet.driver.simulate.spot_trace import read_trace
+
+    if not 0 <= arguments.notice_s < float("inf"):
+        raise ConfigError(f"--notice-s is {arguments.notice_s:g}; it must be a number of seconds, at least 0")
+    if arguments.hours is not None and not 0 < arguments.hours < float("inf"):
+        raise ConfigError(f"--hours is {arguments.hours:g}; it must be a number above 0")
+    if arguments.prices_from and not arguments.prices:
+        raise ConfigError("--prices-from needs --prices")
+    cluster = cluster_from_document(described, f"cluster '{arguments.cluster}'")
+    trace = read_trace(arguments.trace, cluster, arguments.notice_s)
+    prices = RecordedPrices()
+    if arguments.prices:
+        prices = read_prices(arguments.prices, cluster, described, _moment(arguments.prices_from))
+    return Scenario(Job.from_yaml(arguments.job), cluster, trace, horizon(trace, arguments.hours), prices=prices)
+
+
+def _moment(given: str | None) -> datetime | None:
+    try:
+        return None if given is None else datetime.fromisoformat(given)
+    except ValueError:
+        raise ConfigError(f"--prices-from is '{given}'; it must be a moment such as 2026-11-24T05:00:00Z") from None
 
 
 def _names(given: str, option: str, known: tuple[str, ...]) -> list[str]:
@@ -130,6 +166,8 @@ def show(document: dict[str, Any]) -> None:
         f"SIMULATED: {hours:.1f} hours of {document['trace']}", soft_wrap=True, highlight=False, style="italic"
     )
     console.print(table)
+    for name, price in document["prices"].items():
+        console.print(_price(name, price), soft_wrap=True, highlight=False)
     if document["comparison"] is not None:
         console.print(
             _sentence(document["results"][0]["policy"], document["comparison"]), soft_wrap=True, highlight=False
@@ -140,6 +178,12 @@ def show(document: dict[str, Any]) -> None:
         elif not result["steps"]:
             why = (result["decisions"] or ["there were never the nodes that the job needs (elastic.min_workers)"])[-1]
             console.print(f"{result['policy']} made no step: {why}", style="red", soft_wrap=True)
+
+
+def _price(name: str, price: dict[str, Any]) -> str:
+    values = [usd for _, usd in price["usd_per_hour"]]
+    spread = f" ({min(values):g} to {max(values):g} $/h)" if len(values) > 1 else ""
+    return f"price of {name}: {price['source']}{spread}"
 
 
 def _sentence(policy: str, comparison: dict[str, Any]) -> str:

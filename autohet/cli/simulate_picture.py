@@ -1,7 +1,8 @@
-"""The picture of `autohet simulate` (PNG or SVG): GPUs alive and in use, tokens a second, and dollars an hour over time. SIMULATED."""
+"""The picture of `autohet simulate` (PNG or SVG): GPUs alive and in use, tokens, prices and dollars over time. SIMULATED."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         raise ConfigError("--picture needs matplotlib: pip install 'autohet[picture]'") from None
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--picture is '{path}'; its name must end in .png or .svg")
-    figure = Figure(figsize=(11, 9), layout="constrained")
-    fleet, speed, done, dollars = figure.subplots(4, 1, sharex=True)
+    figure = Figure(figsize=(11, 11), layout="constrained")
+    fleet, speed, done, price, dollars = figure.subplots(5, 1, sharex=True)
     figure.suptitle(f"SIMULATED: {document['trace']}")
     results = [result for result in (*document["results"], *document["baselines"]) if result["tokens"]]
     _draw_fleet(fleet, scenario, results[:1])
@@ -37,9 +38,9 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         }
         speed.plot(*_rate(result["stretches"], tokens), **style)
         done.plot(*_total(result["stretches"], tokens), **style)
-    dollars.plot(*_usd_per_hour(scenario), color=COLOURS[0])
-    labels = ("GPUs", "tokens a second", "million tokens", "USD an hour, all nodes")
-    for axis, label in zip((fleet, speed, done, dollars), labels, strict=True):
+    _draw_prices(price, dollars, scenario)
+    labels = ("GPUs", "tokens a second", "million tokens", "USD a GPU-hour", "USD an hour, all nodes")
+    for axis, label in zip((fleet, speed, done, price, dollars), labels, strict=True):
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
@@ -52,12 +53,26 @@ def draw(document: Mapping[str, Any], scenario: Scenario, path: str | Path) -> N
         raise ConfigError(f"cannot write picture '{path}': {error.strerror}") from None
 
 
+def _draw_prices(price: Any, dollars: Any, scenario: Scenario) -> None:
+    """Each type's price in the colour of its nodes, and the bill."""
+    prices = Prices(scenario.kinds, scenario.prices.rows)
+    for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
+        steps = prices.steps(kind.name, scenario.end_s)
+        steps.append((scenario.end_s, steps[-1][1]))
+        times, usd = [at / 3600 for at, _ in steps], [usd / kind.num_gpus for _, usd in steps]
+        price.plot(
+            times, usd, color=COLOURS[(index + 1) % len(COLOURS)], drawstyle="steps-post", label=f"{kind.name} price"
+        )
+    price.legend(loc="lower left", fontsize="small")
+    dollars.plot(*_usd_per_hour(scenario, prices), color=COLOURS[0], drawstyle="steps-post")
+
+
 def _draw_fleet(axis: Any, scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> None:
     for index, kind in enumerate(kind for kind in scenario.cluster.node_types if kind.num_gpus):
         axis.plot(
             *_alive(scenario, kind.name, kind.num_gpus),
             label=f"{kind.name} alive",
-            color=COLOURS[index + 1],
+            color=COLOURS[(index + 1) % len(COLOURS)],
             drawstyle="steps-post",
         )
     for result in results:
@@ -100,14 +115,17 @@ def _total(stretches: Sequence[Mapping[str, Any]], tokens: int) -> Points:
     return times, totals
 
 
-def _usd_per_hour(scenario: Scenario) -> Points:
-    """A hundred moments of what all living nodes cost."""
-    prices = Prices(scenario.kinds, scenario.prices)
-    moments = [scenario.end_s * index / 100 for index in range(101)]
-    totals = []
-    for at in moments:
-        alive = [e.node_type for e in scenario.trace if e.kind == "arrival" and e.time_s <= at]
-        gone = [e.node_type for e in scenario.trace if e.kind == "death" and e.time_s <= at]
-        price = {kind: prices.usd_per_hour(kind, at) for kind in scenario.kinds}
-        totals.append(sum(price[kind] for kind in alive) - sum(price[kind] for kind in gone))
-    return [at / 3600 for at in moments], totals
+def _usd_per_hour(scenario: Scenario, prices: Prices) -> Points:
+    """What all living nodes cost, where it changes."""
+    moments = {0.0, scenario.end_s, *(event.time_s for event in scenario.trace)}
+    moments |= {at for kind in scenario.kinds for at, _ in prices.steps(kind, scenario.end_s)}
+    changes = deque(event for event in scenario.trace if event.kind != "notice")
+    alive: Counter[str] = Counter()
+    times, totals = [], []
+    for at in sorted(at for at in moments if at <= scenario.end_s):
+        while changes and changes[0].time_s <= at:
+            event = changes.popleft()
+            alive[event.node_type] += 1 if event.kind == "arrival" else -1
+        times.append(at / 3600)
+        totals.append(sum(number * prices.usd_per_hour(kind, at) for kind, number in alive.items()))
+    return times, totals

@@ -3,7 +3,7 @@
 import pytest
 
 from autohet.driver.simulate.costs import Costs
-from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning, counts_of, renamed
+from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning, renamed
 from autohet.runtime.job import Job
 from autohet.runtime.planning import planning_inputs
 from planner.cluster import Fleet, Node, cluster_from_document
@@ -58,11 +58,21 @@ def test_what_is_remembered_is_what_the_planner_would_say():
 
 
 def test_fleets_that_differ_are_told_apart():
+    counts_of = planning_of(PlanMemory()).counts_of
     assert counts_of(fleet_of("small-0", "big-0")) != counts_of(fleet_of("small-0", "small-1"))
     planning = planning_of(PlanMemory())
     alone = planning.answer(fleet_of("small-0"), None)
     both = planning.answer(fleet_of("small-0", "small-1"), None)
     assert both.predicted_step_s < alone.predicted_step_s
+
+
+def test_where_no_repair_fits_the_fleet_is_searched():
+    planning = planning_of(PlanMemory())
+    before = planning.answer(fleet_of("small-0"), None)
+    for thorough in (None, True):
+        assert planning.answer(fleet_of("big-0"), before.plan, thorough=thorough).plan.workers == ("big-0/0",)
+    with pytest.raises(ConfigError, match="no plan fits"):
+        planning.answer(fleet_of("pair-0"), before.plan, thorough=False)
 
 
 def test_no_plan_is_remembered_as_such():

@@ -107,7 +107,9 @@ def test_redundancy_of_uneven_shares_is_that_of_their_parts() -> None:
     alone = Plan("tiny", 16, 1, 128, (Pipeline((stage,), 16, 1),))
     lost = redundancy(alone, whole, 8).lost_by_node
     assert {(shard.part, shard.parts) for shard in lost["a100-0"]} == {(0, 4), (1, 4)}
-    assert redundancy(replace(alone, pipelines=(*alone.pipelines, Pipeline((other,), 1, 1))), whole, 8).survives_any_node
+    assert redundancy(
+        replace(alone, pipelines=(*alone.pipelines, Pipeline((other,), 1, 1))), whole, 8
+    ).survives_any_node
 
 
 def test_redundancy_names_what_a_node_would_take_along() -> None:
@@ -171,3 +173,17 @@ def test_a_free_node_that_holds_no_model_alone_joins_a_pipeline() -> None:
     assert set(plan.workers) == set(whole.workers)
     check_plan(plan, 8)
     assert asked.cost.predict(plan).step_time_s < asked.cost.predict(previous).step_time_s
+
+
+@pytest.mark.thorough
+def test_where_the_price_rises_above_the_bound_fewer_nodes_are_used() -> None:
+    whole = fleet(("A100", 1, 1), ("A10G", 2, 1))
+    previous = plan_with("autohet", request(whole, 24)).plan
+    priced = replace(
+        whole, nodes=tuple(replace(n, node_type=replace(n.node_type, usd_per_hour=2.0)) for n in whole.nodes)
+    )
+    asked = replace(request(priced, 24), max_usd_per_hour=2.0 * len(whole.nodes) - 1.0, time_limit_s=0.5)
+    decision = replan(previous, asked)
+    assert decision.kind == "move"
+    assert 0 < len({worker.split("/")[0] for worker in decision.answer.plan.workers}) < len(whole.nodes)
+    assert decision.answer.prediction.usd_per_hour <= asked.max_usd_per_hour

@@ -45,6 +45,8 @@ class RestartingTrainer:
     costs: Costs
     kinds: dict[str, NodeType]
     mean_time_between_departures_s: float
+    prices: Prices | None = None
+    """What it sees when it chooses; None: the types' own."""
     stretches: list[Stretch] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
     steps_lost: int = 0
@@ -94,7 +96,7 @@ class RestartingTrainer:
             return None
         if at < self.stretches[-1].begin_s:
             return self.stretches[-1].begin_s + 1e-3
-        better = self.choose(self._usable())
+        better = self.choose(self._usable(at))
         if better is None or better.nodes == self._setup.nodes:
             return None
         move_s = self._setup.snapshot_s + self._setup.upload_s + self._restart_s(better)
@@ -105,8 +107,13 @@ class RestartingTrainer:
                 self._restart(left_at, "arrival", sorted(better.nodes - self._setup.nodes), 0)
         return None
 
-    def _usable(self) -> list[Node]:
-        return [node for name, node in sorted(self._alive.items()) if name not in self._leaving]
+    def _usable(self, at: float) -> list[Node]:
+        kinds = self.kinds if self.prices is None else self.prices.at(self.kinds, at)
+        return [
+            Node(name, kinds[node.node_type.name])
+            for name, node in sorted(self._alive.items())
+            if name not in self._leaving
+        ]
 
     # what it does ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +172,7 @@ class RestartingTrainer:
         return lost
 
     def _restart(self, at: float, cause: str, nodes: Collection[str], lost: int) -> None:
-        before, self._setup = self._setup, self.choose(self._usable())
+        before, self._setup = self._setup, self.choose(self._usable(at))
         self.steps_lost += lost
         if before is not None:
             self._idle_since = at

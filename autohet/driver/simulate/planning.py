@@ -1,7 +1,8 @@
 """The planner as a simulation asks it: the real one, but a fleet that was searched before is not searched again.
 
 A fleet is remembered by its multiset of node types (and slowdowns), a replanning by that and the present plan, both in names that count
-the nodes of a type: which of two equal nodes left makes no difference. Where the best repair of the present plan is as fast as a searched
+the nodes of a type: which of two equal nodes left makes no difference. Equal nodes cost the same where the job decides by price (objective,
+bound); else the price of then changes no answer. Where the best repair of the present plan is as fast as a searched
 fleet of nearly as many GPUs lets expect, no search is made. What an answer costs in simulated time is stated (`Costs.search_seconds`).
 """
 
@@ -23,8 +24,8 @@ from planner.replan import MigrationCost, align, holders_of, replan
 from planner.search.problem import Request
 from planner.strategies import plan_with
 
-Kind = tuple[str, float]
-"""A node type's name and slowdown."""
+Kind = tuple[str, float, float | None]
+"""A node type's name, slowdown, and, for a job that decides by price, dollars an hour."""
 Counts = tuple[tuple[Kind, int], ...]
 AS_FAST = 1.05
 """A repair within 5% of what a searched fleet lets expect is not searched for anything better: to AutoHet's disadvantage."""
@@ -81,14 +82,6 @@ class PlanMemory:
         return sum(self.speed[kind] * number for kind, number in counts)
 
 
-def kind_of(node: Node) -> Kind:
-    return node.node_type.name, node.node_type.slowdown
-
-
-def counts_of(fleet: Fleet) -> Counts:
-    return tuple(sorted(Counter(kind_of(node) for node in fleet.nodes).items()))
-
-
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """The same plan on nodes of other names."""
 
@@ -118,8 +111,17 @@ class RememberedPlanning(Planning):
         self.memory, self.costs = memory, costs
         self._busy, self._wake = busy, wake
         self.predictions: dict[Plan, Prediction] = {}
+        wishes = self.job.parallelism
+        self._by_price = wishes.objective == "cost" or wishes.max_usd_per_hour is not None
         self._kinds: dict[str, Kind] = {}
         """Of every node that was ever in a fleet, under its own and its counted name."""
+
+    def kind_of(self, node: Node) -> Kind:
+        kind = node.node_type
+        return kind.name, kind.slowdown, kind.usd_per_hour if self._by_price else None
+
+    def counts_of(self, fleet: Fleet) -> Counts:
+        return tuple(sorted(Counter(map(self.kind_of, fleet.nodes)).items()))
 
     def make_cost(self, fleet: Fleet) -> CostModel:
         """As `Planning.make_cost`; of node types that were met before nothing is computed anew."""
@@ -155,11 +157,12 @@ class RememberedPlanning(Planning):
         """
         if redundant:
             self._require_nodes(fleet)
-        self._kinds.update({node.name: kind_of(node) for node in fleet.nodes})
+        self._kinds.update({node.name: self.kind_of(node) for node in fleet.nodes})
         names = self._counted_names(fleet, current)
         counted = Fleet(0, tuple(sorted((Node(names[n.name], n.node_type) for n in fleet.nodes), key=lambda n: n.name)))
         plan = None if current is None else renamed(current, names)
-        key = (counted.nodes, plan, redundant, thorough)
+        equal = tuple((node.name, self.kind_of(node)) for node in counted.nodes)
+        key = (equal, plan, redundant, thorough)
         if key not in self.memory.answers:
             begun = time.process_time()
             try:
@@ -183,33 +186,43 @@ class RememberedPlanning(Planning):
         Raises:
             ConfigError: no plan exists for this fleet.
         """
-        known = None if counts_of(fleet) in self.memory.plans else current
+        known = None if self.counts_of(fleet) in self.memory.plans else current
         if known is not None and not any(worker in fleet.workers for worker in known.workers):
             known = None
         return self.answer(fleet, known)
 
     def _ask(self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None) -> Remembered:
-        request = replace(self.request(fleet, self.make_cost(fleet)), clock=time.perf_counter)
+        clock = time.process_time  # a search ends alike whatever else the machine does
+        request = replace(self.request(fleet, self.make_cost(fleet)), clock=clock)
         if not redundant:
             request = replace(request, min_node_disjoint_holders=1)
-        counts = counts_of(fleet)
+        counts = self.counts_of(fleet)
         self._note_speeds(request)
         if current is None:
             return self._first(request, counts)
         small = len(fleet.workers) <= 64
-        found = self._replanned(current, request, counts, thorough=False)
-        if thorough is False or (thorough is None and not small):
-            return found
-        expected_s = self.memory.expected_s(counts)
-        fast = expected_s is not None and found.prediction.step_time_s <= AS_FAST * expected_s
-        if fast or counts in self.memory.searched:
-            return replace(found, searched=True)
+        whole = thorough or (thorough is None and small)
+        if not whole or counts not in self.memory.plans or self._is_fast(counts, self.memory.plans[counts][0]):
+            try:
+                found = self._replanned(current, request, counts, thorough=False)
+            except InfeasibleError:  # no repair fits
+                if thorough is False:
+                    raise
+            else:
+                if not whole or self._is_fast(counts, found.prediction.step_time_s):
+                    return replace(found, searched=whole)
         self.memory.num_searches += 1
         return self._replanned(current, request, counts, thorough=True)
 
+    def _is_fast(self, counts: Counts, step_s: float) -> bool:
+        """Whether a fleet was searched, or has a plan as fast as a near one lets expect."""
+        expected_s = None if self._by_price else self.memory.expected_s(counts)
+        return counts in self.memory.searched or (expected_s is not None and step_s <= AS_FAST * expected_s)
+
     def _first(self, request: Request, counts: Counts) -> Remembered:
-        """The plan where nothing runs: a remembered one of this fleet, or a whole search."""
-        if counts in self.memory.plans:
+        """The plan where nothing runs: a remembered one of this fleet (the fastest, so not for a job that asks for the
+        cheapest tokens), or a whole search."""
+        if counts in self.memory.plans and self.job.parallelism.objective == "time":
             plan = self._placed(self.memory.plans[counts][1], request)
             return Remembered(plan, request.cost.predict(plan), False, "", True)
         self.memory.num_searches += 1
@@ -240,7 +253,7 @@ class RememberedPlanning(Planning):
         used: Counter[Kind] = Counter()
         for name in dict.fromkeys((*planned, *sorted(node.name for node in fleet.nodes))):
             kind = self._kinds[name]
-            names[name] = f"{kind[0]}@{kind[1]:g}-{used[kind]:05d}"
+            names[name] = f"{kind[0]}@{kind[1]:g}{'' if kind[2] is None else f'@{kind[2]!r}'}-{used[kind]:05d}"
             self._kinds[names[name]] = self.memory.kinds[names[name]] = kind
             used[kind] += 1
         return names
@@ -249,7 +262,7 @@ class RememberedPlanning(Planning):
         """A remembered plan on this fleet's nodes: the n-th of a type for the n-th."""
         of_kind: dict[Kind, list[str]] = {}
         for node in request.fleet.nodes:
-            of_kind.setdefault(kind_of(node), []).append(node.name)
+            of_kind.setdefault(self.kind_of(node), []).append(node.name)
         names: dict[str, str] = {}
         used: Counter[Kind] = Counter()
         for name in sorted({node_of(worker) for worker in plan.workers}):
@@ -261,10 +274,10 @@ class RememberedPlanning(Planning):
     def _note_speeds(self, request: Request) -> None:
         """Blocks a second that a node of each type does, its GPUs alone, one sequence at a time."""
         for node in request.fleet.nodes:
-            if kind_of(node) not in self.memory.speed:
+            if self.kind_of(node) not in self.memory.speed:
                 costs = request.cost.layer_costs(node.node_type, 1, 1)
                 seconds = max(float((costs.forward_s + costs.backward_s).sum()), 1e-30)
-                self.memory.speed[kind_of(node)] = node.node_type.num_gpus / seconds
+                self.memory.speed[self.kind_of(node)] = node.node_type.num_gpus / seconds
 
 
 class _Later:

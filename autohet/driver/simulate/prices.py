@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 
-from planner.cluster import Cluster, NodeType
-from planner.errors import ConfigError
+from planner.cluster import NodeType
 
-COLUMNS = ("time_s", "node_type", "usd_per_hour")
+Row = tuple[float, str, float]
+"""From this second of the trace on (below 0: before it) a node of this type costs so many dollars an hour."""
 
 
 class Prices:
     """Piecewise constant; before a type's first row, and without rows, its price is the cluster file's (label or catalogue)."""
 
-    def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[tuple[float, str, float]] = ()) -> None:
+    def __init__(self, kinds: Mapping[str, NodeType], rows: Sequence[Row] = ()) -> None:
         self._steps: dict[str, list[tuple[float, float]]] = {}
+        self._given = {of for _, of, _ in rows}
         for name, kind in kinds.items():
             later = sorted((time_s, usd) for time_s, of, usd in rows if of == name)
             self._steps[name] = [(-math.inf, kind.usd_per_hour or 0.0), *later]
@@ -37,43 +37,21 @@ class Prices:
         )
         return sum(hour * usd for hour, (_, usd) in zip(hours, steps, strict=True) if hour)
 
+    def next_change_s(self, time_s: float) -> float:
+        """When any price changes next after `time_s`; infinite where none does."""
+        return min((at for steps in self._steps.values() for at, _ in steps if at > time_s), default=math.inf)
 
-def read_prices(path: str | Path, cluster: Cluster) -> list[tuple[float, str, float]]:
-    """Rows of a CSV `time_s, node_type, usd_per_hour` (of a node).
+    def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
+        """These node types at the prices of then."""
+        return {
+            name: replace(kind, usd_per_hour=self.usd_per_hour(name, time_s)) if name in self._given else kind
+            for name, kind in kinds.items()
+        }
 
-    Raises:
-        ConfigError: a column or a value that does not fit, a node type that the cluster does not have.
-    """
-    try:
-        with Path(path).open(newline="") as file:
-            reader = csv.DictReader(line for line in file if not line.startswith("#"))
-            rows, columns = list(reader), tuple(reader.fieldnames or ())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read prices '{path}': {getattr(error, 'strerror', None) or error}") from None
-    if columns != COLUMNS:
-        raise ConfigError(
-            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be {', '.join(COLUMNS)}"
-        )
-    names = {kind.name for kind in cluster.node_types}
-    found = []
-    for number, row in enumerate(rows, 1):
-        if row["node_type"] not in names:
-            raise ConfigError(
-                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster has {', '.join(sorted(names))}"
-            )
-        found.append(
-            (_number(row, "time_s", number, path), row["node_type"], _number(row, "usd_per_hour", number, path))
-        )
-    return found
-
-
-def _number(row: Mapping[str, str], name: str, number: int, path: str | Path) -> float:
-    try:
-        value = float(row[name])
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise ConfigError(
-            f"'{name}' of row {number} of prices '{path}' must be a number of at least 0, not {row[name]!r}"
-        )
-    return value
+    def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:
+        """(second, dollars an hour from then on) from 0 until `end_s`, where it changes."""
+        found = [(0.0, self.usd_per_hour(node_type, 0.0))]
+        for at, usd in self._steps[node_type]:
+            if 0.0 < at < end_s and usd != found[-1][1]:
+                found.append((at, usd))
+        return found

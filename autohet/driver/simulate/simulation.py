@@ -15,6 +15,7 @@ from autohet.driver.simulate.baselines import Choose, Habits, RestartingTrainer,
 from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.planning import PlanMemory, RememberedPlanning
+from autohet.driver.simulate.price_file import RecordedPrices
 from autohet.driver.simulate.prices import Prices
 from autohet.driver.simulate.setups import MixedSetups, SymmetricSetups, grid
 from autohet.driver.simulate.spot_trace import TraceEvent
@@ -52,7 +53,7 @@ class Scenario:
     trace: Sequence[TraceEvent]
     end_s: float
     costs: Costs = field(default_factory=Costs)
-    prices: Sequence[tuple[float, str, float]] = ()
+    prices: RecordedPrices = field(default_factory=RecordedPrices)
 
     @property
     def kinds(self) -> dict[str, NodeType]:
@@ -69,7 +70,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.job = _endless(self.scenario.job)
         self.inputs: PlanningInputs = planning_inputs(self.job)
-        self.prices = Prices(self.scenario.kinds, self.scenario.prices)
+        self.prices = Prices(self.scenario.kinds, self.scenario.prices.rows)
 
     def run(self, policy: str, progress: Callable[[float], None] | None = None) -> dict[str, Any]:
         """The document of one policy or baseline (`autohet simulate --json`); `progress` is told the share of the trace that is done.
@@ -91,7 +92,7 @@ class Simulation:
         workforce = SimulatedWorkforce(
             scenario.kinds, scenario.trace, _pace(planning), scenario.costs, self.prices,
             every_steps=job.checkpoint.every_steps, settle_s=job.elastic.arrivals_debounce_s + 0.05,
-            replication_share=job.checkpoint.replicate_bandwidth_share,
+            replication_share=job.checkpoint.replicate_bandwidth_share, end_s=scenario.end_s,
         )  # fmt: skip
         holder.append(workforce)
         planning.answer(
@@ -106,19 +107,19 @@ class Simulation:
             if progress is not None and workforce.now - told > scenario.end_s / 200:
                 told = workforce.now
                 progress(min(1.0, told / scenario.end_s))
-        workforce.settle(workforce.now)
+        workforce.bill.settle(workforce.now)
         return self._autohet_document(controller, workforce)
 
     def _autohet_document(self, controller: Controller, workforce: SimulatedWorkforce) -> dict[str, Any]:
         changes = [change.to_document() for change in controller.ledger.changes if change.cause != "start"]
         return self._document(
-            "local_first", workforce.now, workforce.stretches, changes, workforce.usd,
+            "local_first", workforce.now, workforce.stretches, changes, workforce.bill.usd,
             ended=None if controller.ended is None else controller.ended.reason,
             steps_lost=sum(change["steps_lost"] for change in changes),
             decisions=[event["reason"] for event in controller.events.records if event["kind"] == "decision"],
         ) | {
-            "gpu_hours_after_ten_minutes": round(workforce.paid_gpu_s / 3600, 3),
-            "idle_gpu_hours_after_ten_minutes": round(workforce.idle_gpu_s / 3600, 3),
+            "gpu_hours_after_ten_minutes": round(workforce.bill.paid_gpu_s / 3600, 3),
+            "idle_gpu_hours_after_ten_minutes": round(workforce.bill.idle_gpu_s / 3600, 3),
         }  # fmt: skip
 
     # baselines -------------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class Simulation:
         mine = [event for event in trace if event.node_type in types]
         habits = Habits(on_notice, every_steps, self.job.parallelism.horizon_s or MOST_S)
         between_s = scenario.end_s / max(1, departures(mine, types, scenario.end_s))
-        trainer = RestartingTrainer(choose, habits, scenario.costs, scenario.kinds, between_s)
+        trainer = RestartingTrainer(choose, habits, scenario.costs, scenario.kinds, between_s, self.prices)
         trainer.run(mine, scenario.end_s)
         usd = paid_usd(mine, dict.fromkeys(types, cap), self.prices, scenario.end_s)
         found = self._document(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.simulate.bill import Bill
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.manifest import SimulatedManifest
 from autohet.driver.simulate.no_agents import NoAgents
@@ -31,8 +32,6 @@ MOVING = (Phase.BUILDING, Phase.TRAINING)
 CALM_TICK_S = 60.0
 MOST_UPLOADS = 2
 """Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs to know."""
-IDLE_FROM_S = 600.0
-"""Idle GPUs are counted from here on: until then a fleet boots, installs and begins."""
 NOTICES_GATHER_S = 0.25
 """Just longer than the controller waits for further notices."""
 Pace = Callable[[Plan], tuple[float, float]]
@@ -62,7 +61,8 @@ class _Run:
 
 
 class SimulatedWorkforce(NoAgents):
-    """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long the controller lets arrivals gather."""
+    """Implements `Workforce`. `every_steps`: steps between two checkpoints; `settle_s`: how long the controller lets arrivals gather;
+    `end_s`: nothing happens after it."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class SimulatedWorkforce(NoAgents):
         settle_s: float,
         replication_share: float = 0.25,
         tokens_by_step: int = 0,
+        end_s: float = math.inf,
     ) -> None:
         self.now = 0.0
         self.costs = costs
-        self.usd = 0.0
-        self.paid_gpu_s = self.idle_gpu_s = 0.0
+        self.bill = Bill(prices)
         self.stop_reason: str | None = None
         self.stretches: list[Stretch] = []
-        self._kinds, self._trace, self._pace, self._prices = kinds, deque(trace), pace, prices
+        self._kinds, self._trace, self._pace, self._prices = prices.at(kinds, 0.0), deque(trace), pace, prices
+        self._prices_change_at, self._end_s = prices.next_change_s(0.0), end_s
         self._every, self._tokens, self._replication_share = every_steps, tokens_by_step, replication_share
         self._looks_s = (1e-3, NOTICES_GATHER_S, settle_s, settle_s + 2.0)
         self._wake_at: list[float] = []
         self._booting: dict[str, float] = {}
-        self._machines: dict[str, tuple[NodeType, float]] = {}
         self._nodes: dict[str, NodeView] = {}
         self._notices: dict[str, Notice] = {}
         self._starts: dict[str, float] = {}
@@ -106,7 +106,7 @@ class SimulatedWorkforce(NoAgents):
 
     def wait(self) -> None:
         """Let time pass until something happens that the controller may have to answer."""
-        self._pass_to(self._next_moment())
+        self._pass_to(min(self._next_moment(), self._end_s))
 
     def observe(self) -> Observation:
         reports = {worker: self._report(worker) for worker in self._live if self._answers(worker)}
@@ -124,7 +124,7 @@ class SimulatedWorkforce(NoAgents):
 
     def busy(self, seconds: float) -> None:
         """The driver looks at nothing for so long, while all else goes on."""
-        end = self.now + seconds
+        end = min(self.now + seconds, self._end_s)
         while self.now < end:
             self._pass_to(min([end, *(moment for moment in self._due() if moment > self.now)]))
 
@@ -157,9 +157,11 @@ class SimulatedWorkforce(NoAgents):
     def _pass_to(self, moment: float) -> None:
         """Steps that end until then are made, and what is due happens."""
         self._make_steps(moment)
-        self._count_gpus(moment)
-        self.now = moment
         run = self._run
+        self.bill.count_gpus(self.now, moment, 0 if run is None else len(run.members))
+        self.now = moment
+        if moment >= self._prices_change_at:
+            self._reprice()
         if run is not None and run.phase is Phase.BUILDING and run.ready_at <= moment:
             self._ready(run)
         while self._trace and self._trace[0].time_s <= moment:
@@ -169,14 +171,13 @@ class SimulatedWorkforce(NoAgents):
         for name in [name for name, died in self._dead.items() if died + self.costs.detect_s <= moment]:
             self._forget(name, self._dead.pop(name))
 
-    def _count_gpus(self, moment: float) -> None:
-        """GPU-seconds that are paid for until then, and those of GPUs that the plan does not use or that have none."""
-        seconds = moment - max(self.now, IDLE_FROM_S)
-        if seconds > 0:
-            paid = sum(kind.num_gpus for kind, _ in self._machines.values())
-            used = 0 if self._run is None else len(self._run.members)
-            self.paid_gpu_s += seconds * paid
-            self.idle_gpu_s += seconds * max(0, paid - used)
+    def _reprice(self) -> None:
+        """The types of nodes, living ones among them, at the prices of now: what a live driver reads every five minutes."""
+        self._kinds = self._prices.at(self._kinds, self.now)
+        for name, view in self._nodes.items():
+            kind = self._kinds[view.node.node_type.name]
+            self._nodes[name] = replace(view, node=replace(view.node, node_type=kind))
+        self._prices_change_at = self._prices.next_change_s(self.now)
 
     def _make_steps(self, moment: float) -> None:
         """Those that end until `moment`, at once: of their records the first of a generation and the newest are kept."""
@@ -207,7 +208,7 @@ class SimulatedWorkforce(NoAgents):
     def _happen(self, event: TraceEvent) -> None:
         self._stirred_at = self.now
         if event.kind == "arrival":
-            self._machines[event.node] = self._kinds[event.node_type], event.time_s
+            self.bill.machines[event.node] = self._kinds[event.node_type], event.time_s
             self._booting[event.node] = event.time_s + self.costs.boot_s + self.costs.install_s
         elif event.kind == "notice":
             self._booting.pop(event.node, None)  # it goes before it was of use
@@ -215,24 +216,14 @@ class SimulatedWorkforce(NoAgents):
                 self._notices[event.node] = Notice(event.node, "trace", self.now, event.gone_s)
         elif event.kind == "death":
             self._booting.pop(event.node, None)
-            self._pay(event.node, event.time_s)
+            self.bill.pay(event.node, event.time_s)
             if event.node in self._nodes:
                 self._die(event.node)
 
     def _join(self, name: str, at: float) -> None:
         self._stirred_at = self.now
-        node = Node(name, self._machines[name][0])
+        node = Node(name, self._kinds[self.bill.machines[name][0].name])
         self._nodes[name] = NodeView(node, at, AgentEndpoint(name, "simulated", 1, ""))
-
-    def _pay(self, name: str, until: float) -> None:
-        kind, since = self._machines.pop(name, (None, 0.0))
-        if kind is not None:
-            self.usd += self._prices.usd(kind.name, since, until)
-
-    def settle(self, end_s: float) -> None:
-        """The simulation ends: what still runs is paid."""
-        for name in list(self._machines):
-            self._pay(name, end_s)
 
     def _die(self, name: str) -> None:
         """The machine is gone: those that train with it stand at once, Ray notices later."""

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.watch import Watch
 from planner.cluster import NodeType
 
 POLL_S = 300.0
+PRODUCT = "Linux/UNIX"
 PRICE_LABEL = "autohet.io/usd-per-hour"
 Prices = Mapping[tuple[str, str], float]
 """Dollars an hour by instance type and zone."""
 
 
-def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """The newest price of each type and zone in the answer's pages; what cannot be read is left out."""
-    found: dict[tuple[str, str], tuple[datetime, float]] = {}
+class PricePoint(NamedTuple):
+    """From `since` on an instance of this type in this zone costs so many dollars an hour."""
+
+    instance_type: str
+    zone: str
+    since: datetime
+    usd_per_hour: float
+
+
+def price_points(pages: Iterable[Mapping[str, Any]]) -> Iterator[PricePoint]:
+    """The entries of the answer's pages, as boto3 gives them or as the AWS CLI prints them (`--output json`); what cannot be read is left
+    out, and so are prices of other systems than Linux."""
     for page in pages:
         for entry in page.get("SpotPriceHistory", ()):
             try:
-                key = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))
-                moment, price = entry["Timestamp"], float(entry["SpotPrice"])
-                if price > 0 and (key not in found or found[key][0] < moment):
-                    found[key] = (moment, price)
-            except (KeyError, TypeError, ValueError):
+                since, price = entry["Timestamp"], float(entry["SpotPrice"])
+                since = since if isinstance(since, datetime) else datetime.fromisoformat(since)
+                since = since if since.tzinfo else since.replace(tzinfo=UTC)
+                if 0 < price < math.inf and entry.get("ProductDescription", PRODUCT) == PRODUCT:
+                    yield PricePoint(str(entry["InstanceType"]), str(entry["AvailabilityZone"]), since, price)
+            except (AttributeError, KeyError, TypeError, ValueError):
                 continue
-    return {key: price for key, (_, price) in found.items()}
+
+
+def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """The newest price of each type and zone."""
+    found: dict[tuple[str, str], PricePoint] = {}
+    for point in price_points(pages):
+        key = (point.instance_type, point.zone)
+        if key not in found or found[key].since < point.since:
+            found[key] = point
+    return {key: point.usd_per_hour for key, point in found.items()}
 
 
 class SpotPrices:
@@ -56,7 +77,7 @@ class SpotPrices:
         """The prices that stand now: with a start that is now, EC2 answers with those in effect."""
         client = self._make(self._region)
         pages = client.get_paginator("describe_spot_price_history").paginate(
-            InstanceTypes=sorted(self._wanted), ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(UTC)
+            InstanceTypes=sorted(self._wanted), ProductDescriptions=[PRODUCT], StartTime=datetime.now(UTC)
         )
         return newest_prices(pages)
 

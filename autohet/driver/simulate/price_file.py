@@ -1,0 +1,181 @@
+"""Spot prices over time from a file, EC2's answer to `describe-spot-price-history` or a CSV; in a sentence, where each price is from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from autohet.driver.simulate.prices import Row
+from autohet.driver.sources.spot_prices import PRICE_LABEL, PricePoint, price_points
+from planner.catalogue import PRICES_AS_OF
+from planner.cluster import Cluster, NodeType
+from planner.errors import ConfigError
+
+COLUMNS = ("time_s", "node_type", "usd_per_hour")
+HISTORY = "SpotPriceHistory"
+ByPlace = Mapping[tuple[str, str], Sequence[PricePoint]]
+"""Points by instance type and zone, in order of time."""
+
+
+@dataclass(frozen=True)
+class RecordedPrices:
+    """Rows of prices, and of each node type that has any where they are from."""
+
+    rows: Sequence[Row] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_prices(
+    path: str | Path, cluster: Cluster, document: object = None, begin: datetime | None = None
+) -> RecordedPrices:
+    """A CSV `time_s, node_type, usd_per_hour` (of a node), or JSON as `aws ec2 describe-spot-price-history` prints it (a list of such
+    answers, too). Of the latter `document`, the cluster file, says the node types' instance types; those of its spot nodes are priced. The
+    trace begins at `begin`, by default when all of them have a price.
+
+    Raises:
+        ConfigError: a column or a value that does not fit, a node type that the cluster does not have; nothing for any spot node type,
+            several zones for one that names none, a `begin` outside the file.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read prices '{path}': {getattr(error, 'strerror', None) or error}") from None
+    if text.lstrip()[:1] in ("{", "["):
+        return _from_history(_by_place(text, path), path, cluster, _instances(document), begin)
+    if begin is not None:
+        raise ConfigError(
+            f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out --prices-from"
+        )
+    rows = _from_csv(text, path, cluster)
+    return RecordedPrices(rows, {name: f"over time, by '{path}'" for _, name, _ in rows})
+
+
+def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
+    """Of each node type where its price is from; a constant one is said to be so."""
+    instances = _instances(document)
+    return {
+        kind.name: recorded.sources.get(kind.name) or _constant(kind, _entry(document, kind.name), instances)
+        for kind in cluster.node_types
+    }
+
+
+def _constant(kind: NodeType, entry: Mapping[str, Any], instances: Mapping[str, str]) -> str:
+    if kind.usd_per_hour is None:
+        return "no price is known: its hours count as free"
+    if PRICE_LABEL in (entry.get("labels") or {}):
+        return f"constant, {kind.usd_per_hour:g} $/h, the cluster file's label {PRICE_LABEL}"
+    return f"constant, {kind.usd_per_hour:g} $/h, the catalogue's price of {instances.get(kind.name)}: {PRICES_AS_OF}"
+
+
+def _entry(document: object, name: str) -> Mapping[str, Any]:
+    types = document.get("available_node_types") if isinstance(document, Mapping) else None
+    return (types or {}).get(name) or {}
+
+
+def _instances(document: object) -> dict[str, str]:
+    """Instance types by node type, as the cluster file names them."""
+    types = document.get("available_node_types") if isinstance(document, Mapping) else None
+    found = {
+        name: ((entry or {}).get("node_config") or {}).get("InstanceType") for name, entry in (types or {}).items()
+    }
+    return {name: str(instance) for name, instance in found.items() if instance}
+
+
+# EC2's answer --------------------------------------------------------------------------------------------------------
+
+
+def _by_place(text: str, path: str | Path) -> ByPlace:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"prices '{path}' are no JSON: {error}") from None
+    pages = document if isinstance(document, list) else [document]
+    if not all(isinstance(page, Mapping) and isinstance(page.get(HISTORY), list) for page in pages):
+        raise ConfigError(f"prices '{path}' have no list {HISTORY}, as `aws ec2 describe-spot-price-history` prints it")
+    found: dict[tuple[str, str], list[PricePoint]] = {}
+    for point in sorted(price_points(pages), key=lambda point: point.since):
+        found.setdefault((point.instance_type, point.zone), []).append(point)
+    return found
+
+
+def _from_history(
+    by_place: ByPlace, path: str | Path, cluster: Cluster, instances: Mapping[str, str], begin: datetime | None
+) -> RecordedPrices:
+    found = {
+        kind.name: points
+        for kind in cluster.node_types
+        if kind.spot and (points := _points_of(kind, instances.get(kind.name, ""), by_place, path))
+    }
+    if not found:
+        known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
+        raise ConfigError(
+            f"prices '{path}' have nothing for any spot node type of the cluster: they are of {known}, the cluster's spot nodes of"
+            f" {', '.join(instances.get(k.name, 'no instance type') for k in cluster.node_types if k.spot) or 'none'}"
+        )
+    first = max(points[0].since for points in found.values())
+    last = max(points[-1].since for points in found.values())
+    begin = first if begin is None else begin if begin.tzinfo else begin.replace(tzinfo=UTC)
+    if not first <= begin <= last:
+        raise ConfigError(
+            f"--prices-from is {begin.isoformat()}; prices '{path}' are of {first.isoformat()} to {last.isoformat()}"
+        )
+    rows = [((p.since - begin).total_seconds(), name, p.usd_per_hour) for name, points in found.items() for p in points]
+    return RecordedPrices(rows, {name: _said(points, begin) for name, points in found.items()})
+
+
+def _said(points: Sequence[PricePoint], begin: datetime) -> str:
+    return f"over time, EC2's spot price history of {points[0].instance_type} in {points[0].zone}; the trace begins at {begin.isoformat()}"
+
+
+def _points_of(kind: NodeType, instance: str, by_place: ByPlace, path: str | Path) -> Sequence[PricePoint]:
+    zones = sorted(zone for of, zone in by_place if of == instance)
+    if not zones or kind.zone in zones:
+        return by_place.get((instance, kind.zone), ())
+    if kind.zone or len(zones) > 1:
+        where = f"is in {kind.zone}" if kind.zone else "names no zone: set the label 'autohet.io/zone'"
+        raise ConfigError(f"prices '{path}' have {instance} in {', '.join(zones)}; node type '{kind.name}' {where}")
+    return by_place[instance, zones[0]]
+
+
+# a CSV ---------------------------------------------------------------------------------------------------------------
+
+
+def _from_csv(text: str, path: str | Path, cluster: Cluster) -> list[Row]:
+    try:
+        reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+        rows, columns = list(reader), tuple(reader.fieldnames or ())
+    except csv.Error as error:
+        raise ConfigError(f"cannot read prices '{path}': {error}") from None
+    if columns != COLUMNS:
+        raise ConfigError(
+            f"prices '{path}' has columns {', '.join(columns) or 'none'}; they must be {', '.join(COLUMNS)}"
+        )
+    names = {kind.name for kind in cluster.node_types}
+    found = []
+    for number, row in enumerate(rows, 1):
+        if row["node_type"] not in names:
+            raise ConfigError(
+                f"row {number} of prices '{path}' names node type '{row['node_type']}'; the cluster has {', '.join(sorted(names))}"
+            )
+        found.append(
+            (_number(row, "time_s", number, path), row["node_type"], _number(row, "usd_per_hour", number, path))
+        )
+    return found
+
+
+def _number(row: Mapping[str, str], name: str, number: int, path: str | Path) -> float:
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise ConfigError(
+            f"'{name}' of row {number} of prices '{path}' must be a number of at least 0, not {row[name]!r}"
+        )
+    return value
