@@ -21,14 +21,13 @@ from planner.search.bound import NO_PROOF, proof_of
 from planner.search.cost_tables import tables_of
 from planner.search.improve import Improver, Judge, tries_for
 from planner.search.judge import least_ahead, unacceptable
-from planner.search.memory import cost_like
+from planner.search.memory import cost_like, may_be_without_room
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Request, SearchReport
 from planner.strategies.pareto import search_objective
 from planner.uneven import (
     gathered,
     is_bounded,
-    may_be_without_room,
     search_with_uneven,
     sentence,
     uneven_groups,

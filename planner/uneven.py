@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.cluster import NodeType
-from planner.cost.host_memory import may_lack
 from planner.cost.model import CostModel
 from planner.cost.uneven import UnevenGroup, gain, uneven_group
 from planner.errors import InfeasibleError
@@ -21,7 +20,7 @@ from planner.search import limits
 from planner.search.autohet import drafted, improved
 from planner.search.bound import Proof
 from planner.search.cost_tables import microbatch_sizes, tables_of
-from planner.search.memory import cost_like, fewest_shared, levels, proof_for, search_with_memory
+from planner.search.memory import cost_like, fewest_shared, levels, proof_for, search_with_memory, with_room_or_without
 from planner.search.moves import Group, Moves, groups_of
 from planner.search.problem import Answer, Rejected, Request, check_request
 from planner.search.tables import Tables
@@ -33,17 +32,7 @@ def search_with_uneven(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     """As `search_with_memory`, or a plan with uneven stages where that is clearly faster. InfeasibleError where no plan fits."""
     check_request(request)
     known = list(seeds)
-    try:
-        return _searched(request, known)
-    except InfeasibleError:
-        if not may_be_without_room(request):
-            raise
-    return _searched(replace(request, needs_staging_room=False), known)
-
-
-def may_be_without_room(request: Request) -> bool:
-    """Whether host memory alone may be what refuses plans, and more may be tried."""
-    return request.needs_staging_room and request.cost.parameters.elastic and any(map(may_lack, request.cost.node_types))
+    return with_room_or_without(lambda asked: _searched(asked, known), request)
 
 
 def _searched(request: Request, known: list[Plan]) -> Answer:
@@ -65,7 +54,7 @@ def _searched(request: Request, known: list[Plan]) -> Answer:
 def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
     """What stages with uneven shares may be: three GPUs of a node with a number that is no power of two, of which five to seven would
     leave the largest share as it is on four; and some of unlike nodes that are joined. Each clearly faster than any even part of it."""
-    if not request.cost.parameters.elastic:  # other frameworks cut evenly
+    if not request.cost.parameters.uneven_shares:
         return ()
     spec, sizes = request.spec, microbatch_sizes(request)
     most = min(spec.max_tp_degree, request.max_tp_degree or spec.max_tp_degree)

@@ -107,7 +107,15 @@ class Session:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; ConfigError is the user's mistake (the caller prints it and exits with 2)."""
+    before = gc.get_threshold()
     gc.set_threshold(300_000)  # a search makes millions of objects, few of them in circles: a tenth of its time went into looking for these
+    try:
+        return _run(args)
+    finally:
+        gc.set_threshold(*before)
+
+
+def _run(args: argparse.Namespace) -> int:
     check_output("--out", args.out)
     check_output("--trace-out", args.trace_out)
     check_output("--picture", args.picture, (".png", ".svg"))
@@ -314,21 +322,12 @@ def _request(session: Session) -> Any:
     args, job = session.args, session.job
     wishes = job.parallelism
     return Request(
-        fleet=session.fleet,
-        spec=session.inputs.spec,
-        cost=session.cost_model(),
-        global_batch_sequences=job.training.global_batch_sequences,
-        sequence_length=job.training.sequence_length,
-        microbatch_sequences=wishes.microbatch_sequences,
-        max_tp_degree=wishes.max_tp_degree,
-        max_stages=wishes.max_pipeline_stages,
-        min_node_disjoint_holders=_wanted_holders(session),
-        objective=args.objective or wishes.objective,
-        max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour,
-        time_limit_s=args.time_limit or wishes.search_time_limit_s,
-        clock=time.monotonic,
-        spmd=wishes.spmd,
-    )
+        session.fleet, session.inputs.spec, session.cost_model(), job.training.global_batch_sequences, job.training.sequence_length,
+        microbatch_sequences=wishes.microbatch_sequences, max_tp_degree=wishes.max_tp_degree, max_stages=wishes.max_pipeline_stages,
+        min_node_disjoint_holders=_wanted_holders(session), objective=args.objective or wishes.objective,
+        max_usd_per_hour=args.max_usd_per_hour or wishes.max_usd_per_hour, time_limit_s=args.time_limit or wishes.search_time_limit_s,
+        clock=time.monotonic, spmd=wishes.spmd,
+    )  # fmt: skip
 
 
 def _wanted_holders(session: Session) -> int:

@@ -52,6 +52,7 @@ class CostParameters:
     communicator_bytes: of one communicator, of which the runtime's plans have 3 to 8 a worker (`planner.communicators`); 0: not counted.
     memory_margin: share of the device's memory that a plan must leave free (fragmentation, other processes).
     elastic: whether a change of plans moves state through host memory, which also has snapshots of it (`host_memory.py`).
+    uneven_shares: whether workers of a tensor-parallel group may have unlike shares of what is cut (`Stage.tp_shares`).
     """
 
     launch_exposure: float = 0.9
@@ -84,6 +85,7 @@ class CostParameters:
     communicator_bytes: float = 0.0
     memory_margin: float = 0.03
     elastic: bool = False
+    uneven_shares: bool = False
 
 
 OURS = "autohet"
@@ -111,6 +113,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
             "autograd_activations": True,
             "loss_chunk_bytes": 64.0 * 2**20,
             "elastic": True,
+            "uneven_shares": True,
         },
     ),
     "deepspeed": Framework(

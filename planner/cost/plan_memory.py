@@ -32,7 +32,7 @@ class PlanMemory:
         self.spec, self.parameters, self._stages, self._boundaries = spec, parameters, stages, boundaries
         self._synced = synced
         kinds = {node.node_type for node in stages.fleet.nodes}
-        self._may_lack_host_memory = parameters.elastic and any(map(may_lack, kinds))
+        self.may_lack_host_memory = parameters.elastic and any(map(may_lack, kinds))
 
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Peak bytes of every worker."""
@@ -57,7 +57,7 @@ class PlanMemory:
 
     def not_staged(self, plan: Plan) -> str | None:
         """Why some node's host memory does not hold that; None where each does, or nobody knows."""
-        if not self._may_lack_host_memory:
+        if not self.may_lack_host_memory:
             return None
         fleet = self._stages.fleet
         kinds = {node_of(worker): fleet.node_of(worker).node_type for worker in plan.workers}
@@ -97,16 +97,13 @@ class PlanMemory:
         return replace(plan, pipelines=tuple(pipelines))
 
     def _shares(self, pipeline: Pipeline, index: int, sharing: Sharing, taken: Mapping[str, float]) -> tuple[int, ...]:
-        stage, parts = pipeline.stages[index], self.spec.max_tp_degree
+        stage, spec = pipeline.stages[index], self.spec
         if not stage.tp_shares:
             return ()
-        by_parts = self._stages.seconds_by_parts(pipeline, index, parts, sharing, _most_of(taken, stage))
-        found = whole_shares(by_parts)
-        return (
-            found
-            if found and slowest_s(by_parts, found) < (1 - ALIKE) * slowest_s(by_parts, stage.tp_shares)
-            else stage.tp_shares
-        )
+        seconds = self._stages.seconds_of_shares(pipeline, index, sharing, _most_of(taken, stage))
+        found = whole_shares(seconds, len(stage.workers), spec.max_tp_degree, spec.key_value_units)
+        is_quicker = found and slowest_s(seconds, found) < (1 - ALIKE) * slowest_s(seconds, stage.tp_shares)
+        return found if is_quicker else stage.tp_shares
 
     def with_choices(self, plan: Plan, choices: Sequence[Recompute], shard: bool) -> Plan:
         """The plan, optimizer state shared out or not, in which each stage recomputes by the first choice with which it fits, as few

@@ -175,28 +175,32 @@ class StageCosts:
         members = [(node.name, node.node_type) for node in nodes]
         return stage.num_layers * spread_tp_s(self.links, members, self.message_bytes(microbatch))
 
-    def seconds_by_parts(
-        self, pipeline: Pipeline, index: int, parts: int, sharing: Sharing, taken_bytes: float
-    ) -> list[list[float]]:
-        """Of each rank of a stage with shares: seconds of a microbatch with one of so many parts, two and so on; infinite where memory,
-        less `taken_bytes`, does not hold the microbatches in flight."""
+    def seconds_of_shares(
+        self, pipeline: Pipeline, index: int, sharing: Sharing, taken_bytes: float
+    ) -> Callable[[int, TensorShare], float]:
+        """Seconds of a microbatch of each rank of a stage with one share or another; infinite where memory, less `taken_bytes`, does not
+        hold the microbatches in flight."""
         stage, count, size = pipeline.stages[index], len(pipeline.stages), pipeline.microbatch_sequences
         chosen, flying = _entries(stage, index, count), pipeline.in_flight(index)
         is_shared = np.array([name in sharing.layers for name in layers_of(stage, index, count)])
+        kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
+        known: dict[tuple[NodeType, float, int], float] = {}
 
-        def seconds(kind: NodeType, share: TensorShare) -> float:
+        def compute(kind: NodeType, share: TensorShare) -> float:
             memory = self._bytes_of(pipeline, index, sharing.holders, is_shared, share, {kind})
             if memory.free_bytes - taken_bytes < flying * memory.activation_bytes:
                 return np.inf
             times = self._layer_times(kind, share, stage, size)
             return kind.slowdown * float((times.forward_s + times.backward_s)[chosen].sum())
 
-        kinds = [self.fleet.node_of(worker).node_type for worker in stage.workers]
-        of = {
-            kind: [seconds(kind, TensorShare(0, k, parts)) for k in range(1, parts + 1)]
-            for kind in dict.fromkeys(kinds)
-        }
-        return [of[kind] for kind in kinds]
+        def seconds(rank: int, share: TensorShare) -> float:
+            # bytes and seconds depend on how much it is, and on how many keys and values it overlaps
+            key = kinds[rank], share.fraction, len(share.units(self.spec.key_value_units))
+            if key not in known:
+                known[key] = compute(kinds[rank], share)
+            return known[key]
+
+        return seconds
 
 
 def spread_tp_s(links: Links, members: Sequence[tuple[str, NodeType]], num_bytes: float) -> float:

@@ -1,8 +1,10 @@
 """Tensor-parallel groups of unlike GPUs, or of a number that is no power of two: the parts of each GPU, and what layers take there."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,39 +34,57 @@ class UnevenGroup:
         return tuple(dict.fromkeys(self.kinds))
 
 
-def whole_shares(by_parts: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Parts of each rank, one at least, with which the slowest ends earliest, of as few parts as are as quick. by_parts: of each rank the
-    seconds with one part of the finest, two and so on up to all, never falling, infinite where it may not have so many. Empty where none
-    may be."""
-    finest = len(by_parts[0])
-    numbers = (2**i for i in range(finest.bit_length()) if len(by_parts) <= 2**i)
-    found = [(shares, slowest_s(by_parts, shares)) for shares in (_shares(by_parts, parts) for parts in numbers)]
-    best_s = min((seconds for _, seconds in found), default=math.inf)
+Seconds = Callable[[int, TensorShare], float]
+"""Of a rank of a stage with a share; infinite where it may not have it."""
+
+
+def whole_shares(seconds: Seconds, ranks: int, finest: int, units: int = 0) -> tuple[int, ...]:
+    """Parts of each rank, one at least, with which the slowest ends earliest, of as few parts as are as quick. finest: parts at most.
+    units: into which keys and values are cut, of which a rank holds each that its share overlaps: of shares as quick those that overlap
+    fewer, on whoever has most. Empty where none may be."""
+
+    def load(shares: tuple[int, ...]) -> list[tuple[float, int]]:
+        each = enumerate(placed(shares))
+        return sorted(((seconds(rank, share), len(share.units(units))) for rank, share in each), reverse=True)
+
+    numbers = (2**i for i in range(finest.bit_length()) if ranks <= 2**i)
+    found = [
+        (shares, slowest_s(seconds, shares))
+        for shares in (min(_divisions(parts, ranks), key=load) for parts in numbers)
+    ]
+    best_s = min((slowest for _, slowest in found), default=math.inf)
     if not math.isfinite(best_s):
         return ()
-    return next(shares for shares, seconds in found if seconds <= (1 + ALIKE) * best_s)
+    return next(shares for shares, slowest in found if slowest <= (1 + ALIKE) * best_s)
 
 
-def _shares(by_parts: Sequence[Sequence[float]], parts: int) -> tuple[int, ...]:
-    """Of so many parts, each next one where it ends first."""
-    ranks, each = range(len(by_parts)), len(by_parts[0]) // parts
-    shares = [1] * len(by_parts)
-    for _ in range(parts - len(by_parts)):
-        shares[min(ranks, key=lambda rank: by_parts[rank][(shares[rank] + 1) * each - 1])] += 1
-    return tuple(shares)
+@cache
+def _divisions(parts: int, ranks: int) -> list[tuple[int, ...]]:
+    """All of so many parts among ranks that each have one at least; most for the first ranks first."""
+    ends = itertools.combinations(range(1, parts), ranks - 1)
+    return sorted((tuple(b - a for a, b in itertools.pairwise((0, *inner, parts))) for inner in ends), reverse=True)
 
 
-def slowest_s(by_parts: Sequence[Sequence[float]], shares: Sequence[int]) -> float:
-    """Seconds of the slowest rank with these shares."""
-    each = len(by_parts[0]) // sum(shares)
-    return max(seconds[share * each - 1] for seconds, share in zip(by_parts, shares, strict=True))
+def placed(shares: Sequence[int]) -> list[TensorShare]:
+    """Where the parts of each rank lie, one rank's after the other's."""
+    ends = list(itertools.accumulate(shares))
+    return [TensorShare(end - share, end, ends[-1]) for share, end in zip(shares, ends, strict=True)]
+
+
+def slowest_s(seconds: Seconds, shares: Sequence[int]) -> float:
+    """Of the slowest rank with these shares."""
+    return max(seconds(rank, share) for rank, share in enumerate(placed(shares)))
 
 
 def uneven_group(cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int) -> UnevenGroup | None:
     """With the shares by which the whole model takes least; None where some GPU would get none, or all as much."""
-    parts = [TensorShare(0, k, cost.spec.max_tp_degree) for k in range(1, cost.spec.max_tp_degree + 1)]
-    seconds = {kind: [_whole_s(cost, kind, len(kinds), microbatch, part) for part in parts] for kind in kinds}
-    shares = whole_shares([seconds[kind] for kind in kinds])
+    finest = cost.spec.max_tp_degree
+
+    def seconds(rank: int, share: TensorShare) -> float:
+        alone = TensorShare(0, (share.end - share.first) * finest // share.of, finest)  # where it lies takes no time
+        return _whole_s(cost, kinds[rank], len(kinds), microbatch, alone)
+
+    shares = whole_shares(seconds, len(kinds), finest, cost.spec.key_value_units)
     return UnevenGroup(kinds, shares) if len(set(shares)) > 1 else None
 
 
@@ -76,12 +96,10 @@ def _whole_s(
 
 
 def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> LayerCosts:
-    """Of each layer the seconds of the slowest GPU; the bytes of the fullest, in proportion to the room of the GPU that has least."""
-    first = [sum(group.shares[:rank]) for rank in range(len(group.shares))]
-    ranks = [
-        cost.layer_costs(kind, len(group.kinds), microbatch, TensorShare(begin, begin + share, sum(group.shares)))
-        for kind, share, begin in zip(group.kinds, group.shares, first, strict=True)
-    ]
+    """Of each layer the seconds of the slowest GPU, or of a group on one node, whose bound is proved, the least with which some GPU does it
+    whatever the shares; the bytes of the fullest, in proportion to the room of the GPU that has least."""
+    pairs = zip(group.kinds, placed(group.shares), strict=True)
+    ranks = [cost.layer_costs(kind, len(group.kinds), microbatch, share) for kind, share in pairs]
     room = [rank.limit_bytes - rank.fixed_bytes for rank in ranks]
     scales = [min(room) / each for each in room]
     spread = np.zeros_like(ranks[0].forward_s)
@@ -94,11 +112,22 @@ def group_costs(cost: "CostModel", group: UnevenGroup, microbatch: int) -> Layer
             np.max([factor * getattr(rank, name) for factor, rank in zip(factors, ranks, strict=True)], axis=0)
         )
 
+    forward_s, backward_s = most("forward_s") + spread, most("backward_s") + spread
+    if len(group.nodes) == 1:
+        forward_s, backward_s = _least_s(cost, group.kinds, microbatch)
     return replace(
-        ranks[room.index(min(room))], forward_s=most("forward_s") + spread, backward_s=most("backward_s") + spread,
+        ranks[room.index(min(room))], forward_s=forward_s, backward_s=backward_s,
         update_s=most("update_s"), sync_bytes=most("sync_bytes"), state_bytes=most("state_bytes", True),
         activation_bytes=most("activation_bytes", True), peak_bytes=most("peak_bytes", True),
     )  # fmt: skip
+
+
+def _least_s(cost: "CostModel", kinds: tuple[NodeType, ...], microbatch: int) -> tuple[Floats, Floats]:
+    """(layers,) forward and backward seconds of GPUs of one type: someone has an even part at least, and most leave each other one."""
+    finest, ranks = cost.spec.max_tp_degree, len(kinds)
+    parts = (TensorShare(0, k, finest) for k in range(-(-finest // ranks), finest - ranks + 2))
+    costs = [cost.layer_costs(kinds[0], ranks, microbatch, share) for share in parts]
+    return np.min([each.forward_s for each in costs], axis=0), np.min([each.backward_s for each in costs], axis=0)
 
 
 def gain(cost: "CostModel", group: UnevenGroup, microbatch: int) -> float:

@@ -125,9 +125,7 @@ def _no_block(request: Request, resources: tuple[Resource, ...], kinds: tuple[Ki
     )
 
 
-def _boundaries(
-    cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row], near: bool
-) -> Floats:
+def _boundaries(cost: CostModel, resources: tuple[Resource, ...], kinds: tuple[Kind, ...], rows: list[Row], near: bool) -> Floats:
     """(rows, rows) seconds of both directions of a boundary between two groups on one node (near), or on two; infinite where there are
     none such, or rows have different microbatch sizes."""
     out = np.full((len(rows), len(rows)), np.inf)
@@ -142,9 +140,7 @@ def _boundaries(
     return out
 
 
-def ring_rate(
-    cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float | Mapping[str, float]
-) -> tuple[float, float]:
+def ring_rate(cost: CostModel, members: Sequence[tuple[str, NodeType]], flows: float | Mapping[str, float]) -> tuple[float, float]:
     """(latency, seconds a byte) of one all-reduce over workers (node name, node type); `flows` as for `CostModel.sync_s`."""
     low, high = (cost.sync_s(members, size, flows=flows) for size in (1e9, 2e9))
     return 2 * low - high, (high - low) / 1e9

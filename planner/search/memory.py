@@ -1,4 +1,4 @@
-"""Recomputation and sharded optimizer state as variables of the search.
+"""Memory in a search: recomputation and sharded optimizer state as variables, and what it does without where host memory is short.
 
 A search's tables have one assumption at a time: that nothing is done for memory, or as much as the job allows. Whatever it looks at is
 then given, stage by stage, the quickest choice with which it fits (`CostModel.working_ahead`) and is judged by the prediction as it would
@@ -51,6 +51,21 @@ def search_with_memory(request: Request, seeds: Iterable[Plan] = ()) -> Answer:
     report = SearchReport(request.clock() - begin, evaluated, proof.lower_bound_s, proof.gap, proof.says)
     rejected = tuple(_left(assumed, each, best) for assumed, each in zip([plain, *others], tried) if each is not best)
     return replace(best, plan=plan, prediction=prediction, search=report, rejected=(*best.rejected, *rejected))
+
+
+def with_room_or_without(search: Callable[[Request], _Found], request: Request) -> _Found:
+    """What a search finds; where host memory alone may be what refuses every plan, what it finds without room there."""
+    try:
+        return search(request)
+    except InfeasibleError:
+        if not may_be_without_room(request):
+            raise
+    return search(replace(request, needs_staging_room=False))
+
+
+def may_be_without_room(request: Request) -> bool:
+    """Whether host memory alone may be what refuses plans, and more may be tried (`Request.needs_staging_room`)."""
+    return request.needs_staging_room and request.cost.memory_of.may_lack_host_memory
 
 
 def levels(request: Request) -> list[Assumed]:

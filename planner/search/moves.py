@@ -228,11 +228,7 @@ class Moves:
         giver = self.rng.choice(chosen)
         taker = self.rng.choice([i for i in range(len(pipelines)) if i != giver])
         left, taken = groups_of(pipelines[giver]), groups_of(pipelines[taker])
-        start, many, place = (
-            self.rng.randrange(len(left)),
-            self.rng.choice((1, 1, 2, 4)),
-            self.rng.randrange(len(taken) + 1),
-        )
+        start, many, place = self.rng.randrange(len(left)), self.rng.choice((1, 1, 2, 4)), self.rng.randrange(len(taken) + 1)
         moved, left = left[start : start + many], left[:start] + left[start + many :]
         return self._regrouped(pipelines, {giver: left, taker: [*taken[:place], *moved, *taken[place:]]})
 

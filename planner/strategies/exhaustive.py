@@ -134,9 +134,7 @@ class _Every:
         top = min(request.max_microbatch_sequences, batch)
         return [size for size in range(1, top + 1) if batch % size == 0 or size & (size - 1) == 0]
 
-    def _pipeline(
-        self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]
-    ) -> Pipeline:
+    def _pipeline(self, groups: _Groups, blocks: tuple[int, ...], size: int, count: int, taken: Counter[int]) -> Pipeline:
         """On the first GPUs of each node that are not `taken`, which it takes."""
         stages, first = [], 0
         for (node, degree), number in zip(groups, blocks, strict=True):

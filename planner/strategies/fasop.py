@@ -79,9 +79,7 @@ def _grids(tables: Tables, gpus: int, tp: int, whole: bool) -> Iterator[tuple[in
         if whole and (gpus % (tp * width) or depth > deepest):
             continue
         for microbatch in tables.sizes:
-            if batch % (width * microbatch) == 0 or (
-                not whole and batch % microbatch == 0 and batch >= width * microbatch
-            ):
+            if batch % (width * microbatch) == 0 or (not whole and batch % microbatch == 0 and batch >= width * microbatch):
                 yield min(depth, deepest), width, microbatch
 
 
@@ -167,9 +165,7 @@ def min_max(
     return best
 
 
-def _stage_seconds(
-    sums: Sequence[Sequence[float]], rows: Sequence[int], split: Sequence[int], tolls: Sequence[float]
-) -> list[float]:
+def _stage_seconds(sums: Sequence[Sequence[float]], rows: Sequence[int], split: Sequence[int], tolls: Sequence[float]) -> list[float]:
     at, out = 0, []
     for stage, (row, blocks) in enumerate(zip(rows, split, strict=True)):
         end = at + blocks + (stage == 0) + (stage == len(rows) - 1)

@@ -1,5 +1,6 @@
 """`autohet plan`: documents in, JSON out; wrong input is one message, never a traceback."""
 
+import gc
 import json
 
 import pytest
@@ -46,6 +47,13 @@ def case(tmp_path):
 
 def _run(case, *more):
     return main(["plan", "--job", str(case / "job.yaml"), "--cluster", str(case / "cluster.yaml"), *more])
+
+
+@pytest.mark.parametrize("given", ["a.json", "absent.json"])
+def test_the_garbage_collector_is_left_as_it_was(case, given):
+    before = gc.get_threshold()
+    _run(case, "--evaluate", str(case / given), "--json")
+    assert gc.get_threshold() == before
 
 
 def test_one_plan_is_costed_as_one_document(case, capsys):

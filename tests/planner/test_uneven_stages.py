@@ -1,5 +1,6 @@
 """Uneven stages that `autohet` proposes: where they pay, with which shares, what is proved of them, and where there are none."""
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator
@@ -8,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import Fleet
+from planner.cluster import GIB, Fleet
+from planner.cost.model import CostModel
+from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.explain import explain
+from planner.model_spec import ModelSpec
 from planner.plan import Pipeline, Plan, Stage, check_plan
+from planner.profile import ProfileTable
 from planner.replan import replan
 from planner.search import limits
 from planner.search.bound import Bound
@@ -20,7 +25,7 @@ from planner.search.moves import Moves
 from planner.search.problem import Request
 from planner.strategies import plan_with
 from planner.uneven import is_bounded, search_with_uneven, uneven_groups, uneven_stages
-from tests.planner.cases import DEMO, MEMORY_GIB, fleet, model, request, with_gpus, with_nics
+from tests.planner.cases import DEMO, MEMORY_GIB, fleet, model, profile, request, with_gpus, with_nics
 
 pytestmark = pytest.mark.thorough
 
@@ -148,6 +153,35 @@ def test_shares_follow_memory_where_those_by_speed_do_not_fit() -> None:
     assert shares[-1] < quick.pipelines[0].stages[0].share(0).fraction
 
 
+def with_key_values(of: ModelSpec, units: int, share: float) -> ModelSpec:
+    """The model with keys and values of so many heads, and that share of a block's parameters."""
+    blocks = (replace(b, key_value_units=units, key_value_parameters=int(share * b.parameters)) for b in of.blocks)
+    return replace(of, num_kv_heads=units, blocks=tuple(blocks))
+
+
+def test_who_overlaps_both_key_value_heads_has_fewer_parts() -> None:
+    """Of three GPUs one has some of both heads, whose keys and values it holds whole: the middle one, wherever the shares end."""
+    spec = with_key_values(model(8, 1024), 2, 0.25)
+    wanted = asked(LOST, 4, spec=spec, microbatch_sequences=2)
+    (group,) = uneven_groups(wanted)
+    assert group.shares == (3, 2, 3)
+    stage = Stage(0, 8, ("a10g-0/0", "a10g-0/1", "a10g-0/2"), tp_shares=(3, 3, 2))
+    plan = Plan("tiny", 4, 2, 128, (Pipeline((stage,), 2, 2),))
+    most, least = (max(p.memory_bytes_by_worker.values()) for p in (wanted.cost.predict(plan), wanted.cost.predict(_turned(plan))))
+    assert most > least
+    limit = ((most + least) / 2 / GIB - 0.03 * MEMORY_GIB["A10G"]) / (0.97 - 0.03)  # margin and context are shares of it
+    tight = asked(LOST, 4, spec=spec, microbatch_sequences=2, memory_gib={"A10G": limit})
+    ready = tight.cost.working_ahead(plan)
+    assert not tight.cost.predict(plan).fits
+    assert tight.cost.predict(ready).fits
+
+
+def _turned(plan: Plan) -> Plan:
+    """With its stage's shares 3, 2, 3."""
+    (pipeline,) = plan.pipelines
+    return replace(plan, pipelines=(replace(pipeline, stages=(replace(pipeline.stages[0], tp_shares=(3, 2, 3)),)),))
+
+
 @pytest.mark.parametrize("name", [*CASES, "nodes of two"])
 def test_moves_keep_uneven_stages_whole(name: str) -> None:
     more = {"nodes of two": ((("A100", 2, 2), ("A10G", 2, 2)), 2, {"joined": True, "microbatch_sequences": 2})}
@@ -211,6 +245,21 @@ def test_the_bound_holds_for_uneven_stages_on_one_node(types: Any, batch: int) -
     assert not answer.search.proof.startswith("ERROR")
 
 
+def test_the_bound_holds_where_a_layer_gains_nothing_from_more_gpus() -> None:
+    """The head is slowest where it has fewest parts, blocks where they have most: no GPU has both."""
+    slow = {("head", 4): 9.0}
+    measured = (replace(m, forward_s=m.forward_s * slow.get((m.layer, m.tp_degree), 1.0), backward_s=None) for m in profile().measurements)
+    of, parameters = asked(LOST, 4).fleet, framework_parameters(OURS, CostParameters())
+    cost = CostModel(of, model(4), ProfileTable(measured), sequence_length=128, precision="fp32", parameters=parameters)
+    wanted = Request(of, model(4), cost, 4, 128, max_microbatch_sequences=1)
+    tables = tables_of(replace(wanted, uneven=uneven_groups(wanted)))
+    workers = ("a10g-0/0", "a10g-0/1", "a10g-0/2")
+    row = tables.row_of(workers, 1)
+    assert row is not None
+    stages = _shared(Stage(0, 4, workers, tp_shares=(3, 3, 2)))
+    assert float(tables.time_sums[row, -1]) <= min(sum(cost.stage_seconds(Pipeline((s,), 4, 1), 0)) for s in stages) * (1 + 1e-9)
+
+
 def test_no_bound_is_shown_where_unlike_nodes_may_share_a_stage() -> None:
     answer = plan_with("autohet", asked(FAST_AND_SLOW, 16, joined=True))
     assert (answer.search.lower_bound_s, answer.search.gap) == (None, None)
@@ -240,6 +289,14 @@ def test_a_node_that_lost_a_gpu_goes_on_with_three(thorough: bool | None) -> Non
     assert stage.workers == ("a10g-1/0", "a10g-1/1", "a10g-1/2")
     assert "are cut into 8 parts" in decision.reason
     assert decision.answer.search.lower_bound_s is None or decision.answer.search.gap >= 0
+
+
+def test_shares_are_uneven_wherever_a_runtime_allows_it_whatever_becomes_of_its_state() -> None:
+    wanted = asked(LOST, 4)
+    for name, groups in (("elastic", uneven_groups(wanted)), ("uneven_shares", ())):
+        cost = copy.copy(wanted.cost)
+        cost.parameters = replace(cost.parameters, **{name: False})
+        assert uneven_groups(replace(wanted, cost=cost)) == groups
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
