@@ -43,6 +43,10 @@ class GpuType:
     fp32_flops: float
     memory_bytes_per_s: float
 
+    def computes(self, dtype: str) -> bool:
+        """Whether the device has a unit for products of `dtype`; all have fp32 and fp16."""
+        return dtype != "bf16" or self.bf16_flops is not None
+
     def peak_flops(self, dtype: str) -> float:
         """Peak rate for matrix products of `dtype` (fp32, tf32, fp16, bf16); fp32's where the device has no unit for
         it."""

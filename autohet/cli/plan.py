@@ -1,5 +1,4 @@
-"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans. Documents and JSON: the contract in
-the README."""
+"""`autohet plan`: chooses a plan for a job on a cluster, or costs given plans. Documents and JSON: the README's contract."""
 
 import argparse
 import csv
@@ -16,6 +15,7 @@ from typing import Any
 from autohet.cli.outputs import check_output
 from autohet.runtime.job import Job
 from autohet.runtime.planning import PlanningInputs, planning_inputs
+from autohet.runtime.precision import able_part
 from planner.cluster import Fleet, cluster_from_yaml
 from planner.cost.calibration import Calibration, MeasuredRun, calibrate
 from planner.cost.host_memory import document_of
@@ -139,7 +139,8 @@ def _open(args: argparse.Namespace) -> Session:
     inputs = planning_inputs(job, profile=args.profile, links=args.links)
     framework = framework_of(args, job)
     inputs = replace(inputs, parameters=framework_parameters(framework, inputs.parameters))
-    fleet = inputs.fleet(cluster_from_yaml(args.cluster).fleet())
+    cluster = cluster_from_yaml(args.cluster)
+    fleet = inputs.fleet((cluster if args.evaluate else able_part(cluster, job)).fleet())  # given plans are costed as they are
     parameters, calibration = inputs.parameters, None
     if args.calibrate:
         calibration = _calibrate(args.calibrate, inputs, fleet)
@@ -165,8 +166,7 @@ def _calibrate(path: str, inputs: PlanningInputs, fleet: Fleet) -> Calibration:
 
 
 def read_runs(path: str | Path) -> list[MeasuredRun]:
-    """Measured steps: CSV with `plan` (a path relative to the file), `measured_s` and perhaps
-    `measured_memory_bytes`."""
+    """Measured steps: CSV with `plan` (a path relative to the file), `measured_s` and perhaps `measured_memory_bytes`."""
     try:
         with Path(path).open(newline="") as file:
             rows = list(csv.DictReader(file))

@@ -16,6 +16,7 @@ from autohet.runtime.data.build import survey
 from autohet.runtime.job import Job
 from autohet.runtime.messages import DataState
 from autohet.runtime.models import family_of, load_config
+from autohet.runtime.precision import check_computes, computes
 from planner.cluster import Cluster
 from planner.errors import ConfigError
 
@@ -27,15 +28,19 @@ AUTOSCALER_TIMEOUT_S = 15.0
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"})
 
 
-def check_gpus(timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
-    """The cluster that this process is connected to has GPUs, or an autoscaler that may bring some.
+def check_gpus(job: Job, timeout_s: float = AUTOSCALER_TIMEOUT_S) -> None:
+    """The cluster that this process is connected to has GPUs that compute the job's precision, or an autoscaler that may bring some.
 
     Raises:
-        ConfigError: it would be waited for in vain.
+        ConfigError: they would be waited for in vain.
     """
     deadline = time.monotonic() + timeout_s
-    while not ray_cluster.living_nodes() and not ray_cluster.autoscaler_runs():
+    while not any(computes(job, node.gpu_type) for node in ray_cluster.living_nodes()):
+        if ray_cluster.autoscaler_runs():
+            return
         if time.monotonic() >= deadline:
+            for node in ray_cluster.living_nodes():
+                check_computes(job, node.gpu_type)
             raise ConfigError(
                 f"none of the {ray_cluster.count_nodes()} living nodes of the Ray cluster has a GPU, and no autoscaler runs there that"
                 " could bring one; start Ray with GPUs on a node (ray start --address=... --num-gpus=N), or run the job where no"

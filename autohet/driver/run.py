@@ -56,6 +56,7 @@ from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
+from autohet.runtime.precision import able_part
 from autohet.runtime.process_log import RunRecord
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
@@ -275,6 +276,7 @@ def train(
     cluster = cluster_from_document(document) if document is not None else None
     if cluster is not None:
         check_wish(cluster, job.elastic.request_nodes or {})
+        cluster = able_part(cluster, job)
     emulated = document is not None and is_emulated(document) and address is None
     if emulated:  # the workers will be processes of this machine
         choose_device(job.training.device, job.training.precision)
@@ -288,7 +290,7 @@ def train(
         return Outcome(True, *summary_of_finished(job, found, events_path))
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         if fleet is None:
-            check_gpus()
+            check_gpus(job)
             check_shared_storage(job, document, ray_cluster.machine_addresses())
         request = fleet_request(job, cluster, document or {}, address, best)
         request.ask()

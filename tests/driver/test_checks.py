@@ -9,11 +9,14 @@ import pytest
 
 from autohet.driver import checks, cluster_choice
 from autohet.driver.cluster_choice import find_document
+from autohet.driver.control.durable import Durable
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
-from planner.cluster import Cluster, cluster_from_document, node_type_from_labels
+from autohet.driver.ray.workforce import RayWorkforce
+from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
 from planner.errors import ConfigError
+from recovery.storage.open import open_storage
 from tests.harness.local_fleet import cluster_document, make_job
 
 AWS = "cluster_configs/aws-mixed-spot.yaml"
@@ -49,14 +52,41 @@ def test_several_machines_want_shared_storage(tmp_path: Path) -> None:
     checks.check_shared_storage(to_s3, None, {"10.0.0.1", "10.0.0.2"})
 
 
-def test_a_cluster_without_gpus_is_refused_unless_an_autoscaler_may_bring_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [])
+@pytest.mark.parametrize(
+    ("gpu_types", "message"),
+    [
+        ((), r"none of the 3 living nodes .* has a GPU, and no autoscaler"),
+        (("T4", "T4"), r"bf16, which a T4 cannot compute"),
+        (("T4", "A10G"), None),
+    ],
+)
+def test_a_cluster_without_gpus_for_the_job_is_refused_unless_an_autoscaler_may_bring_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_types: tuple[str, ...], message: str | None
+) -> None:
+    job = replace(make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None)
+    nodes = [RayNode(gpu, "", "g", 1, {"ray.io/accelerator-type": gpu}) for gpu in gpu_types]
+    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: nodes)
     monkeypatch.setattr(ray_cluster, "count_nodes", lambda: 3)
     monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: False)
-    with pytest.raises(ConfigError, match=r"none of the 3 living nodes .* has a GPU, and no autoscaler"):
-        checks.check_gpus(0.0)
-    monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: True)
-    checks.check_gpus(0.0)
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            checks.check_gpus(job, 0.0)
+        monkeypatch.setattr(ray_cluster, "autoscaler_runs", lambda: True)
+    checks.check_gpus(job, 0.0)
+
+
+def test_a_node_that_cannot_compute_the_precision_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = replace(make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None)
+    cluster = cluster_from_yaml("cluster_configs/aws-cheap-spot.yaml")
+    durable = Durable(open_storage(str(tmp_path / "storage")), "job", {}, {}, 1)
+    workforce = RayWorkforce(job, "run", durable, cluster, worker_threads=1)
+    try:
+        for name in ("g4dn", "g5"):
+            workforce._seat(RayNode(name, "10.0.0.1", name, 1, {}), 0.0)
+        assert list(workforce._seats) == ["g5-0"]
+    finally:
+        workforce.close(at_once=True)
+    assert "is not used: training.precision is bf16, which a T4 cannot compute" in caplog.text
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from autohet.runtime.job import Job
+from autohet.runtime.precision import able_part
 from planner.cluster import cluster_from_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,17 @@ def test_aws_files_agree_with_what_is_known_of_images_and_instances(path: Path) 
         if config["InstanceType"] in WITH_EFA:  # launched with one ordinary interface, which carries 100 Gbit/s
             assert kind["labels"]["autohet.io/inter-node-gbps"] == "100"
     assert document["available_node_types"].keys() == {kind.name for kind in cluster_from_yaml(path).node_types} | {"head"}
+
+
+@pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
+def test_every_floor_takes_part_in_every_job_and_binds_nobody_to_its_zone(path: Path) -> None:
+    training = {"global_batch_sequences": 8, "sequence_length": 128}
+    job = Job.from_document({"model": {"config": {"model_type": "gpt2"}}, "training": training})
+    usable = {kind.name for kind in able_part(cluster_from_yaml(path), job).node_types}
+    kinds = load(path)["available_node_types"]
+    floor = {name for name in kinds if name.endswith("-floor")}
+    assert floor <= usable, "a job of the default precision cannot use what always stands"
+    assert not any("Placement" in kinds[name]["node_config"] for name in floor), "a cluster placement group is of one zone"
 
 
 @pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)

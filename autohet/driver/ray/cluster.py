@@ -41,6 +41,11 @@ class RayNode:
     num_gpus: int
     labels: Mapping[str, str]
 
+    @property
+    def gpu_type(self) -> str:
+        """As its labels say; Ray itself sets one. Empty where none does."""
+        return self.labels.get("autohet.io/gpu-type") or self.labels.get("ray.io/accelerator-type") or ""
+
 
 def quieten() -> None:
     """Ray prints what befalls its nodes on standard output, dumps of their logs included; here that is a debug
@@ -97,13 +102,8 @@ def living_nodes() -> list[RayNode]:
         gpus = int(entry.get("Resources", {}).get("GPU", 0))
         if entry["Alive"] and gpus > 0:
             labels = dict(entry.get("Labels") or {})
-            group = (
-                labels.get(GROUP_LABEL)
-                or labels.get("autohet.io/gpu-type")
-                or labels.get("ray.io/accelerator-type")
-                or "node"
-            )
-            found.append(RayNode(entry["NodeID"], entry["NodeManagerAddress"], group, gpus, labels))
+            node = RayNode(entry["NodeID"], entry["NodeManagerAddress"], labels.get(GROUP_LABEL, ""), gpus, labels)
+            found.append(node if node.group else replace(node, group=node.gpu_type or "node"))
     return sorted(found, key=lambda node: node.node_id)
 
 

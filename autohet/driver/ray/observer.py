@@ -29,6 +29,7 @@ from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, live_node_type
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase, WorkerReport
+from autohet.runtime.precision import check_computes
 from planner.cluster import Cluster, Node
 from planner.errors import ConfigError
 
@@ -170,9 +171,12 @@ class RayObserver:
                 self._seat(node, now)
 
     def _seat(self, node: RayNode, now: float) -> None:
-        """Give a new node its name; a node whose facts are missing is refused once, with a warning."""
+        """Give a new node its name; one whose facts are missing, or whose GPUs cannot compute the job's precision, is refused once,
+        with a warning."""
         try:
             kind = self._introductions.node_type(node, self.cluster)
+            if kind is not None:
+                check_computes(self.job, kind.gpu_type)
         except ConfigError as error:
             self._refused.add(node.node_id)
             logger.warning("A node at %s is not used: %s", node.address, error)

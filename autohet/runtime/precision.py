@@ -1,0 +1,47 @@
+"""Which GPU types compute a job's precision: a T4, a V100 and older ones only emulate bf16 (`worker.choose_device` refuses it there)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from autohet.runtime.job import Job
+from planner.catalogue import find_gpu_type
+from planner.cluster import Cluster
+from planner.errors import ConfigError
+
+logger = logging.getLogger("autohet")
+
+
+def computes(job: Job, gpu_type: str) -> bool:
+    """Whether this type of GPU computes the job's precision. Emulated GPUs and workers on CPUs do, and of a type that the catalogue does
+    not know its worker will tell."""
+    known = find_gpu_type(gpu_type)
+    emulated = job.emulation is not None or job.training.device == "cpu"
+    return emulated or known is None or known.computes(job.training.precision)
+
+
+def check_computes(job: Job, gpu_type: str) -> None:
+    """Raises ConfigError where `computes` is False."""
+    if not computes(job, gpu_type):
+        raise ConfigError(
+            f"training.precision is {job.training.precision}, which a {gpu_type} cannot compute; set training.precision to fp32"
+        )
+
+
+def able_part(cluster: Cluster, job: Job) -> Cluster:
+    """The cluster without node types whose GPUs cannot compute the job's precision; which those are is said.
+
+    Raises:
+        ConfigError: no other type is left, or the job asks for nodes of one of them.
+    """
+    unable = [kind for kind in cluster.node_types if not computes(job, kind.gpu_type)]
+    if not unable:
+        return cluster
+    left = tuple(kind for kind in cluster.node_types if kind not in unable)
+    names = ", ".join(f"{kind.name} ({kind.gpu_type})" for kind in unable)
+    why = f"training.precision is {job.training.precision}, which {names} cannot compute"
+    if not left or any(kind.name in (job.elastic.request_nodes or {}) for kind in unable):
+        raise ConfigError(f"{why}; set training.precision to fp32, or name node types that can")
+    logger.warning("Left out of cluster '%s': %s", cluster.name, why)
+    return replace(cluster, node_types=left)
