@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+import yaml
+from botocore.stub import Stubber
 
 from autohet.driver.sources.sqs_queue import QueueNotices
+from tests.harness.aws_image import BASE, publish_base_image
 from tests.harness.local_fleet import until
 from tests.harness.notice_sources import Case
 from tests.harness.s3_server import s3_server
@@ -22,6 +27,7 @@ from tests.harness.s3_server import s3_server
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
+SHIPPED = f"resolve:ssm:{BASE}"
 NOTICE = {"instance-id": "i-0123456789abcdef0", "instance-action": "terminate"}
 
 
@@ -35,8 +41,10 @@ def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
+    publish_base_image("ami-now")
     with s3_server() as server:
         made = script("prepare", "--bucket", "runs", **server.environment)
+        assert made["image"] == "ami-now"
         assert script("prepare", "--bucket", "runs", **server.environment) == made
         client = lambda service: boto3.client(service, endpoint_url=server.endpoint, region_name="us-east-1")  # noqa: E731
         for name, policies in {
@@ -46,6 +54,7 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
             profile = client("iam").get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
             assert [role["RoleName"] for role in profile["Roles"]] == [name]
             assert sorted(client("iam").list_role_policies(RoleName=name)["PolicyNames"]) == policies
+        assert len(client("iam").list_roles(PathPrefix="/aws-service-role/spot.amazonaws.com/")["Roles"]) == 1
         worker = json.dumps(
             client("iam").get_role_policy(RoleName="autohet-worker", PolicyName="worker-policy")["PolicyDocument"]
         )
@@ -70,8 +79,70 @@ def test_prepare_makes_roles_bucket_and_a_queue_that_hears_ec2() -> None:
         assert "Messages" not in client("sqs").receive_message(QueueUrl=made["queue"]), "it is deleted"
 
 
+def test_prepare_pins_the_image_of_a_region(tmp_path: Path) -> None:
+    """Nodes that come weeks later start from the same image; a file for another region has that one's image and zones."""
+    for region, image in {"us-east-1": "ami-us", "eu-west-1": "ami-eu"}.items():
+        publish_base_image(image, region)
+    shipped = ROOT / "cluster_configs" / "aws-p5-p4d.yaml"
+    file = tmp_path / "cluster.yaml"
+    shutil.copy(shipped, file)
+    with s3_server() as server:
+        arguments = ("--bucket", "pinned", "--pin", str(file))
+        script("prepare", *arguments, **server.environment)
+        assert without_images(file, "ami-us") == without_images(shipped, SHIPPED)
+        publish_base_image("ami-later")
+        script("prepare", *arguments, "--region", "eu-west-1", **server.environment)
+        expected = without_images(shipped, SHIPPED)
+        expected["provider"] |= {"region": "eu-west-1", "availability_zone": "eu-west-1a,eu-west-1b,eu-west-1c"}
+        assert without_images(file, "ami-eu") == expected
+
+
+def test_prepare_makes_the_placement_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto knows no placement groups: botocore's own stub checks what EC2 is asked, and answers as it does."""
+    publish_base_image("ami-now")
+    real, ec2 = (
+        boto3.client,
+        boto3.client("ec2", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"),
+    )
+    path = str(ROOT / "scripts" / "aws" / "prepare")
+    prepare = SourceFileLoader("prepare_script", path).load_module()
+    monkeypatch.setattr(
+        boto3, "client", lambda service, **options: ec2 if service == "ec2" else real(service, **options)
+    )
+    monkeypatch.setattr(sys, "argv", [path, "--bucket", "grouped", "--placement-group"])
+    asked = {"GroupName": "autohet", "Strategy": "cluster"}
+    with s3_server(), Stubber(ec2) as stub:
+        stub.add_response("create_placement_group", {}, asked)
+        prepare.main()
+        stub.add_client_error("create_placement_group", "InvalidPlacementGroup.Duplicate", expected_params=asked)
+        prepare.main()
+        stub.assert_no_pending_responses()
+
+
+def without_images(file: Path, image: str) -> dict[str, Any]:
+    """The cluster file, after a look that this is the one image in it."""
+    document = yaml.safe_load(file.read_text())
+    images = {kind["node_config"].pop("ImageId") for kind in document["available_node_types"].values()}
+    assert images == {image}
+    return document
+
+
+@pytest.mark.parametrize("name", ["prepare", "bake"])
+def test_without_boto3_a_script_says_what_to_do(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(ROOT / "scripts" / "aws" / name)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "boto3 is missing here; run `scripts/setup` and `. .venv/bin/activate` first\n"
+
+
 def test_bake_leaves_an_image_whose_id_a_parameter_version_pins() -> None:
     """moto's instances do not run: a thread stops the one that the installation would shut down."""
+    publish_base_image("ami-now")
     with s3_server() as server:
         script("prepare", "--bucket", "runs", **server.environment)
         ec2 = boto3.client("ec2", endpoint_url=server.endpoint, region_name="us-east-1")

@@ -25,6 +25,7 @@ from typing import Any
 import boto3
 from moto.server import ThreadedMotoServer
 
+from tests.harness.aws_image import publish_base_image
 from tests.harness.imds_server import ImdsServer
 
 CLONE_NEWNET = 0x40000000
@@ -103,6 +104,7 @@ class Cloud:
         self.endpoint = f"http://{LAPTOP}:{self.server.get_host_and_port()[1]}"
         self.environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": self.endpoint}
         os.environ.update(self.environment)
+        publish_base_image("ami-base")
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "host")], check=True)
         # In front of root: by the number of a user, ssh finds the first one's home
         self._passwd().write_text("ubuntu:x:0:0::/home/ubuntu:/bin/bash\n" + Path("/etc/passwd").read_text())

@@ -28,6 +28,7 @@ MEANINGS = {
     "VcpuLimitExceeded": "the quota of vCPUs is used up",
     "InstanceLimitExceeded": "the quota of instances is used up",
     "UnauthorizedOperation": "the head's role does not allow it",
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": "the account has no role for spot instances yet, which scripts/aws/prepare makes",
     "InvalidAMIID.NotFound": "the image does not exist in this region",
     "Unsupported": "the zone does not have the type",
 }
