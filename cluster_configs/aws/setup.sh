@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes ~/autohet-env on a node: one Python patch version everywhere, torch's CUDA 13.0 wheels and everything else pinned.
+# Makes ~/autohet-env on a node: one Python patch version everywhere, torch's CUDA 13.0 wheels and everything else pinned. autohet itself is
+# what is synced to this directory (editable), so that newer sources need no installation.
 # Does nothing where the image was baked with the same pins (scripts/aws/bake): a spot node is then up in a minute or two.
 set -euo pipefail
 PYTHON_VERSION=3.11.7
@@ -27,5 +28,5 @@ if [ "$(cat "$environment/.autohet-pins" 2> /dev/null)" = "$want" ]; then
 fi
 command -v ~/.local/bin/uv > /dev/null || curl --proto '=https' -LsSf "https://astral.sh/uv/$UV_VERSION/install.sh" | sh
 ~/.local/bin/uv venv --clear --python "$PYTHON_VERSION" "$environment"
-~/.local/bin/uv pip install -q --python "$environment/bin/python" -c "$source_tree/constraints-cuda.txt" -c "$source_tree/constraints.txt" "$source_tree"
+~/.local/bin/uv pip install -q --python "$environment/bin/python" -c "$source_tree/constraints-cuda.txt" -c "$source_tree/constraints.txt" -e "$source_tree"
 echo "$want" > "$environment/.autohet-pins"
