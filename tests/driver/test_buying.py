@@ -166,5 +166,7 @@ def test_a_refusal_is_told_in_one_sentence() -> None:
         newest_cause(REASON + other)
         == "the head's role does not allow it (UnauthorizedOperation: You are not authorized)"
     )
-    first_spot = "An error occurred (AuthFailure.ServiceLinkedRoleCreationNotPermitted) when calling the RunInstances operation: The provided"
-    assert newest_cause(first_spot).startswith("the account has no role for spot instances yet, which scripts/aws/prepare makes (AuthFailure")
+    never_used_spot = other.replace("UnauthorizedOperation", "AuthFailure.ServiceLinkedRoleCreationNotPermitted")
+    assert newest_cause(never_used_spot).startswith(
+        "the account has no role for spot instances yet, which scripts/aws/prepare makes (AuthFailure.Service"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from planner.cluster import cluster_from_document, cluster_from_yaml
 from planner.errors import ConfigError
 from planner.kuberay import HEAD, as_launcher_document
 
-CONFIGS = Path(__file__).parents[2] / "cluster_configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "cluster_configs"
 CLUSTER, JOB = CONFIGS / "kuberay-raycluster.yaml", CONFIGS / "kuberay-rayjob.yaml"
 ALONE = ["unshare", "--fork", "--pid", "--kill-child", "--mount-proc"]
 
@@ -141,6 +143,37 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
         assert of_the_group() == 1152 * 2**30
     group["labels"]["autohet.io/host-memory-gib"] = "64"
     assert of_the_group() == 64 << 30
+
+
+def test_pods_have_accounts_by_which_they_reach_storage_and_those_are_explained() -> None:
+    """Workers write checkpoints and the driver reads them; only the head's account may scale the cluster."""
+    spec = load(CLUSTER)["spec"]
+    workers = {group["template"]["spec"]["serviceAccountName"] for group in spec["workerGroupSpecs"]}
+    assert (spec["headGroupSpec"]["template"]["spec"]["serviceAccountName"], workers) == (
+        "autohet-head",
+        {"autohet-worker"},
+    )
+    told = (CONFIGS / "README.md").read_text()
+    (command,) = re.findall(r"aws eks create-pod-identity-association (.*?)\n    done", told, re.DOTALL)
+    assert re.findall(r"--([a-z-]+)", command) == ["cluster-name", "namespace", "service-account", "role-arn"]
+    trust = json.loads((CONFIGS / "aws" / "trust-policy.json").read_text())["Statement"]
+    (pods,) = [entry for entry in trust if entry["Principal"]["Service"] == "pods.eks.amazonaws.com"]
+    assert pods["Action"] == ["sts:AssumeRole", "sts:TagSession"], "as EKS's Pod Identity wants it"
+
+
+def test_the_token_is_in_no_programs_arguments() -> None:
+    for path in (CONFIGS / "README.md", CLUSTER, JOB):
+        text = path.read_text()
+        assert "from-literal" not in text, path
+        assert not re.search(r"\$\(ray get-auth-token", text), path
+    assert "--from-file=auth_token=$HOME/.ray/auth_token" in (CONFIGS / "README.md").read_text()
+
+
+def test_the_images_context_leaves_out_what_git_does() -> None:
+    """COPY takes what is left: an environment in .venv has gigabytes."""
+    ignored = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")}
+    assert ignored == {".git"} | {f"**/{line.rstrip('/')}" for line in (ROOT / ".gitignore").read_text().splitlines()}
+    assert "COPY --chown=ray:users . /opt/autohet" in (CONFIGS / "kuberay.Dockerfile").read_text()
 
 
 def test_nodes_are_asked_for_by_their_groups_labels() -> None:
