@@ -20,6 +20,7 @@ from recovery.checkpoint.errors import (
     CheckpointIncomplete,
     CheckpointMissing,
     ManifestInvalid,
+    Superseded,
 )
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.manifest import (
@@ -88,9 +89,12 @@ def commit_checkpoint(
     Raises:
         CheckpointIncomplete: a shard was not written, or a file is not there; nothing is committed.
         CheckpointConflict: the step belongs to another job or model, or two receipts disagree about a shard.
+        Superseded: this step was committed by a generation that is newer than all that `ancestry` knows: the caller stood still meanwhile.
     """
     committed = _committed(storage, step)
     if committed is not None and not of_present_history(ancestry, committed.generation, step):
+        if committed.generation > (ancestry.newest or 0):
+            raise Superseded(storage.uri, committed.generation, "unknown")
         storage.delete([step_prefix(step) + MANIFEST_NAME])
     elif committed is not None:
         return _same_state(storage, committed, job, layout.tensors)

@@ -17,7 +17,8 @@ class Source:
 
     `kind` is "worker" (live memory of a worker's process), "memory" or "disk" (a node agent's host-memory or disk
     copy), or "s3" (a committed checkpoint in durable storage, whatever its protocol). `node` is where it is ("" for
-    s3), `name` the worker whose state it is, or the storage's URI; `generation` the one that wrote it.
+    s3), `name` the worker whose state it is, or the storage's URI; `generation` the one that wrote it, 0 for a worker that hands on
+    what a restore brings it.
     """
 
     kind: str

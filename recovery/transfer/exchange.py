@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -59,8 +59,8 @@ class Exchange:
     `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had; `place_of(shard)`
     the flat bytes that a shard may be received into before it is checked, None where there are none.
     `take(message, shard, data)` gets the bytes of a shard that has come; `miss(message, shards)` names those of a message
-    that came damaged or were not available. `expected(shard)` is the checksum that a shard must have, None where only its sender
-    knows it.
+    that came damaged or were not available. `expected(shard)` are the checksums that a shard may have, none where only its sender
+    knows.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Exchange:
         place_of: Callable[[ShardId], Tensor | None],
         take: Callable[[Message, ShardId, Tensor], None],
         miss: Callable[[Message, Sequence[ShardId]], None],
-        expected: Callable[[ShardId], int | None],
+        expected: Callable[[ShardId], Collection[int]],
     ) -> None:
         self._worker, self._layout, self._group, self._device = worker, layout, group, device
         self._view_of, self._place_of, self._take, self._miss, self._expected = view_of, place_of, take, miss, expected
@@ -190,7 +190,7 @@ class Exchange:
         sent = flight.buffer[trailer:].view(torch.int64).tolist()
         for shard, piece, came, said in zip(shards, pieces, checksums(pieces), sent, strict=True):
             expected = self._expected(shard)
-            if said != NOT_AVAILABLE and _as_word(came) == (said if expected is None else _as_word(expected)):
+            if said != NOT_AVAILABLE and (came in expected if expected else _as_word(came) == said):
                 self._take(flight.message, shard, piece)
             else:
                 missed.append(shard)

@@ -253,10 +253,8 @@ class _Restore:
         if done.done():
             done.result()
 
-    def _expected(self, shard: ShardId) -> int | None:
-        """What the schedule knows of a shard that comes in a message."""
-        sources = self._schedule.sources_of(self._part.worker, shard)
-        return self._schedule.checksums_of(sources[0]).get(shard) if sources else None
+    def _expected(self, shard: ShardId) -> Collection[int]:
+        return self._schedule.checksums_of_message(self._part.worker, shard)
 
     def _take(self, message: Message, shard: ShardId, data: Tensor) -> None:
         same_node = self._node_by_worker.get(message.source) == self._part.node

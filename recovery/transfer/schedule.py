@@ -73,6 +73,17 @@ class TransferSchedule:
         """What the bytes that `source` gives have to be, as far as that is known; each source has its own (see `schedule`)."""
         return self.checksums.get(source, {})
 
+    def checksums_of_message(self, worker: str, shard: ShardId) -> Collection[int]:
+        """What the bytes that `worker` gets of a shard in a message may be; empty where only live memory without a snapshot knows.
+        Who hands on what this restore brings has it from one of its own sources.
+        """
+        giver, known = self.sources_of(worker, shard)[0], set[int]()
+        while handed_on := self.sources_of(giver.name, shard) if giver.kind == "worker" else ():
+            giver, *others = handed_on
+            known.update(self.checksums_of(other)[shard] for other in others if shard in self.checksums_of(other))
+        first = self.checksums_of(giver).get(shard)
+        return known | {first} if first is not None else ()
+
     @cached_property
     def _sources(self) -> dict[tuple[str, ShardId], tuple[Source, ...]]:
         table: dict[tuple[str, ShardId], tuple[Source, ...]] = {}

@@ -147,6 +147,29 @@ def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_befo
     assert book.write(2, plan_of([(4, C)]), seen, (C,), ("here", 1)).start_step == STEP - 1
 
 
+@pytest.mark.parametrize("ended", ["whole", "broken off"])
+def test_a_relay_whose_copy_proved_bad_is_known_by_what_it_holds_then(ended):
+    """The schedule that names it as a source knows no generation yet: the state is of the one that is being restored."""
+    book = make_book()
+    begin(book, TWO, "a", "b")
+    layout = layout_of_plan(TWO.plan, book.model_config)
+    shard, relay = min(layout.shards), Source("worker", "b", B, STEP)
+    held = {"a": [Holding(Source("memory", "a", "x/0", STEP, 1), layout.shards)]}
+    whole = plan_of([(4, A)], [(4, B)], [(4, C)])
+    book.write(2, whole, observe("a", "b", "c", inventories=held), (), ("here", 1))
+    relays = replace(standing(B, 2), live_generation=None)
+    if ended == "whole":
+        relays = standing(B, 2, restore=RestoreRecord({}, 0.0, 1.0))
+    else:
+        relays = replace(relays, step=0, broken=Broken(STEP, 2, arrived=layout.shards))
+    told = standing(C, 2, restore=RestoreRecord({}, 0.0, 1.0, bad=((relay, shard),)))
+    seen = observe("a", "b", "c", reports=[relays, told], inventories=held)
+    again = book.write(3, whole, seen, (B, C), ("here", 1))
+    kept = set(again.schedule.parts[B].keep)
+    assert shard not in kept
+    assert kept == layout.shards - {shard}
+
+
 def test_what_a_broken_restore_had_brought_is_used_when_its_source_is_gone():
     """B left too early: it had sent all that it alone held to A, which was waiting for the others."""
     book = make_book(replicate_every_steps=0)

@@ -16,7 +16,7 @@ from recovery.checkpoint.errors import LeaseHeld, Superseded
 from recovery.checkpoint.journal import Journal, entry_name, read_ancestry
 from recovery.checkpoint.lease import DriverLease, Holder, LeaseKeeper
 from recovery.checkpoint.retention import apply_retention
-from recovery.state.ancestry import Descent
+from recovery.state.ancestry import Ancestry, Descent
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage
@@ -32,11 +32,12 @@ def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "storage"))
 
 
-def commit(storage: Storage, step: int, generation: int, value: float = 0.0) -> None:
+def commit(storage: Storage, step: int, generation: int, value: float = 0.0, ancestry: Ancestry | None = None) -> None:
     layout = two_worker_layout(state_specs())
     state = {name: tensor + value for name, tensor in full_state(layout.tensors).items()}
     receipts = write_all(storage, step, layout, state)
-    commit_checkpoint(storage, step, layout, receipts, {}, {}, generation=generation, ancestry=read_ancestry(storage))
+    known = ancestry or read_ancestry(storage)
+    commit_checkpoint(storage, step, layout, receipts, {}, {}, generation=generation, ancestry=known)
 
 
 def test_a_number_belongs_to_one_driver(storage: Storage) -> None:
@@ -110,6 +111,16 @@ def test_a_checkpoint_of_a_history_that_was_left_is_not_the_newest_and_makes_way
     commit(storage, 12, 1)
     commit(storage, 12, 2, value=1.0)
     assert open_checkpoint(storage, 12).generation == 2
+
+
+def test_a_driver_that_stood_still_since_it_read_the_journal_leaves_a_newer_one_s_checkpoint(storage: Storage) -> None:
+    Journal(storage, "a").claim(entry(1))
+    known = read_ancestry(storage)
+    Journal(storage, "b").claim(entry(2, "b", parent=1, first_step=5))
+    commit(storage, 8, 2, value=1.0)
+    with pytest.raises(Superseded, match="generation 2"):
+        commit(storage, 8, 1, ancestry=known)
+    assert open_checkpoint(storage, 8).generation == 2
 
 
 def test_a_lease_that_is_renewed_refuses_another_driver_and_one_that_is_not_runs_out(storage: Storage) -> None:

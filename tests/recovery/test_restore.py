@@ -262,6 +262,54 @@ def test_live_memory_that_differs_from_its_snapshot_is_not_believed(fleet: Fleet
     assert {shard.tensor for _, shard in results["n2/0"].bad} == {name}
 
 
+class Rotting(dict[ShardId, Tensor]):
+    """What has arrived at a worker, whose memory flips a bit of `victim` right after it was checked."""
+
+    def __init__(self, victim: ShardId) -> None:
+        self.victim = victim
+
+    def __setitem__(self, shard: ShardId, target: Tensor) -> None:
+        if shard == self.victim:
+            target[(0,) * target.dim()] *= -1
+        super().__setitem__(shard, target)
+
+
+@pytest.mark.parametrize("shared_by", ["a relay", "the first worker of a node"])
+def test_what_rots_where_it_is_handed_on_is_not_believed(fleet: Fleet, shared_by: str) -> None:
+    """Its checksum of its own agrees; that of the copy which it was read from, in the schedule, does not."""
+    wanting = ["n1/0", "n2/0", "n3/0"] if shared_by == "a relay" else ["n1/0", "n1/1", "n1/2"]
+    after = placed(TENSORS, LAYERS, [[(3, [worker])] for worker in wanting])
+    kept = fleet.keep(TWO, "memory", ["n0/0"])
+    holdings, states = live(TWO, ["n0/0"])
+    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept], STEP, LINKS)
+    handed_on = [m for part in plan.parts.values() for m in part.messages if m.source not in ("n0/0", part.worker)]
+    relay, victim = handed_on[0].source, handed_on[0].shards[0]
+    office = PostOffice()
+
+    def one(worker: str) -> Restored:
+        access, arrived = fleet.access(plan.parts[worker].node), Rotting(victim) if worker == relay else None
+        member = office.member(worker)
+        return restore(plan, worker, after.layout, states.get(worker), member, access, arrived=arrived)
+
+    with ThreadPoolExecutor(len(plan.parts)) as pool:
+        results = dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
+    fed = [m.destination for m in handed_on if m.source == relay and victim in m.shards]
+    for worker in set(wanting) - {relay}:
+        check_one(results[worker], after, worker)
+    assert all((Source("worker", after.node_by_worker[relay], relay, STEP), victim) in results[w].bad for w in fed)
+
+
+def test_what_a_relay_had_to_read_elsewhere_is_believed_with_that_copy_s_checksum(fleet: Fleet) -> None:
+    """Replicas of different devices may differ in rounding, and so do their checksums."""
+    after = placed(TENSORS, LAYERS, [[(3, ["n1/0"])], [(3, ["n1/1"])]])
+    kept = fleet.keep(TWO, "memory", ["n0/0"])
+    shard = min(WHOLE)
+    other = replace(S3, checksums={shard: 1})
+    plan = schedule(after.layout, after.node_by_worker, [*kept, other], STEP, LINKS)
+    (fed,) = {m.destination for part in plan.parts.values() for m in part.messages if shard in m.shards}
+    assert set(plan.checksums_of_message(fed, shard)) == {kept[0].checksums[shard], 1}
+
+
 def test_damage_is_not_handed_on_and_the_next_schedule_avoids_it(fleet: Fleet) -> None:
     """A new node gets damaged what it should hand on to another. Both say what is bad; nobody takes it for good."""
     after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])], [(3, ["n2/0"])], [(3, ["n3/0"])]])

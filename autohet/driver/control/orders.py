@@ -242,7 +242,7 @@ class OrderBook:
         told: set[tuple[Source, ShardId]] = set(self._bad)
         for report in seen.reports.values():
             for record in (report.broken, report.restore):
-                told.update(() if record is None else record.bad)
+                told.update(() if record is None else _as_held(record.bad, report.generation, seen))
             self._slow.update({} if report.restore is None else report.restore.slow)
         oldest = seen.checkpoint.step or 0
         self._bad = frozenset((s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3")
@@ -250,6 +250,22 @@ class OrderBook:
     def _time_left(self, seen: Observation) -> float:
         deadlines = [notice.deadline for notice in seen.notices.values() if notice.deadline is not None]
         return max(0.0, min(deadlines, default=math.inf) - seen.now)
+
+
+def _as_held(
+    bad: Iterable[tuple[Source, ShardId]], generation: int, seen: Observation
+) -> Iterable[tuple[Source, ShardId]]:
+    """Bad copies by the names that holdings have: what a worker handed on in the restore of `generation` is held under that, or under the
+    generation of what the worker had live of the same step (`OrderBook._arrived`).
+    """
+    for source, shard in bad:
+        relay = seen.reports.get(source.name) if source.kind == "worker" and not source.generation else None
+        if relay is None:
+            yield source, shard
+            continue
+        live = relay.live_generation if relay.step == source.step else None
+        for known in {generation, live} - {None}:
+            yield replace(source, generation=known or 0), shard
 
 
 def links_of(seen: Observation, slow: Mapping[str, float]) -> Links:
