@@ -102,6 +102,7 @@ def test_the_trace_may_begin_later(tmp_path):
     assert sorted(recorded(tmp_path, begin=later.replace(tzinfo=None)).rows) == expected
     prices = Prices({k.name: k for k in cluster_from_document(ZONED).node_types}, expected)
     assert prices.steps("g5", 1e4) == [(0.0, 0.48), (3600.0, 0.6)]
+    assert [prices.usd_per_hour("g5", at) for at in (3599.9, 3600.0)] == [0.48, 0.6]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +188,11 @@ TRACE = "time_s,node_type,num_nodes\n0,small,1\n4000,small,2\n"
 ROWS = [(0.0, "small", 1.0), (3000.0, "small", 4.0), (6000.0, "small", 0.5)]
 
 
-def simulation_of(tmp_path, rows=ROWS, text=TRACE, hours=2.0, **parallelism):
+def simulation_of(tmp_path, rows=ROWS, text=TRACE, hours=2.0, cluster=CLUSTER, **parallelism):
     path = tmp_path / "trace.csv"
     path.write_text(text)
-    trace, job = read_trace(path, CLUSTER, 120.0), Job.from_document(job_document(**parallelism))
-    return Simulation(Scenario(job, CLUSTER, trace, horizon(trace, hours), prices=RecordedPrices(rows)))
+    trace, job = read_trace(path, cluster, 120.0), Job.from_document(job_document(**parallelism))
+    return Simulation(Scenario(job, cluster, trace, horizon(trace, hours), prices=RecordedPrices(rows)))
 
 
 @pytest.mark.thorough
@@ -225,6 +226,16 @@ def test_a_bound_on_the_price_is_held_at_the_price_of_then(tmp_path, policy):
     # while both are there it becomes cheaper, and the next arrival is the occasion to use all three
     cheaper = [(3000.0, "small", 2.0), (5000.0, "small", 0.5)]
     assert used(cheaper, TRACE + "5500,small,3\n") == [1, 3]
+
+
+@pytest.mark.thorough
+def test_the_constant_price_is_nobodys_where_another_is_recorded(tmp_path):
+    """$10 a node in the cluster file, $1 on the market: two nodes for at most $3 an hour, whoever trains on them."""
+    dear = replace(CLUSTER, node_types=tuple(replace(kind, usd_per_hour=10.0) for kind in CLUSTER.node_types))
+    rows, two = [(0.0, "small", 1.0)], "time_s,node_type,num_nodes\n0,small,2\n"
+    simulation = simulation_of(tmp_path, rows, two, hours=0.5, cluster=dear, max_usd_per_hour=3.0)
+    for policy in ("local_first", "checkpoint_restart", "homogeneous_elastic", "homogeneous_fixed"):
+        assert max(stretch["num_gpus"] for stretch in simulation.run(policy)["stretches"]) == 2, policy
 
 
 def at_price(usd, *names):

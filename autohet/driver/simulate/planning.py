@@ -55,7 +55,7 @@ class PlanMemory:
     answers: dict[tuple[object, ...], Remembered | str] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
     """Of each counted name: a plan that one policy has found is another's to place."""
-    grids: dict[tuple[str, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
+    grids: dict[tuple[Kind, int], tuple[Plan, Prediction, int] | None] = field(default_factory=dict)
     """(node type, nodes) -> its symmetric plan."""
     speed: dict[Kind, float] = field(default_factory=dict)
     """Blocks a second that a node of each type does alone."""

@@ -104,13 +104,15 @@ class SymmetricSetups:
         self.kind, self.fixed = kind, fixed
 
     def setup(self, nodes: Iterable[Node]) -> Setup | None:
-        names = sorted(node.name for node in nodes if node.node_type.name == self.kind.name)
+        kinds = {node.name: node.node_type for node in nodes if node.node_type.name == self.kind.name}
+        names = sorted(kinds)
         number = len(names) if self.fixed is None else self.fixed
-        if number > len(names) or (found := grid(self._planning, self.kind, number)) is None:
+        kind = kinds[names[0]] if names else self.kind  # at the price of then
+        if number > len(names) or (found := grid(self._planning, kind, number)) is None:
             return None
         plan, prediction, used = found
         stand_in = {f"grid-{index:05d}": name for index, name in enumerate(names[:used])}
-        fleet = Fleet(0, tuple(Node(name, self.kind) for name in names[:used]))
+        fleet = Fleet(0, tuple(Node(name, kind) for name in names[:used]))
         return make_setup(renamed(plan, stand_in), prediction, fleet, self._planning.inputs.spec, self._costs, 0.0)
 
 
@@ -125,7 +127,7 @@ def grid(planning: RememberedPlanning, kind: NodeType, number: int) -> tuple[Pla
 
 
 def _grid_of(planning: RememberedPlanning, kind: NodeType, count: int) -> tuple[Plan, Prediction, int] | None:
-    key = (kind.name, count)
+    key = (planning.kind_of(Node("", kind)), count)
     if key not in planning.memory.grids:
         fleet = Fleet(0, tuple(Node(f"grid-{index:05d}", kind) for index in range(count)))
         request = replace(planning.request(fleet, planning.make_cost(fleet)), min_node_disjoint_holders=1)

@@ -95,9 +95,9 @@ class Simulation:
             replication_share=job.checkpoint.replicate_bandwidth_share, end_s=scenario.end_s,
         )  # fmt: skip
         holder.append(workforce)
-        planning.answer(
-            scenario.cluster.fleet(), None
-        )  # a job that the whole cluster cannot train is the user's to mend
+        kinds = tuple(self.prices.at(scenario.kinds, 0.0).values())
+        whole = replace(scenario.cluster, node_types=kinds).fleet()
+        planning.answer(whole, None)  # a job that the whole cluster cannot train is the user's to mend
         config = load_config(job.model)
         book = OrderBook(job, config, layouts=CoarseLayouts(config))
         controller = Controller(job, workforce, planning, book, EventLog(None))
