@@ -154,7 +154,8 @@ class Drafter:
         return known
 
     def _with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
-        """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it."""
+        """Where microbatches of their size do not add up to the batch, the last pipeline has the largest size below that divides it; of
+        another family, whose memory does not hold that, its own."""
         tables, size = self.tables, self.estimator.microbatch(shapes[0])
         if tables.batch % size == 0:
             return shapes
@@ -162,8 +163,8 @@ class Drafter:
         if not smaller or not self.mixed_sizes or len(shapes) == 1:
             return []
         of_kind = {(row.kind, row.microbatch): r for r, row in enumerate(tables.rows)}
-        rows = tuple(of_kind[tables.rows[row].kind, smaller[-1]] for row in shapes[-1].rows)
-        return [*shapes[:-1], Shape(rows, shapes[-1].ends)]
+        rows = tuple(of_kind.get((tables.rows[row].kind, smaller[-1]), -1) for row in shapes[-1].rows)
+        return shapes if -1 in rows else [*shapes[:-1], Shape(rows, shapes[-1].ends)]
 
     def _arranged(self, some: Families, f: int, sequences: float) -> Iterator[_Arranged]:
         """Node types one after the other, in several orders, and the first one's last stage at the end, where the head is."""

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from planner.cluster import node_of
 from planner.plan import check_plan
 from planner.search.autohet import placements
+from planner.search.closed_form import families
 from planner.search.cost_tables import tables_of
-from planner.search.families import _shares, proposals_for
+from planner.search.draft import Shape
+from planner.search.families import Drafter, _shares, proposals_for
 from planner.search.improve import Improver, Judge
 from planner.search.moves import Moves
+from planner.search.side_by_side import SideBySide
 from tests.planner.cases import fleet, model, request
 
 SOME = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -64,3 +67,15 @@ def test_shares_hand_out_every_group(number: int, groups: list[int]) -> None:
     shares = _shares(number, dict(enumerate(groups)), speeds)
     assert [sum(column) for column in zip(*shares, strict=True)] == groups
     assert len(shares) == number
+
+
+def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_not_hold() -> None:
+    """Fifteen sequences are no multiple of four; three divide them, which fit one node type and not the other."""
+    asked = request(fleet(("A100", 2, 1), ("T4", 2, 1), memory_gib={"A100": 24.0, "T4": 1.3}), 15, model(8, 1024))
+    tables = tables_of(asked)
+    drafter = Drafter(tables, families(tables, mixed_tp=True), SideBySide(asked, tables, 1))
+    row = {(tables.kind(r).resource, of.microbatch): r for r, of in enumerate(tables.rows)}
+    assert (1, 3) not in row
+    large, small = Shape((row[0, 4],), (10,)), Shape((row[1, 1],), (10,))
+    assert drafter._with_odd_one([large, small]) == [large, small]
+    assert drafter._with_odd_one([large, large]) == [large, Shape((row[0, 3],), (10,))]
