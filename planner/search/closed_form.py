@@ -1,7 +1,7 @@
 """Families of near-equal pipelines: all that there are, and the seconds of each by a closed form.
 
 A family is a number of pipelines, a microbatch size and for each node type one TP degree, or none; its pipelines share the groups of each
-type evenly, whether or not these can be divided so.
+type evenly, whether or not these can be divided so: all groups, or those of one node of each type, which no slow link joins.
 """
 
 import itertools
@@ -39,6 +39,8 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
     """All that hold the model."""
     degrees = np.array([tables.kinds[row.kind].tp_degree for row in tables.rows] + [0])
     counts = np.array([tables.kinds[row.kind].count for row in tables.rows] + [0])
+    of_a_node = np.array([tables.resources[tables.kinds[row.kind].resource].node_type.num_gpus for row in tables.rows] + [0])
+    of_a_node = np.minimum(counts, of_a_node // np.maximum(degrees, 1))
     supply = [resource.num_gpus for resource in tables.resources]
     node = max(resource.node_type.num_gpus for resource in tables.resources)
     found = []
@@ -51,12 +53,12 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
         used = np.where(rows >= 0, degrees[rows], 0)
         one_degree = (np.where(used > 0, used, used.max(axis=1, keepdims=True)) == used.max(axis=1, keepdims=True)).all(axis=1)
         rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
-        for number in _numbers(supply, node):
-            total = counts[rows].sum(axis=1)
-            enough = np.flatnonzero(total >= number) if (number - 1) * size < tables.batch else np.zeros(0, dtype=np.int64)
+        for number, of in itertools.product(_numbers(supply, node), (counts, of_a_node)):
+            total = of[rows].sum(axis=1)
+            enough = (total >= number) & ((number - 1) * size < tables.batch) & (of is counts or total < counts[rows].sum(axis=1))
             # no pipeline deeper than asked: the same share of each node type is left idle
             share = np.minimum(1.0, number * tables.deepest / np.maximum(total[enough], 1))[:, None]
-            groups = np.floor(counts[rows[enough]] * share + 1e-9).astype(np.int64)
+            groups = np.floor(of[rows[enough]] * share + 1e-9).astype(np.int64)
             some = np.flatnonzero(groups.any(axis=1))
             chosen = np.where(groups > 0, rows[enough], -1)[some]
             found.append((np.full(len(some), number), chosen, groups[some]))

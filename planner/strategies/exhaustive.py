@@ -4,13 +4,13 @@ A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups
 microbatch size and a number of microbatches. All of them are tried: every placement, up to exchanges of equal nodes and of the GPUs of a
 node; every size that divides the batch or is a power of two; every number of microbatches in flight that the cost model offers. What is
 left out is proved to be slower than the best plan so far: a pipeline's stages alone, without transfers and sums, take longer. Nothing here
-comes from a search that it judges.
+comes from a search that it judges. Stages have even shares and do for memory what the cost model assumes; others are not tried.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.cluster import Node
@@ -49,15 +49,16 @@ def search_exhaustive(request: Request) -> Answer:
         limit, looked_at = looked_at, looked_at * limits.WIDER
     if best is None:
         raise InfeasibleError(f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence")
-    says = "no plan of the searched family, under this cost model, is faster: all were tried"
-    report = SearchReport(request.clock() - begin, every.count, seconds, 0.0, says)
+    report = SearchReport(request.clock() - begin, every.count, None, None, "unproved: uneven shares and memory choices were not tried")
+    if request.cost.choices.is_fixed and not request.uneven:
+        says = "no plan of the searched family, under this cost model, is faster: all were tried"
+        report = replace(report, lower_bound_s=seconds, gap=0.0, proof=says)
     return Answer("exhaustive", best, request.cost.predict(best), report)
 
 
 def _check_small(request: Request) -> None:
-    names = ("GPUs", "layers", "sequences in the global batch")
     sizes = (len(request.fleet.workers), request.spec.num_layers, request.global_batch_sequences)
-    for what, have, limit in zip(names, sizes, limits.EXHAUSTIVE, strict=True):
+    for what, have, limit in zip(("GPUs", "layers", "sequences in the global batch"), sizes, limits.EXHAUSTIVE, strict=True):
         if have > limit:
             raise ConfigError(f"strategy exhaustive takes at most {limit} {what}, not {have}; use autohet")
 
@@ -156,10 +157,8 @@ class _Every:
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request, taken = self.request, Counter[int]()
-        pipelines = tuple(
-            self._pipeline(groups, load.blocks, load.size, load.count, taken)
-            for groups, load in zip(placement, loads, strict=True)
-        )
+        pairs = zip(placement, loads, strict=True)
+        pipelines = tuple(self._pipeline(groups, load.blocks, load.size, load.count, taken) for groups, load in pairs)
         batch = request.global_batch_sequences
         return Plan(request.spec.name, batch, loads[0].size, request.sequence_length, pipelines)
 

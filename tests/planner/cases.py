@@ -62,6 +62,12 @@ def with_nics(of: Fleet, bytes_per_s: Mapping[str, float]) -> Fleet:
     return Fleet(of.generation, tuple(replace(node, node_type=kinds[node.node_type]) for node in of.nodes))
 
 
+def inside(of: Fleet, bytes_per_s: float) -> Fleet:
+    """The fleet with such links between the GPUs of a node."""
+    nodes = (replace(n, node_type=replace(n.node_type, intra_node_bytes_per_s=bytes_per_s)) for n in of.nodes)
+    return Fleet(of.generation, tuple(nodes))
+
+
 def with_gpus(of: Fleet, name: str, num_gpus: int) -> Fleet:
     """The fleet where one node has so many GPUs left."""
     left = (replace(n, node_type=replace(n.node_type, num_gpus=num_gpus)) if n.name == name else n for n in of.nodes)

@@ -1,6 +1,5 @@
 """The bound, on fleets small enough for every plan to be tried."""
 
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,22 +7,15 @@ from hypothesis import strategies as st
 
 from autohet.bench.planner.searches import proved_s
 from autohet.bench.planner.synthetic import tied
-from planner.cluster import Fleet
 from planner.cost.parameters import OURS
 from planner.errors import InfeasibleError
 from planner.plan import Pipeline, Plan, Stage
 from planner.search.bound import Bound, proof_of
 from planner.search.cost_tables import tables_of
 from planner.strategies import plan_with
-from tests.planner.cases import fleet, model, request, with_nics
+from tests.planner.cases import fleet, inside, model, request, with_nics
 
 pytestmark = pytest.mark.thorough
-
-
-def inside(of: Fleet, bytes_per_s: float) -> Fleet:
-    """The fleet with such links between the GPUs of a node."""
-    nodes = (replace(n, node_type=replace(n.node_type, intra_node_bytes_per_s=bytes_per_s)) for n in of.nodes)
-    return Fleet(of.generation, tuple(nodes))
 
 
 @pytest.mark.parametrize("framework", [OURS, "deepspeed"])

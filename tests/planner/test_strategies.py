@@ -11,13 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autohet.bench.planner.searches import proved_s, small_case
+from planner.cost.layer_costs import MemoryChoices
 from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
+from planner.model_spec import ModelSpec
 from planner.plan import check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
 from planner.strategies import STRATEGIES, plan_with
-from tests.planner.cases import DEMO, GIB, fleet, model, profile, request, with_nics
+from tests.planner.cases import DEMO, GIB, MEMORY_GIB, fleet, inside, model, profile, request, with_nics
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -81,6 +83,36 @@ def test_random_small_cases_are_within_their_gap_of_the_best_of_all_plans() -> N
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("shape", ["three GPUs", "memory choices"])
+def test_the_judge_claims_nothing_of_plans_that_it_does_not_try(shape: str) -> None:
+    if shape == "three GPUs":
+        asked = request(fleet(("A10G", 1, 3)), 4, model(4))
+    else:
+        asked = request(fleet(("A10G", 2, 1)), 4, model(4))
+        asked.cost.choices = MemoryChoices(("none", "full"))
+    judge = plan_with("exhaustive", asked)
+    assert (judge.search.lower_bound_s, judge.search.gap) == (None, None)
+    assert "were not tried" in judge.search.proof
+    assert plan_with("autohet", asked).prediction.step_time_s <= judge.prediction.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("types", "cards", "inside_node", "batch", "spec"),
+    [
+        ((("A100", 2, 2), ("T4", 3, 1), ("A10G", 3, 2)), {"A100": 1e7, "A10G": 1e10, "T4": 1e7}, 1e6, 1, model(7, 512, 500)),
+        ((("A100", 3, 4), ("T4", 3, 4), ("A10G", 1, 1)), {"A100": 1e7, "A10G": 1e7, "T4": 1e8}, 1e11, 3, model(11, 256, 500)),
+        ((("A100", 2, 8),), {"A100": 1.25e8}, 1.6e10, 4, model(16, 1024, 8000)),
+    ],
+)
+def test_where_networks_are_slow_some_nodes_of_a_type_may_be_the_best(
+    types: tuple, cards: dict[str, float], inside_node: float, batch: int, spec: ModelSpec
+) -> None:
+    of = inside(with_nics(fleet(*types), MEMORY_GIB | cards), inside_node)
+    asked = request(of, batch, spec, prove=False)
+    best, grid = (plan_with(strategy, asked).prediction.step_time_s for strategy in ("autohet", "megatron"))
+    assert best <= 1.005 * grid
+
+
 def test_plans_that_one_node_would_hold_do_not_hide_those_of_two_holders() -> None:
     """Three T4 of one node beside one A10G with a slow network: the fastest sets of pipelines lie on the one node."""
     of = with_nics(fleet(("A10G", 1, 1), ("T4", 1, 3)), {"A10G": 1e8, "T4": 1.25e9})
