@@ -159,8 +159,7 @@ class _Every:
         request, taken = self.request, Counter[int]()
         pairs = zip(placement, loads, strict=True)
         pipelines = tuple(self._pipeline(groups, load.blocks, load.size, load.count, taken) for groups, load in pairs)
-        batch = request.global_batch_sequences
-        return Plan(request.spec.name, batch, loads[0].size, request.sequence_length, pipelines)
+        return Plan(request.spec.name, request.global_batch_sequences, loads[0].size, request.sequence_length, pipelines)
 
     def best(self, plan: Plan) -> tuple[float, Plan]:
         """The least step time with any number of microbatches in flight; infinite where the plan may not be."""
