@@ -114,7 +114,8 @@ class Estimator:
 def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: int) -> Draft | None:
     """Gives each pipeline microbatches so that the batch is met exactly and the slowest ends early; None if sizes cannot meet it.
 
-    Each first gets what it does in the steady state; the next ones go wherever they end earliest, or are taken from whichever ends last.
+    Each first gets what it does in the steady state; the next ones go wherever they end earliest, or large ones first if that ends earlier
+    (small ones may leave less than a large one is), or are taken from whichever ends last.
     """
     if len(set(shapes)) == 1:
         return _share_equally(shapes, batch, estimator.microbatch(shapes[0]))
@@ -125,14 +126,17 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
     while left < 0 and (surplus := [i for i, count in enumerate(counts) if count > 1]):
         last = max(surplus, key=lambda i: estimator.pipeline_s(shapes[i], counts[i]))
         counts[last], left = counts[last] - 1, left + sizes[last]
-    ends = [(estimator.pipeline_s(shape, count + 1), i) for i, (shape, count) in enumerate(zip(shapes, counts, strict=True))]
-    heapq.heapify(ends)
-    while left > 0 and ends:
-        _, first = heapq.heappop(ends)
-        if sizes[first] <= left:
-            counts[first], left = counts[first] + 1, left - sizes[first]
-            heapq.heappush(ends, (estimator.pipeline_s(shapes[first], counts[first] + 1), first))
-    return Draft(tuple(zip(shapes, counts, strict=True))) if left == 0 else None
+    met = list[Draft]()
+    for large in (0, 1)[: len(set(sizes))]:
+        mine, rest = [*counts], left
+        ends = sorted((-large * sizes[i], estimator.pipeline_s(shape, mine[i] + 1), i) for i, shape in enumerate(shapes))  # a heap
+        while rest > 0 and ends:
+            *_, i = heapq.heappop(ends)
+            if sizes[i] <= rest:
+                mine[i], rest = mine[i] + 1, rest - sizes[i]
+                heapq.heappush(ends, (-large * sizes[i], estimator.pipeline_s(shapes[i], mine[i] + 1), i))
+        met += [Draft(tuple(zip(shapes, mine, strict=True)))] if rest == 0 else []
+    return min(met, key=lambda d: max(estimator.pipeline_s(*p) for p in set(d.pipelines))) if len(met) > 1 else next(iter(met), None)
 
 
 def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequences: float) -> float:
@@ -145,18 +149,14 @@ def steady_s(estimator: Estimator, numbers: Iterable[tuple[Shape, int]], sequenc
 def _share_equally(shapes: Sequence[Shape], batch: int, size: int) -> Draft | None:
     """Equal pipelines: numbers of microbatches that differ by one at most."""
     each, more = divmod(batch // size, len(shapes))
-    if batch % size or each < 1:
-        return None
-    return Draft(tuple((shape, each + (i < more)) for i, shape in enumerate(shapes)))
+    return None if batch % size or each < 1 else Draft(tuple((shape, each + (i < more)) for i, shape in enumerate(shapes)))
 
 
 def fits(estimator: Estimator, shape: Shape, microbatches: int) -> bool:
     """Whether each stage's memory holds what 1F1B keeps in flight there."""
     tables, depth = estimator.tables, len(shape.rows)
-    for stage, (row, start, end) in enumerate(zip(shape.rows, shape.starts, shape.ends)):
-        if tables.memory_bytes(row, start, end, min(microbatches, depth - stage)) > tables.rows[row].limit_bytes:
-            return False
-    return True
+    stages = enumerate(zip(shape.rows, shape.starts, shape.ends))
+    return all(tables.memory_bytes(*stage, min(microbatches, depth - i)) <= tables.rows[stage[0]].limit_bytes for i, stage in stages)
 
 
 def draft_fits(estimator: Estimator, draft: Draft) -> bool:

@@ -1,6 +1,7 @@
 """What moves, walks and families keep: whole plans, tensor-parallel groups inside nodes, the batch, every group shared out."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from planner.plan import check_plan
 from planner.search.autohet import placements
 from planner.search.closed_form import families
 from planner.search.cost_tables import tables_of
-from planner.search.draft import Shape
+from planner.search.draft import Estimator, Shape, assign_microbatches
 from planner.search.families import Drafter, _shares, proposals_for
 from planner.search.improve import Improver, Judge
 from planner.search.moves import Moves
@@ -79,3 +80,17 @@ def test_the_last_of_unlike_pipelines_has_no_microbatches_that_its_memory_does_n
     large, small = Shape((row[0, 4],), (10,)), Shape((row[1, 1],), (10,))
     assert drafter._with_odd_one([large, small]) == [large, small]
     assert drafter._with_odd_one([large, large]) == [large, Shape((row[0, 3],), (10,))]
+
+
+def test_unlike_microbatches_share_few_sequences_so_that_none_is_left_to_whoever_has_small_ones() -> None:
+    """Five as two of two and one, instead of one of two and three that end last."""
+    tables = tables_of(request(fleet(("A100", 2, 1)), 5))
+    one = next(of for of in tables.rows if of.microbatch == 1)
+    quick = (replace(of, forward_s=1.2 * one.forward_s, backward_s=1.2 * one.backward_s) if of.microbatch > 1 else of for of in tables.rows)
+    tables = replace(tables, rows=tuple(quick))
+    row = {of.microbatch: r for r, of in enumerate(tables.rows)}
+    shapes = [Shape((row[2],), (10,)), Shape((row[1],), (10,))]
+    draft = assign_microbatches(Estimator(tables), shapes, 5)
+    assert draft is not None
+    assert [number for _, number in draft.pipelines] == [2, 1]
+    assert assign_microbatches(Estimator(tables), [shapes[0]] * 2, 5) is None
