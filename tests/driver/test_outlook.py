@@ -47,6 +47,14 @@ def test_a_notice_and_the_end_that_follows_are_one_event() -> None:
     assert outlook.lived_s == {"spot": 10.0}, "its life ends with the notice"
 
 
+def test_what_the_job_gives_back_is_no_end() -> None:
+    outlook = Outlook()
+    outlook.look(seen(0.0, a=SPOT, b=SPOT, c=SPOT))
+    outlook.look(seen(10.0, {"a": Notice("a", "Ray is draining it", 10.0)}, a=SPOT, c=SPOT), {"a", "b"})
+    outlook.look(seen(20.0))
+    assert outlook.ends == {"spot": 1}, "c alone was taken"
+
+
 def change(cause: str, total_s: float) -> Change:
     found = Change(cause, (), 0.0, 0.0, 0, None, predicted_step_s=1.0)
     found.stood_at, found.ready_at, found.first_step_at = 0.0, total_s - 2.0, total_s

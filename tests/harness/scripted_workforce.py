@@ -153,7 +153,7 @@ class ScriptedWorkforce(NoAgents):
         self.asked.append(dict(counts))
 
     def give_back(self, node: str) -> None:
-        self.warn(node, 60)
+        self.notices[node] = Notice(node, "Ray is draining it", self.now)
 
     def rehearse(self, what: Any) -> None:
         self.rehearsed.append(what)

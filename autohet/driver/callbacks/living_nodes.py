@@ -8,7 +8,9 @@ from typing import Any
 
 
 class LivingNodes:
-    """Give it each event in order: arrivals come, deaths go, and a node with a notice is gone when its deadline has passed."""
+    """Give it each event in order: arrivals come, deaths and departures go, and a node with a notice is gone when its deadline has passed.
+    A run begins with nobody: its driver tells of each node that it finds.
+    """
 
     def __init__(self) -> None:
         self._arrivals: dict[str, Mapping[str, Any]] = {}
@@ -16,14 +18,21 @@ class LivingNodes:
 
     def take(self, event: Mapping[str, Any]) -> bool:
         """Whether the event changed who lives."""
+        kind, known = event["kind"], event.get("node") in self._arrivals
         gone = [name for name, at in self._leaving.items() if at <= event["time"]]
-        if event["kind"] == "arrival":
+        if kind == "arrival":
             self._arrivals[event["node"]] = event
-        elif event["kind"] == "notice" and event.get("deadline_s") is not None:
+        elif kind == "price" and known:
+            self._arrivals[event["node"]] = {**self._arrivals[event["node"]], "usd_per_hour": event["usd_per_hour"]}
+        elif kind == "notice" and event.get("deadline_s") is not None:
             self._leaving[event["node"]] = event["time"] + event["deadline_s"]
-        elif event["kind"] == "death":
-            gone += event.get("nodes", ())
-        changed = event["kind"] == "arrival" or any(name in self._arrivals for name in gone)
+        elif kind == "death":
+            gone += event.get("gone", event.get("nodes", ()))
+        elif kind == "departure":
+            gone.append(event["node"])
+        elif kind == "started":
+            gone = [*self._arrivals, *self._leaving]
+        changed = kind == "arrival" or (kind == "price" and known) or any(name in self._arrivals for name in gone)
         for name in gone:
             self._arrivals.pop(name, None)
             self._leaving.pop(name, None)

@@ -34,7 +34,8 @@ class Buyer:
         self._bound = job.parallelism.max_usd_per_hour
         self._refusals, self._idle = Refusals(), Idle(self._idle_s)
         self._refused: frozenset[str] = frozenset()
-        self._released: set[str] = set()
+        self.released: set[str] = set()
+        """Living nodes that were given back."""
         self._base, self.asked = dict(market.counts), dict(market.counts)
         """Nodes by type that the plans use; and those that were asked for last."""
         self._search: Pending[Wanted] | None = None
@@ -47,8 +48,8 @@ class Buyer:
             return [], []
         self._looked_at = seen.now
         used = {seen.node_of(worker) for worker in members}
-        self._released &= seen.nodes.keys()
-        alive = Counter(view.node.node_type.name for name, view in seen.nodes.items() if name not in self._released)
+        self.released &= seen.nodes.keys()
+        alive = Counter(view.node.node_type.name for name, view in seen.nodes.items() if name not in self.released)
         said = self._heed_refusals(seen, alive)
         gone = self._let_go(seen, used, training)
         minutes = self._idle_s / 60
@@ -83,10 +84,10 @@ class Buyer:
 
     def _let_go(self, seen: Observation, used: Collection[str], training: bool) -> list[str]:
         """Idle nodes that go, and that are not asked for any more."""
-        idle = [name for name in self._idle.look(seen, used, training=training) if name not in self._released]
+        idle = [name for name in self._idle.look(seen, used, training=training) if name not in self.released]
         gone = list(releasable(idle, seen, self._market.standing))
-        self._released |= {*gone}
+        self.released |= {*gone}
         for kind in sorted({seen.nodes[name].node.node_type.name for name in gone}):
-            left = sum(v.node.node_type.name == kind for n, v in seen.nodes.items() if n not in self._released)
+            left = sum(v.node.node_type.name == kind for n, v in seen.nodes.items() if n not in self.released)
             self._base[kind] = min(self._base.get(kind, 0), left)
         return gone

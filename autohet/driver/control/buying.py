@@ -50,6 +50,15 @@ class Market:
     standing: Counts
     counts: Counts
 
+    def all_that_stand(self, counts: Counts) -> dict[str, int]:
+        """Nodes by type where so many are asked for."""
+        return {name: max(counts.get(name, 0), self.standing.get(name, 0)) for name in {*counts, *self.standing}}
+
+    def at(self, prices: Mapping[str, float]) -> Market:
+        """With these prices of node types, dollars an hour, in the place of the cluster's own."""
+        kinds = [replace(kind, usd_per_hour=prices.get(kind.name, kind.usd_per_hour)) for kind in self.cluster.node_types]
+        return replace(self, cluster=replace(self.cluster, node_types=tuple(kinds)))
+
 
 def with_min_workers(counts: Counts, cluster: Cluster, min_workers: int) -> dict[str, int]:
     """More nodes, the cheapest by GPU first, until there are `min_workers` GPUs or all that may be."""
@@ -148,15 +157,20 @@ class Refusals:
 
 @dataclass
 class Idle:
-    """Nodes that no plan has used for `patience_s` while the job trained."""
+    """Nodes that no plan has used for `patience_s` of training. What passes while the job does anything else neither counts nor resets."""
 
     patience_s: float
-    _since: dict[str, float] = field(default_factory=dict)
+    _idle_s: dict[str, float] = field(default_factory=dict)
+    _trained_at: float | None = None
+    """When this look is the next one in a row at a job that trains."""
 
     def look(self, seen: Observation, used: Collection[str], *, training: bool) -> tuple[str, ...]:
-        idle = {n for n in seen.nodes if n not in used and n not in seen.notices} if training else set()
-        self._since = {name: self._since.get(name, seen.now) for name in idle}
-        return tuple(sorted(name for name, since in self._since.items() if seen.now - since >= self.patience_s))
+        passed = seen.now - self._trained_at if training and self._trained_at is not None else 0.0
+        self._trained_at = seen.now if training else None
+        idle = [name for name in seen.nodes if name not in used and name not in seen.notices]
+        before = self._idle_s
+        self._idle_s = {name: before[name] + passed if name in before else 0.0 for name in idle}
+        return tuple(sorted(name for name in idle if training and self._idle_s[name] >= self.patience_s))
 
 
 def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tuple[str, ...]:
@@ -172,17 +186,19 @@ def releasable(idle: Collection[str], seen: Observation, standing: Counts) -> tu
 
 
 def with_spares(
-    counts: Counts, seen: Observation, used: Collection[str], cluster: Cluster, bound: float | None
+    counts: Counts, seen: Observation, used: Collection[str], market: Market, bound: float | None
 ) -> dict[str, int]:
     """One node more of the type of each node at risk that trains, so that its successor is there when it goes; where the file and the bound
-    on the fleet's price let it."""
-    found, price = dict(counts), usd_per_hour(counts, cluster)
-    kinds = {kind.name: kind for kind in cluster.node_types}
+    on the price of all that would stand let it."""
+    found = dict(counts)
+    kinds = {kind.name: kind for kind in market.cluster.node_types}
     for name in sorted(seen.risks.keys() & set(used)):
         kind = kinds.get(seen.nodes[name].node.node_type.name) if name in seen.nodes else None
-        more = math.inf if kind is None else price + (kind.usd_per_hour or 0.0)
-        if kind is not None and found.get(kind.name, 0) < kind.max_nodes and more <= (bound or math.inf):
-            found[kind.name], price = found.get(kind.name, 0) + 1, more
+        if kind is None or found.get(kind.name, 0) >= kind.max_nodes:
+            continue
+        more = found | {kind.name: found.get(kind.name, 0) + 1}
+        if usd_per_hour(market.all_that_stand(more), market.cluster) <= (bound or math.inf):
+            found = more
     return found
 
 

@@ -59,7 +59,7 @@ class Controller(Rebuild):
         self.actions.extend(policy.new_drains(self._known_notices, seen))
         self._announce(seen)
         self._direct_agents(seen)
-        self.outlook.look(seen)
+        self.outlook.look(seen, frozenset() if self.buyer is None else self.buyer.released)
         if self.ledger.records:
             self.orders.confirm()  # also where the first generation's readiness was never seen
         hire = policy.workers_to_hire(seen)
@@ -71,6 +71,7 @@ class Controller(Rebuild):
             drop_search(before)
         if isinstance(self.state, (Waiting, Sourcing, Building)):
             self._tell_of_unheeded_deaths(seen)
+        self._announce_departures(seen)
         self._buy(seen)
         if isinstance(self.state, Training):
             self.actions.extend(self.script.due(self.ledger.committed_steps, seen, self.members))

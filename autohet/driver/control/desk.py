@@ -67,7 +67,8 @@ class Desk:
         """What went on failing, for which the job is to stop."""
         self.state: State = Waiting("the job has just started", since=0.0)
         self._known_notices: dict[str, Notice] = {}
-        self._known_nodes: set[str] = set()
+        self._known_nodes: dict[str, float | None] = {}
+        """Those that are told to live; the price that was told last, in dollars an hour."""
         self._known_risks: set[str] = set()
         self._released: set[str] = set()
         self._mourned: set[str] = set()
@@ -102,27 +103,52 @@ class Desk:
 
     def _announce(self, seen: Observation) -> None:
         """Write down each notice and each new node once; forget what is gone."""
-        gone = (self._known_nodes | self._known_notices.keys() | self.slowdowns.keys()) - seen.nodes.keys()
-        self._tell_of_idle_deaths(self._known_nodes - seen.nodes.keys(), seen)
-        self._known_nodes -= gone
+        gone = (self._known_nodes.keys() | self._known_notices.keys() | self.slowdowns.keys()) - seen.nodes.keys()
+        self._tell_of_idle_deaths(self._known_nodes.keys() - seen.nodes.keys(), seen)
         self._released -= gone
         self._known_notices = {name: n for name, n in self._known_notices.items() if name not in gone}
         self.slowdowns = {name: factor for name, factor in self.slowdowns.items() if name not in gone}
         self.planned_nodes -= gone
         self._mourned = {w for w in self._mourned if w in seen.losses or seen.node_of(w) not in seen.nodes}
         for name, notice in seen.notices.items():
-            if name not in self._known_notices:
+            known = self._known_notices.get(name)
+            if known is None or notice.deadline != known.deadline:
                 deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
-                self.events.emit("notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s)
+                updated: dict[str, Any] = {} if known is None else {"updated": True}
+                self.events.emit(
+                    "notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s, **updated
+                )
             self._known_notices[name] = notice
         self._announce_risks(seen)
         for name, view in seen.nodes.items():
             introduced = view.endpoint is not None or seen.now - view.joined_at > AGENT_START_S
             if name not in self._known_nodes and introduced:
-                self._known_nodes.add(name)
                 self._announce_arrival(name, view.node.node_type)
+        self._announce_prices(seen)
+
+    def _announce_prices(self, seen: Observation) -> None:
+        """A spot price is known after the node, and moves."""
+        for name, view in seen.nodes.items():
+            price = view.node.node_type.usd_per_hour
+            if name in self._known_nodes and price != self._known_nodes[name]:
+                self._known_nodes[name] = price
+                self.events.emit("price", self.generation, node=name, usd_per_hour=price)
+
+    def _announce_departures(self, seen: Observation) -> None:
+        """Every node that is told to live and does not is told of once: here where no death has told."""
+        for name in sorted(self._known_nodes.keys() - seen.nodes.keys()):
+            del self._known_nodes[name]
+            self.events.emit("departure", self.generation, node=name, reason=f"{name} is gone")
+
+    def _gone(self, nodes: Collection[str], seen: Observation) -> list[str]:
+        """Those that are told to live and do not, which a death is about to tell."""
+        gone = sorted(self._known_nodes.keys() & {*nodes} - seen.nodes.keys())
+        for name in gone:
+            del self._known_nodes[name]
+        return gone
 
     def _announce_arrival(self, name: str, kind: NodeType) -> None:
+        self._known_nodes[name] = kind.usd_per_hour
         self.events.emit(
             "arrival", self.generation, node=name, node_type=kind.name, gpu_type=kind.gpu_type, num_gpus=kind.num_gpus,
             usd_per_hour=kind.usd_per_hour, zone=kind.zone, spot=kind.spot,
@@ -189,8 +215,9 @@ class Desk:
     def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
         """Once of each worker; what may be left of its process is ended."""
         self.events.emit(
-            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason
-        )
+            "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason,
+            gone=self._gone(trouble.nodes, seen),
+        )  # fmt: skip
         self._act(Dismiss(tuple(worker for worker in trouble.workers if worker in seen.losses)))
         self._mourned |= {w for w in trouble.workers if w in seen.losses or seen.node_of(w) not in seen.nodes}
 
@@ -202,7 +229,8 @@ class Desk:
         ):
             reasons = sorted({loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name})
             reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
-            self.events.emit("death", self.generation, nodes=[name], workers=[], reason=reason)
+            gone = self._gone([name], seen)
+            self.events.emit("death", self.generation, nodes=[name], workers=[], reason=reason, gone=gone)
 
     def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
         """Members whose end changes nothing just now: while all wait, or a generation without them is being built."""

@@ -14,8 +14,8 @@ from typing import Any
 logger = logging.getLogger("autohet")
 
 KINDS = (
-    "started", "plan", "step", "snapshot", "checkpoint", "notice", "risk", "death", "arrival", "slow", "parted",
-    "decision", "reconfigure", "restore", "finished", "failed",
+    "started", "plan", "step", "snapshot", "checkpoint", "notice", "risk", "death", "departure", "arrival", "price", "slow",
+    "parted", "decision", "reconfigure", "restore", "finished", "failed",
 )  # fmt: skip
 FREQUENT = ("step", "snapshot")  # written to the file, but not kept in memory
 

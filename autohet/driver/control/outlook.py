@@ -26,7 +26,8 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Outlook:
-    """For each node type a gamma prior of one event in the prior time; events are notices, and ends without one."""
+    """For each node type a gamma prior of one event in the prior time; events are notices, and ends without one; of nodes that the job
+    itself has given back neither."""
 
     lived_s: dict[str, float] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
@@ -34,7 +35,7 @@ class Outlook:
     _warned: set[str] = field(default_factory=set)
     _seen_at: float | None = None
 
-    def look(self, seen: Observation) -> None:
+    def look(self, seen: Observation, given_back: Collection[str] = ()) -> None:
         passed = 0.0 if self._seen_at is None else max(0.0, seen.now - self._seen_at)
         self._seen_at = seen.now
         for name, kind in self._alive.items():
@@ -42,7 +43,7 @@ class Outlook:
                 self.lived_s[kind] = self.lived_s.get(kind, 0.0) + passed
         gone = self._alive.keys() - seen.nodes.keys()
         warned = (seen.notices.keys() & self._alive.keys()) - self._warned
-        for name in (gone - self._warned) | (warned - gone):
+        for name in (gone - self._warned | warned - gone) - {*given_back}:
             self.ends[self._alive[name]] += 1
         self._warned = (self._warned | warned) & seen.nodes.keys()
         self._alive = {name: view.node.node_type.name for name, view in seen.nodes.items()}

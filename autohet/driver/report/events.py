@@ -53,13 +53,14 @@ def kept_steps(events: Sequence[Event]) -> list[Event]:
 
 @dataclass(frozen=True)
 class FleetOverTime:
-    """Points are (seconds, value), a step at each change of who lives: by arrivals, deaths, and deadlines of notices that have passed."""
+    """Points are (seconds, value), a step at each change of who lives: by arrivals, deaths, departures, and deadlines of notices that have
+    passed."""
 
     gpus_by_type: dict[str, Points]
     gpus_by_zone: dict[str, Points]
     """Empty where no node names its zone."""
     usd_per_hour: Points
-    """Of nodes whose price is known, each at the price it had when it came."""
+    """Of nodes whose price is known."""
 
 
 def fleet_over_time(events: Sequence[Event], begin: float) -> FleetOverTime:

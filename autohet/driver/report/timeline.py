@@ -10,7 +10,9 @@ from autohet.driver.report.events import Event
 RUN, TRANSFERS = 1, 2
 STEPS, CHANGES, NEWS = 1, 2, 3
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
-NEWS_KINDS = ("started", "notice", "death", "arrival", "slow", "decision", "checkpoint", "finished", "failed")
+NEWS_KINDS = (
+    "started", "notice", "death", "departure", "arrival", "slow", "decision", "checkpoint", "finished", "failed",
+)  # fmt: skip
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
