@@ -53,12 +53,14 @@ class World:
         best = {} if counts else best_counts(planning, self.cluster, {})
         market = fleet_request(job, self.cluster, document, None, best).market
         self.counts = dict(counts or market.counts)
+        self.prices: dict[str, float] = {}
         self.buyer = Buyer(job, planning, replace(market, counts=self.counts))
 
     def look(self, now: float, members: tuple[str, ...] = (), risks: tuple[str, ...] = (), **counts: int) -> None:
         seen = replace(
-            seen_of(self.cluster, now, risks, **counts), launches=Launches(self.failed, newest_cause(REASON))
-        )
+            seen_of(self.cluster, now, risks, **counts), launches=Launches(self.failed, newest_cause(REASON)),
+            prices=self.prices,
+        )  # fmt: skip
         actions, said = self.buyer.decide(seen, members, training=bool(members))
         self.said += said
         for action in actions:
@@ -124,6 +126,66 @@ def test_a_spare_comes_for_a_node_at_risk_that_trains_within_the_bound(
     assert bounded.counts == {"g6e": 1}, "a second one would cost more than the job may"
 
 
+def test_a_spare_leaves_room_in_the_bound_for_what_stands_anyway(aws: tuple[dict[str, Any], Cluster]) -> None:
+    """Two g6e alone are within it, and with the floor's node they are not."""
+    _, cluster = aws
+    pair, floor = usd_per_hour({"g6e": 2}, cluster), usd_per_hour({"g5-floor": 1}, cluster)
+    assert floor > 0
+    for bound, spares in ((pair + 0.5 * floor, 1), (pair + floor, 2)):
+        world = World(aws, {"g6e": 1}, parallelism={"max_usd_per_hour": bound})
+        world.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1, **{"g5-floor": 1})
+        assert world.counts == {"g6e": spares}, bound
+
+
+def test_live_spot_prices_count_within_the_bound(aws: tuple[dict[str, Any], Cluster]) -> None:
+    """For a spare, and for the plan: at 30% of the price on demand there is room for a larger one."""
+    bound = usd_per_hour({"g6e": 2, "g5-floor": 1}, aws[1])
+    dear = World(aws, {"g6e": 1}, parallelism={"max_usd_per_hour": bound})
+    dear.buyer._priced = True
+    dear.prices = {"g6e": 12.0}
+    dear.look(0.0, ("g6e-0/0",), ("g6e-0",), g6e=1)
+    assert dear.counts == {"g6e": 1}, "a spare is dearer than the catalogue says"
+    world = World(aws, parallelism={"max_usd_per_hour": 12.0})
+    before = dict(world.counts)
+    world.look(0.0)
+    assert (world.counts, world.said) == (before, [])
+    world.prices = {kind.name: 0.3 * (kind.usd_per_hour or 0.0) for kind in world.cluster.node_types if kind.spot}
+    world.look(5.0)
+    assert usd_per_hour(before, world.cluster) < usd_per_hour(world.counts, world.cluster)
+    assert "since spot prices are known" in world.said[-1]
+    world.look(10.0)
+    assert len(world.said) == 1
+
+
+def test_a_job_that_names_its_nodes_hears_what_is_refused_and_asks_for_them_still(
+    aws: tuple[dict[str, Any], Cluster],
+) -> None:
+    world = World(aws, {"p4d": 1}, elastic={"request_nodes": {"p4d": 1}, "idle_release_s": 10})
+    world.look(0.0, g6e=1)
+    world.failed = {"p4d": FAILURES}
+    for now in range(5, 100, 5):
+        world.look(float(now), ("g5-floor-0/0",), g6e=1, **{"g5-floor": 1})
+    assert world.counts == {"p4d": 1}
+    assert world.released == []
+    (said,) = world.said
+    assert "no p4d can be had: EC2 has no capacity" in said
+    assert "elastic.request_nodes names them" in said
+
+
+def test_a_refused_type_that_no_plan_uses_is_told_too(aws: tuple[dict[str, Any], Cluster]) -> None:
+    world = World(aws)
+    before = dict(world.counts)
+    unused = min(kind.name for kind in world.cluster.node_types if not before.get(kind.name))
+    world.look(0.0)
+    world.failed = {unused: FAILURES}
+    world.look(5.0)
+    assert world.counts == before
+    (said,) = world.said
+    assert said.startswith(
+        f"Deciding to ask for the same nodes still, since no {unused} can be had: EC2 has no capacity"
+    )
+
+
 def test_failures_of_before_the_job_and_before_a_node_came_do_not_count() -> None:
     refusals = Refusals()
     assert refusals.look({"p4d": 40}, {}, 0.0) == frozenset()
@@ -141,6 +203,19 @@ def test_idle_counts_only_while_the_job_trains(aws: tuple[dict[str, Any], Cluste
     assert idle.look(seen_of(cluster, 150.0, g5=1), (), training=True) == ()
     assert idle.look(seen_of(cluster, 250.0, g5=1), (), training=True) == ("g5-0",)
     assert releasable(["g5-0"], seen_of(cluster, 0.0, g5=1), {"g5": 1}) == ()
+
+
+def test_changes_neither_count_as_idle_nor_begin_it_anew(aws: tuple[dict[str, Any], Cluster]) -> None:
+    """A fleet that changes every minute gives back what no plan uses all the same."""
+    _, cluster = aws
+    idle, released = Idle(100.0), 0.0
+    for now in range(0, 400, 5):
+        training = now % 60 < 40
+        if not released and idle.look(seen_of(cluster, float(now), g5=1), (), training=training):
+            released = float(now)
+    assert 100.0 <= released <= 220.0
+    idle.look(seen_of(cluster, 400.0, g5=1), ("g5-0",), training=False)
+    assert idle.look(seen_of(cluster, 405.0, g5=1), (), training=True) == (), "a plan has used it"
 
 
 def test_the_bound_is_the_whole_fleets(aws: tuple[dict[str, Any], Cluster]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from autohet.driver.sources.node_signs import InstanceFacts
-from autohet.driver.sources.spot_prices import SpotPrices, live_node_type, newest_prices, region_of
-from planner.cluster import node_type_from_labels
+from autohet.driver.sources.spot_prices import SpotPrices, live_node_type, newest_prices, region_of, spot_types
+from planner.cluster import cluster_from_document, node_type_from_labels
 from tests.harness.local_fleet import until
 
 RECORDED = """{"SpotPriceHistory": [
@@ -80,6 +80,32 @@ def test_a_new_type_is_asked_for_at_once() -> None:
         until(lambda: len(fake.asked) == 1, "the first question", 10)
         prices.usd_per_hour("g5.2xlarge", "us-east-1a")
         until(lambda: prices.usd_per_hour("g5.2xlarge", "us-east-1a") == 0.4812, "the price", 10)
+    finally:
+        prices.close()
+
+
+def test_a_type_that_nobody_has_bought_yet_has_the_dearest_price_of_its_zones() -> None:
+    """Of the launcher's file: spot types whose price no label says."""
+    types: dict[str, Any] = {
+        name: {
+            "node_config": {"InstanceType": "g5.2xlarge", "InstanceMarketOptions": {"MarketType": "spot"}},
+            "max_workers": 1,
+        }
+        for name in ("spot", "here", "labelled", "demand")
+    }
+    types["here"]["node_config"]["Placement"] = {"AvailabilityZone": "us-east-1a"}
+    types["labelled"]["labels"] = {"autohet.io/usd-per-hour": "0.3"}
+    del types["demand"]["node_config"]["InstanceMarketOptions"]
+    provider = {"type": "aws", "region": "us-east-1", "availability_zone": "us-east-1a, us-east-1b"}
+    document = {"cluster_name": "c", "provider": provider, "available_node_types": types}
+    kinds = spot_types(cluster_from_document(document), document)
+    fake = FakeEc2()
+    fake.works = True
+    prices = SpotPrices(lambda region: fake)
+    try:
+        until(lambda: prices.of(kinds) == {"spot": 0.602, "here": 0.4812}, "the prices", 10)
+        del provider["availability_zone"]
+        assert prices.of(spot_types(cluster_from_document(document), document))["spot"] == 0.602, "in any zone"
     finally:
         prices.close()
 

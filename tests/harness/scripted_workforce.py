@@ -42,6 +42,7 @@ class ScriptedWorkforce(NoAgents):
     rehearsed: list[Any] = field(default_factory=list)
     asked: list[dict[str, int]] = field(default_factory=list)
     launches: Launches | None = None
+    prices: dict[str, float] = field(default_factory=dict)
     commits: list[int] = field(default_factory=list)
     inventories: Any = None
 
@@ -76,6 +77,7 @@ class ScriptedWorkforce(NoAgents):
             dict(self.risks),
             ("here", 1),
             launches=self.launches,
+            prices=dict(self.prices),
         )
 
     def _live(self, process: Process) -> WorkerReport:

@@ -30,10 +30,13 @@ class Buyer:
 
     def __init__(self, job: Job, planning: Planning, market: Market) -> None:
         self._planning, self._market = planning, market
+        self._fixed = job.elastic.request_nodes is not None
+        """The job names its nodes: they are asked for whatever happens, and refusals are only told."""
         self._idle_s = job.elastic.patience * job.elastic.idle_release_s
         self._bound = job.parallelism.max_usd_per_hour
         self._refusals, self._idle = Refusals(), Idle(self._idle_s)
         self._refused: frozenset[str] = frozenset()
+        self._priced = False
         self.released: set[str] = set()
         """Living nodes that were given back."""
         self._base, self.asked = dict(market.counts), dict(market.counts)
@@ -50,32 +53,50 @@ class Buyer:
         used = {seen.node_of(worker) for worker in members}
         self.released &= seen.nodes.keys()
         alive = Counter(view.node.node_type.name for name, view in seen.nodes.items() if name not in self.released)
-        said = self._heed_refusals(seen, alive)
+        market = self._market.at(seen.prices)
+        said = self._heed_refusals(seen, alive, market)
+        if self._fixed:
+            return [], said
         gone = self._let_go(seen, used, training)
         minutes = self._idle_s / 60
         said += [f"Deciding to give {name} back, since no plan has used it for {minutes:.0f} minutes" for name in gone]
-        wanted = with_spares(self._base, seen, used, self._market.cluster, self._bound)
+        wanted = with_spares(self._base, seen, used, market, self._bound)
         actions: list[Action] = [] if wanted == self.asked else [AskForNodes(wanted)]
         self.asked = wanted
         return actions + [GiveBack(name) for name in gone], said  # in this order, or they would be replaced
 
-    def _heed_refusals(self, seen: Observation, alive: Mapping[str, int]) -> list[str]:
-        if seen.launches is None:
-            return []
-        refused = self._refusals.look(seen.launches.failed, alive, seen.now)
-        if refused != self._refused:
-            self._refused = refused
-            if self._search is not None:
-                self._search.drop()
-            cause = f": {seen.launches.cause}" if seen.launches.cause else ""
-            self._why = f"no {', '.join(sorted(refused))} can be had{cause}" if refused else "all types are tried again"
-            self._search = self._planning.consider(fallback, Shortage(self._market, refused, dict(alive)))
+    def _heed_refusals(self, seen: Observation, alive: Mapping[str, int], market: Market) -> list[str]:
+        """Other nodes than until now, where types are refused, or where spot prices tell for the first time what the bound allows."""
+        before, refused, cause = self._refused, self._refused, ""
+        if seen.launches is not None:
+            refused, cause = self._refusals.look(seen.launches.failed, alive, seen.now), seen.launches.cause
+        self._refused = refused
+        priced = bool(seen.prices) and not self._priced
+        self._priced |= priced
+        if refused != before:
+            none = f"no {', '.join(sorted(refused))} can be had{': ' if cause else ''}{cause}"
+            self._why = none if refused else "all types are tried again"
+            if self._fixed:
+                still = "Deciding to ask for the same nodes still"
+                return [f"{still}, since {self._why}, and elastic.request_nodes names them"] if refused else []
+        elif priced and self._bound is not None and not self._fixed:
+            self._why = "spot prices are known"
+        else:
+            return self._take_answer()
+        if self._search is not None:
+            self._search.drop()
+        self._search = self._planning.consider(fallback, Shortage(market, refused, dict(alive)))
+        return self._take_answer()
+
+    def _take_answer(self) -> list[str]:
+        """What has come of the search, if it is over."""
         found = None if self._search is None else self._search.result()
         if found is None:
             return []
         self._search = None
-        if found.counts is None:
-            return [f"Deciding to ask for the same nodes still, since {self._why}, and {found.reason}"]
+        if found.counts is None or (found.counts == self._base and self._refused):
+            reason = found.reason or "no plan without them uses others"
+            return [f"Deciding to ask for the same nodes still, since {self._why}, and {reason}"]
         if found.counts == self._base:
             return []
         self._base = dict(found.counts)

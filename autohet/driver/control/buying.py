@@ -56,7 +56,7 @@ class Market:
 
     def at(self, prices: Mapping[str, float]) -> Market:
         """With these prices of node types, dollars an hour, in the place of the cluster's own."""
-        kinds = [replace(kind, usd_per_hour=prices.get(kind.name, kind.usd_per_hour)) for kind in self.cluster.node_types]
+        kinds = (replace(k, usd_per_hour=prices.get(k.name, k.usd_per_hour)) for k in self.cluster.node_types)
         return replace(self, cluster=replace(self.cluster, node_types=tuple(kinds)))
 
 

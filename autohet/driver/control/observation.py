@@ -147,6 +147,8 @@ class Observation:
     """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or none was asked."""
     launches: Launches | None = None
     """None where the autoscaler is asked for nothing, or has not answered yet."""
+    prices: Mapping[str, float] = field(default_factory=dict)
+    """Of spot node types that may be bought, alive or not, what EC2 asks for one now, in dollars an hour."""
     failures: Failures | None = None
     """None where the tick before came to its end."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from autohet.driver.sources.choose import make_sources
 from autohet.driver.sources.merge import Board
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
-from autohet.driver.sources.spot_prices import SpotPrices, live_node_type
+from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
 from autohet.runtime.messages import Phase, WorkerReport
 from autohet.runtime.precision import check_computes
@@ -78,6 +78,8 @@ class RayObserver:
         self.stop_reason: str | None = None
         self.launches: LaunchWatch | None = None
         """Where the autoscaler is asked for nodes."""
+        self.spot_types: Mapping[str, SpotType] = {}
+        """Of the node types that it may be asked for."""
         self.scripted = Scripted()
         self._drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
         self._board = Board(make_sources(job.elastic, self._drains, self.scripted))
@@ -120,7 +122,7 @@ class RayObserver:
             reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=checkpoint,
             stop_reason=self.stop_reason, risks=dict(self._board.risks), store=self._rendezvous.address,
             newest_copies=dict(self._errands.newest_copies), holdings=holdings,
-            launches=launches,
+            launches=launches, prices=self._prices.of(self.spot_types),
         )  # fmt: skip
 
     def _calm(self) -> bool:

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 
 from autohet.driver.control.buying import Market, completed
 from autohet.driver.emulate.fleet import is_emulated
+from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
@@ -102,6 +103,10 @@ class FleetRequest:
     @property
     def selectors(self) -> list[dict[str, str]]:
         return selectors_of(self.cluster, self._document, self.counts)
+
+    @property
+    def spot_types(self) -> dict[str, SpotType]:
+        return spot_types(self.cluster, self._document)
 
     @property
     def market(self) -> Market:

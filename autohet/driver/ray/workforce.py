@@ -187,7 +187,7 @@ class RayWorkforce(RayObserver):
 
     def buy_by(self, request: FleetRequest) -> None:
         """What the autoscaler is asked for changes from now on, as the controller decides."""
-        self._request, self.launches = request, LaunchWatch()
+        self._request, self.launches, self.spot_types = request, LaunchWatch(), request.spot_types
 
     def ask_for_nodes(self, counts: Mapping[str, int]) -> None:
         if self._request is not None:

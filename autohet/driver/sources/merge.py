@@ -37,13 +37,16 @@ class AgentSigns:
 
 def merged(known: Notice | None, heard: Sequence[Notice]) -> Notice | None:
     """What stands of a node, given what stood before and what its sources say now: the earliest deadline counts, later news updates
-    earlier, and a notice stays seen since it was first seen. Sources that fall silent withdraw nothing.
+    earlier, and a notice stays seen since it was first seen. Sources that fall silent withdraw nothing, and who names no deadline
+    contradicts none.
     """
     if not heard:
         return known
     first = min(heard, key=_deadline)
     if known is None:
         return first
+    if first.deadline is None and known.deadline is not None:
+        return known
     same = _deadline(first) == _deadline(known) or abs(_deadline(first) - _deadline(known)) < SAME_MOMENT_S
     return known if same else replace(first, seen_at=known.seen_at)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from autohet.driver.sources.node_signs import InstanceFacts
 from autohet.driver.sources.watch import Watch
-from planner.cluster import NodeType
+from planner.catalogue import instance_types
+from planner.cluster import Cluster, NodeType
 
 POLL_S = 300.0
 PRODUCT = "Linux/UNIX"
@@ -54,6 +55,31 @@ def newest_prices(pages: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], f
     return {key: point.usd_per_hour for key, point in found.items()}
 
 
+@dataclass(frozen=True)
+class SpotType:
+    """What a spot node type is to EC2; zones: in which its nodes may come, empty where nobody says."""
+
+    instance_type: str
+    zones: frozenset[str]
+    region: str
+
+
+def spot_types(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, SpotType]:
+    """The spot node types of a cluster-launcher document by name, but those whose price a label says."""
+    found = {}
+    provider = document.get("provider") or {}
+    for kind in cluster.node_types:
+        entry = document["available_node_types"].get(kind.name) or {}
+        config = entry.get("node_config") or {}
+        instance = config.get("InstanceType")
+        if kind.spot and instance in instance_types() and PRICE_LABEL not in (entry.get("labels") or {}):
+            named = (config.get("Placement") or {}).get("AvailabilityZone") or provider.get("availability_zone") or ""
+            zones = frozenset(zone.strip() for zone in named.split(",") if zone.strip())
+            region = provider.get("region") or region_of(min(zones, default=""))
+            found[kind.name] = SpotType(instance, zones, region)
+    return found
+
+
 class SpotPrices:
     """Owns a thread from the first question on. A type that was never asked for is looked up from then on."""
 
@@ -65,13 +91,27 @@ class SpotPrices:
 
     def usd_per_hour(self, instance_type: str, zone: str) -> float | None:
         """The price that stands, or None while none is known. Never blocks."""
+        return self._known(instance_type, region_of(zone)).get((instance_type, zone))
+
+    def of(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
+        """By name, the price of those of which one is known: the dearest of the zones in which a node may come, since a bound on the price
+        holds wherever it does. Never blocks."""
+        found = {}
+        for name, kind in kinds.items():
+            known = self._known(kind.instance_type, kind.region).items()
+            prices = [p for (i, zone), p in known if i == kind.instance_type and zone in (kind.zones or {zone})]
+            if prices:
+                found[name] = max(prices)
+        return found
+
+    def _known(self, instance_type: str, region: str) -> Prices:
         if instance_type not in self._wanted:
-            self._wanted, self._region = self._wanted | {instance_type}, self._region or region_of(zone)
+            self._wanted, self._region = self._wanted | {instance_type}, self._region or region
             if self._watch is None:
                 self._watch = Watch("EC2's spot price history", self._ask, self._poll_s)
             else:
                 self._watch.ask_now()
-        return None if self._watch is None else (self._watch.answer or {}).get((instance_type, zone))
+        return {} if self._watch is None else self._watch.answer or {}
 
     def _ask(self) -> Prices:
         """The prices that stand now: with a start that is now, EC2 answers with those in effect."""
