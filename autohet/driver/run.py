@@ -53,6 +53,8 @@ from autohet.driver.ray.workforce import RayWorkforce
 from autohet.driver.report.write import leave_report
 from autohet.driver.run_record import RunCopies
 from autohet.driver.stop_signals import ending_on_sigterm, signals, undisturbed
+from autohet.driver.submission import is_submitted, warn_of_no_restart
+from autohet.driver.supervise import is_restart, is_supervised
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
@@ -144,12 +146,12 @@ class JobRun:
             begun = {"generation": self.controller.generation, "first_step": self.controller.ledger.committed_steps}
             self.controller.recorder.begin(job=self.job, driver=self.orders.driver, market=self.market, **begun)
         self.events.emit(
-            "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri
-        )
+            "started", self.controller.generation, job=self.job.name, step=found.step or 0, checkpoint=found.uri, restart=is_restart(),
+        )  # fmt: skip
 
     def buy(self, request: FleetRequest | None) -> None:
-        """Keep what the autoscaler is asked for as the job wants it; a job that names its nodes has no other wishes."""
-        if request is not None and request.bundles and self.job.elastic.request_nodes is None:
+        """Keep what the autoscaler is asked for as the job wants it, and hear what it refuses."""
+        if request is not None and request.bundles:
             self.workforce.buy_by(request)
             self.market = request.market
             self.controller.buyer = Buyer(self.job, self.controller.planning, self.market)
@@ -267,6 +269,8 @@ def train(
         ConfigError: the user's input is wrong, or there is no cluster.
     """
     job.require_training()
+    if is_submitted() and not is_supervised():
+        warn_of_no_restart()
     if events_path is not None:
         check_writable(events_path)
     check_length(job)
@@ -288,6 +292,7 @@ def train(
     found, best = check_inputs(job, cluster, here=emulated, standing=standing)
     if is_finished(found, job):
         return Outcome(True, *summary_of_finished(job, found, events_path))
+    logger.info("Time limits until a step's time is predicted: %s", job.elastic.timeouts())
     with ending_on_sigterm(), connection(job, document, address) as fleet:
         if fleet is None:
             check_gpus(job)

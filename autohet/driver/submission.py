@@ -17,6 +17,14 @@ def is_submitted() -> bool:
     return JOB_CONFIG in os.environ
 
 
+def warn_of_no_restart() -> None:
+    """Say it where nobody starts the driver of a submitted job again."""
+    logger.warning(
+        "This job ends if its driver is killed, by the kernel's out-of-memory killer say, and goes on only once it is submitted again:"
+        " submit `autohet train --job ...`, which starts a killed driver again by itself"
+    )
+
+
 def warn_of_short_stop() -> None:
     """Say it where `ray job stop` would not wait for a checkpoint."""
     if STOP_WAIT not in os.environ:

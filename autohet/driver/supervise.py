@@ -25,11 +25,26 @@ WELL_S = 600.0
 """A driver that has lived for this long has not died of what killed the one before."""
 
 
+_restarts: int | None = None
+"""In a child: how many there were before it."""
+
+
+def is_supervised() -> bool:
+    """Whether a parent starts this process again where it is killed."""
+    return _restarts is not None
+
+
+def is_restart() -> bool:
+    """Whether this process goes on with the run of one that was killed."""
+    return bool(_restarts)
+
+
 def supervised(restarts: int, work: Callable[[], int]) -> int:
     """The exit code of `work`, done in a child process that is started again, up to `restarts` times in a row, where a signal killed it
     that nobody sent through here. SIGTERM is passed on; Ctrl-C reaches a child by itself.
     """
-    left = restarts
+    global _restarts
+    left, _restarts = restarts, 0
     asked: list[int] = []
     while True:
         started = time.monotonic()
@@ -39,6 +54,7 @@ def supervised(restarts: int, work: Callable[[], int]) -> int:
         code = _follow(child, asked)
         if code >= 0 or asked:
             return code if code >= 0 else 128 - code
+        _restarts += 1
         left = (restarts if time.monotonic() - started > WELL_S else left) - 1
         name = signal.Signals(-code).name
         if left < 0:

@@ -33,12 +33,12 @@ QUIET = frozenset({Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phas
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where a node's agent serves the snapshots that it keeps."""
+    """Where a node's agent serves the snapshots that it keeps. `token` is a secret: it is neither shown nor recorded."""
 
     node: str
     host: str
     port: int
-    token: str
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from autohet.driver.replay_run import replay_run
 from tests.harness.local_fleet import (
     free_port,
     largest_relative_difference,
@@ -26,6 +27,7 @@ from tests.harness.local_fleet import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 STEPS = 60
+AGENTS_SECRET = '"token": "'
 
 
 def all_of(path: Path) -> list[dict[str, Any]]:
@@ -72,7 +74,8 @@ def driver_of(events: Path) -> int:
 def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_memory(tmp_path: Path) -> None:
     """Nobody does anything, and nothing was asked for: the job that was submitted once ends with every step trained."""
     sections: dict[str, Any] = {"training": {"steps": STEPS}, "checkpoint": {"every_steps": 25}}
-    job_path, _ = write_documents(tmp_path, {}, **sections, emulation={"block_forward_s": 0.01})
+    recorded = {"elastic": {"record_observations": True}, "emulation": {"block_forward_s": 0.01}}
+    job_path, _ = write_documents(tmp_path, {}, **sections, **recorded)
     events, port = tmp_path / "events.jsonl", free_port()
     with nodes_without_names(2, port) as cluster:
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
@@ -90,7 +93,12 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
     assert "RAY_JOB_STOP_WAIT_TIME_S" in logs, "a submission that leaves no time for a checkpoint is told so"
     lines = all_of(events)
     began = [index for index, event in enumerate(lines) if event["kind"] == "started"]
-    assert len(began) == 2
+    assert [lines[index]["restart"] for index in began] == [False, True]
+    assert "goes on only once it is submitted again" not in logs
+    replayed = replay_run(tmp_path / "observations.jsonl")
+    assert replayed.difference is None, "the second driver, decided anew"
+    assert replayed.decisions >= len([event for event in lines[began[1] :] if event["kind"] == "step"])
+    assert AGENTS_SECRET not in (tmp_path / "observations.jsonl").read_text()
     first, second = lines[: began[1]], lines[began[1] :]
     done = [event["step"] for event in first if event["kind"] == "step"][-1]
     checkpoints = [event["step"] for event in first if event["kind"] == "checkpoint"]

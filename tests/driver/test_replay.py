@@ -25,7 +25,7 @@ from autohet.driver.control.recording import RecordedPlanning, Recorder
 from autohet.driver.control.value_codec import decode, encode
 from autohet.driver.emulate.pacing import paces_of
 from autohet.driver.replay_run import replay_run
-from autohet.runtime.messages import DataState, Phase, StepRecord, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models import load_config
 from planner.cluster import Cluster, Node
 from recovery.state.layout import ShardId
@@ -54,6 +54,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a notice, a death and an arrival."""
     path = tmp_path_factory.mktemp("run") / "observations.jsonl"
     controller, workforce, recorder = recorded(path, steps=60)
+    priced = replace(KIND, usd_per_hour=0.25)
+    workforce.nodes = {n: replace(view, node=Node(n, priced)) for n, view in workforce.nodes.items()}
     leaver = controller.members[0].split("/")[0]
     workforce.warn(leaver, 60)
     run(controller, lambda: leaver in workforce.released)
@@ -83,7 +85,7 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
     assert found["actions"] == sum(len(line["actions"]) for line in lines)
     kinds = {action["do"] for line in lines for action in line["actions"]}
     assert kinds >= {"Hire", "ClaimGeneration", "Begin", "RequestStop", "Interrupt", "ReleaseNode", "CommitCheckpoint"}
-    assert {"notice", "death", "arrival"} <= {event["kind"] for line in lines for event in line["decided"]}
+    assert {"notice", "death", "departure", "arrival", "price"} <= {event["kind"] for line in lines for event in line["decided"]}
 
 
 def difference_shown(record: Path) -> str:
@@ -131,7 +133,9 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_decided_about_ticks_that_failed_is_replayed(failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.loads(line) for line in failed.read_text().splitlines()[1:]]
     said = [str(event.get("reason")) for line in lines for event in line["decided"] if event["kind"] == "decision"]
-    assert sum("Deciding to try again, since there was an error in the driver: ZeroDivisionError" in s for s in said) == 1
+    assert (
+        sum("Deciding to try again, since there was an error in the driver: ZeroDivisionError" in s for s in said) == 1
+    )
     assert sum("Deciding to stop with a checkpoint, since there was" in s for s in said) == 1
     assert replay_run(failed).difference is None
     monkeypatch.setattr(policy, "RETRIES", policy.RETRIES + 1)
@@ -157,6 +161,7 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(controller, trained(controller, 5))
     workforce.launches = Launches({"small": 2 + FAILURES}, "EC2 has no capacity")
     run(controller, lambda: bool(workforce.asked))
+    workforce.prices = {"small": 0.25}
     assert workforce.asked[-1]["other"] == 2, workforce.asked
     workforce.risks["small-0"] = Notice("small-0", "rebalance", workforce.now, risk=True)
     workforce.nodes["small-8"] = replace(workforce.nodes["small-0"], node=Node("small-8", KIND), data=DataState())
@@ -182,7 +187,7 @@ def test_a_replay_buys_the_same(bought: Path) -> None:
         (buyer, "with_spares", lambda counts, *arguments: dict(counts)),
         (buyer, "releasable", lambda *arguments: ()),
         (buying, "FAILURES", 99),
-        (buyer.Buyer, "_heed_refusals", lambda self, seen, alive: []),
+        (buyer.Buyer, "_heed_refusals", lambda *arguments: []),
     ],
 )
 def test_a_buyer_that_decides_otherwise_is_shown(
@@ -190,6 +195,14 @@ def test_a_buyer_that_decides_otherwise_is_shown(
 ) -> None:
     monkeypatch.setattr(where, name, wrong)
     difference_shown(bought)
+
+
+def test_a_record_holds_no_secret(record: Path) -> None:
+    """Which the endpoints of the nodes' agents have, and their text has not."""
+    endpoint = AgentEndpoint("small-0", "here", 1, "token")
+    assert "token" not in repr(endpoint)
+    assert '"port"' in record.read_text()
+    assert '"token"' not in record.read_text()
 
 
 def test_a_line_that_was_changed_is_shown(record: Path, tmp_path: Path) -> None:

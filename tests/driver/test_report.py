@@ -9,7 +9,7 @@ import pytest
 from autohet.cli.main import main
 from autohet.cli.status import describe
 from autohet.driver.control.events import EventLog
-from autohet.driver.report.events import fleet_over_time, kept_steps, read_events
+from autohet.driver.report.events import fleet_over_time, kept_steps, last_run, read_events
 from autohet.driver.report.page import _around, chart, report_page
 from autohet.driver.report.timeline import timeline
 from autohet.driver.report.write import leave_report, write_report
@@ -109,6 +109,25 @@ def test_a_run_whose_driver_died_has_a_report_too(tmp_path):
     page, trace = write_report(path)
     assert (page.name, trace.name) == ("report.html", "timeline.json")
     assert "The run has not ended, or its driver died." in page.read_text()
+
+
+def started(time, restart=False):
+    return {"time": time, "generation": 0, "kind": "started", "job": "toy", "step": 0, "checkpoint": None, "restart": restart}
+
+
+def test_a_report_is_of_the_last_run_in_its_file_with_all_its_drivers(tmp_path):
+    """A run that goes on where another ended has no hours of nothing in its report, and none of the other's nodes."""
+    first = [event for event in run_events() if event["kind"] != "death"]
+    second = [started(9000.0), arrival(9000.0, "c", "L4"), step(9001.0, 4, 2.0), started(9050.0, restart=True)]
+    second += [arrival(9050.0, "d", "L4"), step(9060.0, 5, 1.5), step(9061.0, 6, 1.25)]
+    assert last_run(first + second) == second
+    page, _ = write_report(write_events(tmp_path / "events.jsonl", first + second))
+    text = page.read_text()
+    assert "<b>61</b>seconds" in text
+    assert "<b>3</b>steps" in text
+    assert "A100" not in text
+    assert fleet_over_time(second, 9000.0).gpus_by_type["L4"][-1] == (50.0, 4.0), "its second driver numbers nodes anew"
+    assert last_run(second[1:3]) == second[1:3]
 
 
 def test_a_curve_goes_where_its_points_do():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autohet.driver.supervise import is_supervised
+
 PROGRAM = """
 import os, signal, sys, time
 from autohet.driver.supervise import supervised
@@ -49,6 +51,16 @@ def supervise(tmp_path: Path, body: str, term: bool = False) -> tuple[int, int]:
 )
 def test_what_a_signal_killed_is_started_again(tmp_path: Path, body: str, code: int, starts: int) -> None:
     assert supervise(tmp_path, body) == (code, starts)
+
+
+def test_a_driver_knows_who_watches_it_and_that_it_goes_on_with_another_s_run(tmp_path: Path) -> None:
+    """Which its event `started` tells."""
+    body = (
+        "from autohet.driver.supervise import is_restart, is_supervised; assert is_supervised(); assert is_restart() == (number > 1);"
+        " os.kill(os.getpid(), signal.SIGKILL) if number < 2 else None; return 0"
+    )
+    assert not is_supervised()
+    assert supervise(tmp_path, body) == (0, 2)
 
 
 def test_who_is_asked_to_end_is_not_started_again(tmp_path: Path) -> None:

@@ -118,9 +118,11 @@ def test_workers_get_what_the_job_says_of_cuda_and_its_libraries(monkeypatch):
 
     told = {"NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "GLOO_SOCKET_IFNAME": "eth1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip
+    told["HF_TOKEN"] = "hf_secret"
     own = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "here"}
     for name, value in {**told, **own}.items():
         monkeypatch.setenv(name, value)
     found = forwarded_environment()
+    assert "hf_secret" not in repr({"environment": found})
     assert found.items() >= told.items()
     assert not found.keys() & own.keys()

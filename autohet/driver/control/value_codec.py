@@ -1,8 +1,8 @@
 """Values of the driver as JSON and back: dataclasses, msgspec structs, named tuples and enums of this distribution, and what they hold.
 
-`{"@": "module:Class", ...}` is an object (fields at their defaults left out), `{"@": "tuple" | "set" | "map" | "bytes", "of": ...}` what
-JSON has no word for. Floats are written so that they are read back to the bit. The same value always gives the same text, whatever the
-order of its sets.
+`{"@": "module:Class", ...}` is an object (fields at their defaults left out, and secrets, which are not in its `repr` either),
+`{"@": "tuple" | "set" | "map" | "bytes", "of": ...}` what JSON has no word for. Floats are written so that they are read back to the
+bit. The same value always gives the same text, whatever the order of its sets.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def fields_of(kind: Any) -> Fields | None:
 
 def _read_fields(kind: Any) -> Fields | None:
     if dataclasses.is_dataclass(kind):
-        made_from = [field for field in dataclasses.fields(kind) if field.init]
+        made_from = [field for field in dataclasses.fields(kind) if field.init and field.repr]
         return tuple((f.name, _NONE if f.default is dataclasses.MISSING else f.default) for f in made_from)
     if issubclass(kind, msgspec.Struct):
         found = msgspec.structs.fields(kind)

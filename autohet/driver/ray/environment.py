@@ -6,12 +6,16 @@ FORWARDED = ("AWS_", "HF_", "AUTOHET_CACHE", "NCCL_", "TORCH_", "GLOO_", "CUDA_"
 NODE_OWN = ("AWS_EC2_METADATA_", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NCCL_HOSTID")  # each machine's or process's own
 
 
-def forwarded_environment() -> dict[str, str]:
+class Environment(dict[str, str]):
+    """Variables by name. Values may be secrets, and are not shown."""
+
+    def __repr__(self) -> str:
+        return f"Environment of {', '.join(sorted(self))}"
+
+
+def forwarded_environment() -> Environment:
     """Where this process finds its storage, models and caches, and what it was told of CUDA, NCCL, gloo and PyTorch: workers on other
     machines need the same, unless their own environment says otherwise.
     """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(FORWARDED) and not name.startswith(NODE_OWN)
-    }
+    wanted = {n: v for n, v in os.environ.items() if n.startswith(FORWARDED) and not n.startswith(NODE_OWN)}
+    return Environment(wanted)

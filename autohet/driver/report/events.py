@@ -41,6 +41,13 @@ def read_events(path: str | Path) -> list[Event]:
     return found
 
 
+def last_run(events: Sequence[Event]) -> Sequence[Event]:
+    """The events of the last run in a file that several have written, as one does that goes on where another ended. A driver that was
+    killed and started again goes on with its run."""
+    begins = [at for at, event in enumerate(events) if event["kind"] == "started" and not event.get("restart")]
+    return events[begins[-1] :] if begins else events
+
+
 def of_kind(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["kind"] == kind]
 

@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from autohet.driver.report.events import read_events
+from autohet.driver.report.events import last_run, read_events
 from autohet.driver.report.page import report_page
 from autohet.driver.report.timeline import timeline
 from planner.errors import ConfigError
@@ -15,14 +15,14 @@ logger = logging.getLogger("autohet")
 
 
 def write_report(events: str | Path, directory: Path | None = None) -> tuple[Path, Path]:
-    """Paths of the page and the timeline, `<events' stem>-report.html` and `-timeline.json` in `directory` (default: beside the events);
-    `events.jsonl` gives `report.html` and `timeline.json`.
+    """Of the last run in these events. Paths of the page and the timeline, `<events' stem>-report.html` and `-timeline.json` in
+    `directory` (default: beside the events); `events.jsonl` gives `report.html` and `timeline.json`.
 
     Raises:
         ConfigError: the events cannot be read, or the files cannot be written.
     """
     path = Path(events)
-    found = read_events(path)
+    found = last_run(read_events(path))
     job = next((event["job"] for event in found if event.get("job")), path.stem)
     folder = path.parent if directory is None else directory
     page, trace = report_paths(path, folder)
