@@ -213,7 +213,7 @@ def test_changes_neither_count_as_idle_nor_begin_it_anew(aws: tuple[dict[str, An
         training = now % 60 < 40
         if not released and idle.look(seen_of(cluster, float(now), g5=1), (), training=training):
             released = float(now)
-    assert 100.0 <= released <= 220.0
+    assert released == 150.0, "35 s between the first and the last look of each minute's training"
     idle.look(seen_of(cluster, 400.0, g5=1), ("g5-0",), training=False)
     assert idle.look(seen_of(cluster, 405.0, g5=1), (), training=True) == (), "a plan has used it"
 
