@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from autohet.driver import checks, cluster_choice
 from autohet.driver.cluster_choice import find_document
@@ -14,6 +15,7 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.this_machine import announcement, describe, local_document
 from autohet.driver.ray.workforce import RayWorkforce
+from autohet.driver.run import train
 from planner.cluster import Cluster, cluster_from_document, cluster_from_yaml, node_type_from_labels
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
@@ -87,6 +89,16 @@ def test_a_node_that_cannot_compute_the_precision_is_not_used(tmp_path: Path, ca
     finally:
         workforce.close(at_once=True)
     assert "is not used: training.precision is bf16, which a T4 cannot compute" in caplog.text
+
+
+def test_a_job_whose_cluster_has_no_type_for_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    job = replace(make_job(tmp_path, training={"precision": "bf16", "device": "auto"}), emulation=None)
+    document = yaml.safe_load(Path("cluster_configs/aws-cheap-spot.yaml").read_text())
+    document["available_node_types"] = {name: document["available_node_types"][name] for name in ("head", "g4dn")}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError, match=r"bf16, which g4dn \(T4\) cannot compute; set training\.precision to fp32"):
+        train(job, cluster_path=str(path), address=None, events_path=None, show=lambda *_: None)
 
 
 @pytest.fixture
