@@ -94,6 +94,21 @@ def test_aws_nodes_want_the_token_and_no_file_tells_a_secret(path: Path) -> None
     assert not re.search(r"AKIA|aws_secret|auth_token: [0-9a-f]{8}", path.read_text())
 
 
+def test_both_readmes_have_the_same_lines() -> None:
+    """Those of the first are run as they are written (tests/cluster/test_aws_launch.py)."""
+    short = commands_of(ROOT / "README.md", "### On a cluster")
+    assert len(short) == 7
+    assert short == commands_of(CONFIGS / "README.md", "## On AWS")
+
+
+def commands_of(path: Path, heading: str) -> list[str]:
+    """The first block of commands below a heading, without their comments and spaces that only align."""
+    block = re.search(r"(?:^    .*\n)+", path.read_text().split(heading, 1)[1], re.MULTILINE)
+    assert block is not None
+    lines = block.group().replace("\\\n", " ").splitlines()
+    return [re.sub(r" +", " ", re.sub(r" +# .*", "", line)).strip() for line in lines]
+
+
 def test_cuda_wheels_are_pinned_beside_the_cpu_ones() -> None:
     lines = [line for line in (ROOT / "constraints-cuda.txt").read_text().splitlines() if not line.startswith("#")]
     pins = dict(line.split("==") for line in lines)
