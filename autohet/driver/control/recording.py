@@ -25,7 +25,7 @@ from planner.cluster import Fleet
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
-VERSION = 3
+VERSION = 4
 MAPPINGS = ("nodes", "notices", "reports", "losses", "risks")
 FIELDS = tuple(field.name for field in fields(Observation))
 
