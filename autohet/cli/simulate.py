@@ -182,8 +182,8 @@ def show(document: dict[str, Any]) -> None:
 
 def _price(name: str, price: dict[str, Any]) -> str:
     values = [usd for _, usd in price["usd_per_hour"]]
-    spread = f" ({min(values):g} to {max(values):g} $/h)" if len(values) > 1 else ""
-    return f"price of {name}: {price['source']}{spread}"
+    spread = f"{min(values):g} to {max(values):g}" if len(values) > 1 else f"{values[0]:g}"
+    return f"price of {name}: {spread} $/h, {price['source']}"
 
 
 def _sentence(policy: str, comparison: dict[str, Any]) -> str:

@@ -146,8 +146,8 @@ def test_constant_prices_are_said_to_be_so(tmp_path):
     document["available_node_types"]["other"] = cluster_document()["available_node_types"]["small"] | {"max_workers": 1}
     del document["available_node_types"]["other"]["labels"]["autohet.io/usd-per-hour"]
     found = price_sources(cluster_from_document(document), document, RecordedPrices())
-    assert found["g5"] == f"constant, 1.212 $/h, the catalogue's price of g5.2xlarge: {PRICES_AS_OF}"
-    assert found["g6"] == "constant, 0.3 $/h, the cluster file's label autohet.io/usd-per-hour"
+    assert found["g5"] == f"constant, the catalogue's price of g5.2xlarge: {PRICES_AS_OF}"
+    assert found["g6"] == "constant, the cluster file's label autohet.io/usd-per-hour"
     assert found["other"].startswith("no price is known")
     over_time = price_sources(cluster_from_document(ZONED), ZONED, recorded(tmp_path))
     assert over_time["g5"].startswith("over time")
@@ -229,6 +229,14 @@ def test_a_bound_on_the_price_is_held_at_the_price_of_then(tmp_path, policy):
 
 
 @pytest.mark.thorough
+def test_a_job_that_waits_for_a_lower_price_begins_when_it_comes(tmp_path):
+    rows = [(0.0, "small", 2.0), (900.0, "small", 0.5)]
+    run = simulation_of(tmp_path, rows, hours=0.5, max_usd_per_hour=1.0).run("local_first")
+    assert 900.0 < run["stretches"][0]["begin_s"] < 1000.0
+    assert any("for at most 1.00 $/h" in reason for reason in run["decisions"])
+
+
+@pytest.mark.thorough
 def test_the_constant_price_is_nobodys_where_another_is_recorded(tmp_path):
     """$10 a node in the cluster file, $1 on the market: two nodes for at most $3 an hour, whoever trains on them."""
     dear = replace(CLUSTER, node_types=tuple(replace(kind, usd_per_hour=10.0) for kind in CLUSTER.node_types))
@@ -307,9 +315,8 @@ def test_the_command_says_where_prices_are_from_and_draws_them(tmp_path, capsys)
     assert "g5 price" in picture.read_text()
     assert main([*arguments, "--prices", history]) == 0
     told = capsys.readouterr().out
-    assert "price of g5: over time, EC2's spot price history of g5.2xlarge" in told
-    assert "(0.48 to 0.6 $/h)" in told
-    assert "price of floor: constant, 1.212 $/h, the catalogue's price of g5.2xlarge: on demand" in told
+    assert "price of g5: 0.48 to 0.6 $/h, over time, EC2's spot price history of g5.2xlarge" in told
+    assert "price of floor: 1.212 $/h, constant, the catalogue's price of g5.2xlarge: on demand" in told
 
 
 @pytest.mark.parametrize(

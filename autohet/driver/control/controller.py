@@ -107,7 +107,8 @@ class Controller(Rebuild):
         newest = max((seen.nodes[name].joined_at for name in seen.nodes), default=seen.now)
         settled = seen.now - newest >= self.job.elastic.arrivals_debounce_s and not starting and not preparing
         late = seen.now - state.since > self.timeouts.worker_start_s
-        if num_workers >= self.job.elastic.min_workers and (settled or late) and frozenset(usable) != state.tried:
+        anew = policy.fleet_of(seen, usable, 0).nodes != state.tried  # other nodes, or these at another price
+        if num_workers >= self.job.elastic.min_workers and (settled or late) and anew:
             return self._plan_from_rest(state, seen, usable)
         if num_workers < self.job.elastic.min_workers:
             state.reason = policy.shortage(num_workers, self.job.elastic.min_workers, len(starting), len(preparing))
@@ -130,7 +131,7 @@ class Controller(Rebuild):
     def _plan_from_rest(
         self, state: Waiting, seen: Observation, usable: tuple[str, ...], *, redundant: bool = True
     ) -> State:
-        state.tried = frozenset(usable)
+        state.tried = policy.fleet_of(seen, usable, 0).nodes
         change = state.change or Change("start", (), seen.now, seen.now, self.ledger.committed_steps, None)
         answer = self.planning.ask(self._fleet(seen, usable), None, redundant=redundant)
         if answer.proposal is None:

@@ -14,6 +14,7 @@ from autohet.driver.control.change import Change
 from autohet.driver.control.orders import Book
 from autohet.driver.control.planning import Proposal, Search
 from autohet.driver.control.policy import Trouble
+from planner.cluster import Node
 
 
 @dataclass
@@ -26,7 +27,8 @@ class Waiting:
     announced: bool = False
     said: str = ""
     said_at: float = 0.0
-    tried: frozenset[str] = frozenset()
+    tried: tuple[Node, ...] = ()
+    """Whom the planner had no plan for, at the prices of then."""
 
 
 @dataclass

@@ -69,8 +69,8 @@ def _constant(kind: NodeType, entry: Mapping[str, Any], instances: Mapping[str, 
     if kind.usd_per_hour is None:
         return "no price is known: its hours count as free"
     if PRICE_LABEL in (entry.get("labels") or {}):
-        return f"constant, {kind.usd_per_hour:g} $/h, the cluster file's label {PRICE_LABEL}"
-    return f"constant, {kind.usd_per_hour:g} $/h, the catalogue's price of {instances.get(kind.name)}: {PRICES_AS_OF}"
+        return f"constant, the cluster file's label {PRICE_LABEL}"
+    return f"constant, the catalogue's price of {instances.get(kind.name)}: {PRICES_AS_OF}"
 
 
 def _entry(document: object, name: str) -> Mapping[str, Any]:

@@ -48,6 +48,15 @@ class Prices:
             for name, kind in kinds.items()
         }
 
+    def cheapest(self, kinds: Mapping[str, NodeType], end_s: float) -> dict[str, NodeType]:
+        """These node types at their lowest prices from 0 until `end_s`."""
+        return {
+            name: replace(kind, usd_per_hour=min(usd for _, usd in self.steps(name, end_s)))
+            if name in self._given
+            else kind
+            for name, kind in kinds.items()
+        }
+
     def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:
         """(second, dollars an hour from then on) from 0 until `end_s`, where it changes."""
         found = [(0.0, self.usd_per_hour(node_type, 0.0))]

@@ -95,8 +95,8 @@ class Simulation:
             replication_share=job.checkpoint.replicate_bandwidth_share, end_s=scenario.end_s,
         )  # fmt: skip
         holder.append(workforce)
-        kinds = tuple(self.prices.at(scenario.kinds, 0.0).values())
-        whole = replace(scenario.cluster, node_types=kinds).fleet()
+        kinds = self.prices.cheapest(scenario.kinds, scenario.end_s)
+        whole = replace(scenario.cluster, node_types=tuple(kinds.values())).fleet()
         planning.answer(whole, None)  # a job that the whole cluster cannot train is the user's to mend
         config = load_config(job.model)
         book = OrderBook(job, config, layouts=CoarseLayouts(config))
