@@ -1,19 +1,22 @@
 """The baseline torchft: replicas of a whole model in data parallel over gloo, one process of which is killed.
 
-Every worker is a replica group of one process, with its manager; a lighthouse in this process keeps the quorum, tuned to notice a silent
-replica after HEARTBEAT_MS. Gradients go by `Manager.allreduce`, which survives a lost peer; with torchft's DistributedDataParallel
-(0.2.0 over gloo, torch 2.13) the survivors died of an assertion in its hook. What is measured is the largest time without a committed
-step after the kill, and how many survivors kept their process.
-torchft is no dependency of this repository: `pip install --target DIRECTORY torchft`, then PYTHONPATH=DIRECTORY.
+Every worker is a replica group of one process, with its manager; a lighthouse in this process keeps the quorum. It is measured twice: with
+the timeouts of torchft's own documents, and tuned to notice a silent replica after a second. Gradients go by `Manager.allreduce`,
+which survives a lost peer; with torchft's DistributedDataParallel (0.2.0 over gloo, torch 2.13) the survivors died of an assertion in its
+hook. Measured are the seconds from the kill to the first step that the survivors commit by themselves, what of them exceeds a usual step
+(all that was computed and not committed is within them: the lost steps in seconds), and how many survivors kept their process.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
 import signal
+import statistics
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -29,14 +32,28 @@ from autohet.runtime.job import Job
 NUM_WORKERS = 3
 WARM_STEPS = 12
 STEPS_AFTER = 5
-HEARTBEAT_MS = 1000
+SETTINGS: dict[str, dict[str, int]] = {
+    "as its documents say": {
+        "quorum_tick_ms": 100, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 5000, "gloo_timeout_s": 5, "manager_timeout_s": 30,
+    },
+    "tuned": {
+        "quorum_tick_ms": 50, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 1000, "gloo_timeout_s": 2, "manager_timeout_s": 10,
+    },
+}  # fmt: skip
+"""The first: the lighthouse of torchft's README (its heartbeat is the default), gloo and manager of its `train_ddp.py`."""
+RECIPE = """torchft is no dependency of this repository, and its own would replace parts of it. Beside it:
+    pip install --no-deps --target T torchft==0.2.0 googleapis-common-protos \\
+        opentelemetry-exporter-otlp-proto-http==1.45.2 opentelemetry-exporter-otlp-proto-common==1.45.2
+    pip install --no-deps --target O opentelemetry-exporter-http-transport==0.66b2 opentelemetry-exporter-otlp-common==0.66b2
+    PYTHONPATH=T:O:. python scripts/benchmarks/torchft_death.py"""
 DEADLINE_S = 240.0
-TIMEOUT_S = 10.0
 PAUSE_S = 0.1
 """Of each step, as in the baseline of Ray Train."""
 
 
-def replica(number: int, lighthouse: str, model_config: dict[str, Any], directory: str) -> None:
+def replica(
+    number: int, lighthouse: str, model_config: dict[str, Any], directory: str, settings: dict[str, int]
+) -> None:
     """One worker: trains until it is ended, and writes down each committed step with its time."""
     import torch
     from torch.distributed import TCPStore
@@ -50,14 +67,14 @@ def replica(number: int, lighthouse: str, model_config: dict[str, Any], director
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     inner = torch.optim.AdamW(model.parameters())
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    patience = timedelta(seconds=TIMEOUT_S)
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=patience), load_state_dict=load, min_replica_size=1, timeout=patience,
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=settings["gloo_timeout_s"])), load_state_dict=load, min_replica_size=1,
+        timeout=timedelta(seconds=settings["manager_timeout_s"]),
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}, rank=0, world_size=1,
         store_addr="localhost", store_port=store.port, lighthouse_addr=lighthouse, replica_id=f"replica-{number}",
         hostname="localhost",
@@ -92,18 +109,20 @@ def wait_for(directory: Path, size: int, count: int, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def measure() -> dict[str, Any]:
+def measure(settings: dict[str, int]) -> dict[str, Any]:
     """One kill. Raises RuntimeError where training did not go on."""
     from torchft.coordination import LighthouseServer
 
     model = dict(Job.from_yaml(JOB).model.config or {})
     lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=HEARTBEAT_MS
+        bind="127.0.0.1:0", min_replicas=1, **{name: value for name, value in settings.items() if name.endswith("_ms")}
     )
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="torchft-") as directory:
         workers = [
-            context.Process(target=replica, args=(number, lighthouse.address(), model, directory), daemon=True)
+            context.Process(
+                target=replica, args=(number, lighthouse.address(), model, directory, settings), daemon=True
+            )
             for number in range(NUM_WORKERS)
         ]
         for worker in workers:
@@ -114,24 +133,47 @@ def measure() -> dict[str, Any]:
             struck = time.monotonic()
             os.kill(workers[-1].pid, signal.SIGKILL)
             wait_for(Path(directory), NUM_WORKERS - 1, STEPS_AFTER, deadline)
-            after = [at for at, _, _ in steps(Path(directory)) if at >= struck - 1.0]
-            kept = sum(worker.is_alive() for worker in workers)
+            return found(steps(Path(directory)), struck) | {
+                "survivors_that_kept_their_process": sum(worker.is_alive() for worker in workers[:-1])
+            }
         finally:
             for worker in workers:
                 worker.kill()
                 worker.join()
             lighthouse.shutdown()
-    return {"seconds_without_a_step": max(b - a for a, b in pairwise(after)), "survivors_that_kept_their_process": kept}
+
+
+def found(committed: list[tuple[float, int, int]], struck: float) -> dict[str, float]:
+    """What (time, step, replicas) of committed steps say of the kill at `struck`, in seconds."""
+    first = {step: at for at, step, _ in reversed(committed)}
+    usual = statistics.median(b - a for a, b in pairwise(sorted(at for at in first.values() if at < struck)[1:]))
+    again = min(at for at, _, replicas in committed if at > struck and replicas < NUM_WORKERS)
+    last = max(at for at in first.values() if at < again)
+    return {
+        "usual_step": round(usual, 3),
+        "kill_to_step": round(again - struck, 3),
+        "lost": round(again - last - usual, 3),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if importlib.util.find_spec("torchft") is None:
+        sys.exit(RECIPE)
     load = os.getloadavg()[0]
-    runs = [measure() for _ in range(arguments.times)]
-    document = {"runs": runs, "load_average_1min": {"before": load, "after": os.getloadavg()[0]}, **provenance()}
+    cases = {}
+    for name, settings in SETTINGS.items():
+        runs = [measure(settings) for _ in range(arguments.times)]
+        medians = {part: statistics.median(run[part] for run in runs) for part in runs[0]}
+        cases[name] = {"settings": settings, "medians": medians, "runs": runs}
+    document = {
+        "what": "torchft 0.2.0 over gloo, three whole replicas, one killed: seconds from the kill to the survivors' first step",
+        "pause_of_each_step_s": PAUSE_S, "cases": cases, "load_average_1min": {"before": load, "after": os.getloadavg()[0]},
+        **provenance(),
+    }  # fmt: skip
     print(json.dumps(document, indent=1))
     if arguments.out:
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
