@@ -24,6 +24,7 @@ from recovery.peers.protocol import (
     MAX_SHARD_BYTES,
     NONCE_BYTES,
     OK,
+    REFUSED,
     REPLY,
     UNAVAILABLE,
     VERSION,
@@ -113,15 +114,17 @@ class ShardClient:
     def push(
         self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview | FileRange], *,
         checksums: Sequence[int] | None = None, limit: BandwidthLimit | None = None, superseded: tuple[int, int] | None = None,
+        to: str | None = None,
     ) -> None:  # fmt: skip
-        """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are.
+        """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are. `to`: that node's name,
+        where it matters; another one, which has the address now, refuses.
 
         `checksums` are the recorded ones, in the order of `pieces` (computed here if None, of memory only); `limit` bounds the bytes per
         second; `superseded`: copies of this worker that are older than this (generation, step) are removed afterwards.
 
         Raises:
             SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing is kept.
-            PeerTimeout, PeerUnreachable, PeerRefused: as `read`.
+            PeerTimeout, PeerUnreachable, PeerRefused: as `read`; PeerRefused, too, where it is another node than `to`.
         """
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
         request = {
@@ -133,6 +136,7 @@ class ShardClient:
             "shards": list(pieces),
             "checksums": list(checksums) if checksums is not None else _checksums(pieces),
             "superseded": superseded,
+            "to": to,
         }
         with self._ask(request, f"taking shards of {source}") as (connection, first):
             self._check_push(first, source)
@@ -146,6 +150,8 @@ class ShardClient:
             return
         if status == FULL:
             raise SnapshotError(self.peer, f"has no room for shards of {source}")
+        if status == REFUSED:
+            raise PeerRefused(self.peer, "it is another node than these copies are for")
         raise ShardCorrupt("all", self.peer, "damaged on the way")
 
     @contextmanager

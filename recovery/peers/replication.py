@@ -204,7 +204,9 @@ class Replicator:
         tensors = self._store.file_of(source, first).map.tensors
         limit = self._limits.setdefault(targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s))
         with self._pool.client(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
-            client.push(source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete)
+            client.push(
+                source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete, to=endpoint.node
+            )
 
 
 def hand_over(
@@ -228,7 +230,7 @@ def hand_over(
                 tensors = {shard.tensor: file.map.tensors[shard.tensor] for shard, file in files.items()}
                 checksums = [file.checksum(shard) for shard, file in files.items()]
                 with ShardClient(endpoint.host, endpoint.port, token, timeout_s) as client:
-                    client.push(source, tensors, views, checksums=checksums)
+                    client.push(source, tensors, views, checksums=checksums, to=endpoint.node)
                 sent += sum(len(view) for view in views.values())
                 break
             except RecoveryError as error:

@@ -60,9 +60,9 @@ GREETING_S = 10.0
 class ShardServer:
     """Owns a listening socket and its threads, one a connection; serves until `close`.
 
-    Bounds: `max_connections` at a time (more are hung up on at once), `max_pushes` of them pushing (more are told
-    that there is no room). A peer has GREETING_S to show its token, IDLE_S between two requests and for each wait
-    within one.
+    Bounds: `max_connections` at a time (for one more, that which has waited longest for its next request is hung up on, or itself where
+    none does), `max_pushes` of them pushing (more are told that there is no room). A peer has GREETING_S to show its token, IDLE_S between
+    two requests and for each wait within one.
     """
 
     def __init__(
@@ -108,15 +108,17 @@ class _ThreadingServer(socketserver.TCPServer):
         super().__init__(address, handler)
         self._max_connections = max_connections
         self._open: dict[threading.Thread, socket.socket] = {}
+        self._idle: dict[threading.Thread, None] = {}
+        """Those between two requests, the one that has waited longest first."""
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread of its own, or hang up where there are too many."""
+        """Serve a new connection in a thread of its own, or hang up where there are too many that have something to do."""
         thread = threading.Thread(
             target=self._serve, args=(request, client_address), name=f"shard-server {client_address}", daemon=True
         )
         with self._lock:
-            full = len(self._open) >= self._max_connections
+            full = len(self._open) >= self._max_connections and not self._end_an_idle_one()
             if not full:
                 self._open[thread] = request
         if full:
@@ -125,6 +127,24 @@ class _ThreadingServer(socketserver.TCPServer):
         else:
             thread.start()
 
+    def _end_an_idle_one(self) -> bool:
+        """Whoever is at its other end makes a new one for its next request, and blames nobody."""
+        thread = next(iter(self._idle), None)
+        if thread is None:
+            return False
+        del self._idle[thread]
+        _shut(self._open[thread])
+        return True
+
+    def note(self, connection: socket.socket, *, idle: bool) -> None:
+        """What the calling thread's connection is now (TLS puts another object in its place), and whether it waits for a next request."""
+        with self._lock:
+            thread = threading.current_thread()
+            self._open[thread] = connection
+            self._idle.pop(thread, None)
+            if idle:
+                self._idle[thread] = None
+
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
             self.finish_request(request, client_address)
@@ -132,6 +152,7 @@ class _ThreadingServer(socketserver.TCPServer):
             self.shutdown_request(request)
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
+                self._idle.pop(threading.current_thread(), None)
 
     def hang_up(self, until: float) -> None:
         with self._lock:
@@ -152,6 +173,7 @@ class _Handler(socketserver.BaseRequestHandler):
     pushes: threading.BoundedSemaphore
     context: ssl.SSLContext | None
     request: socket.socket
+    server: _ThreadingServer
 
     def handle(self) -> None:
         self.request.settimeout(GREETING_S)
@@ -159,12 +181,15 @@ class _Handler(socketserver.BaseRequestHandler):
         try:
             if self.context is not None:
                 self.request = self.context.wrap_socket(self.request, server_side=True)
+            self.server.note(self.request, idle=False)
             if not self._greet():
                 return
             self.request.settimeout(IDLE_S)
             while (request := receive_request(self.request)) is not None:
+                self.server.note(self.request, idle=False)
                 if not self._answer(request):
                     return
+                self.server.note(self.request, idle=True)
         except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             logger.info("a peer's connection ended: %s", error)
 
@@ -206,6 +231,8 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _push(self, request: dict[str, Any]) -> int:
         """Its status. Whoever reads it may push again at once: the place is free by then."""
+        if request.get("to") not in (None, self.store.node):
+            return REFUSED  # another node's address before it was ours: a copy here may be beside its original
         if not self.pushes.acquire(blocking=False):
             return FULL
         try:
@@ -252,7 +279,8 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 def _shut(connection: socket.socket) -> None:
+    """Wakes the thread that waits for its bytes. Not TLS's own `shutdown`, which that thread would have to take part in."""
     try:
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except OSError:
         logger.debug("a connection was closed already")

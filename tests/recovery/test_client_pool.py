@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recovery.errors import Cancelled, PeerTimeout, PeerUnreachable, RecoveryError, ShardCorrupt
+from recovery.errors import Cancelled, PeerTimeout, PeerUnreachable, RecoveryError, ShardCorrupt, ShardUnavailable
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.peers import server as shard_server
@@ -157,6 +157,20 @@ def test_a_server_that_was_restarted_costs_one_connection(store: AgentStore, gre
             for _ in range(3):
                 assert all(isinstance(piece, torch.Tensor) for _, piece in tier.read(HERE, SHARDS, sums, {}))
         assert len(greetings) == 2
+
+
+def test_another_node_at_the_same_address_gives_nothing_for_the_one_before(store: AgentStore, tmp_path: Path) -> None:
+    """Although it has a copy of the same worker's state of the same step."""
+    (held,) = store.inventory()
+    other = AgentStore(tmp_path / "memory", tmp_path / "disk", "n1")
+    with ClientPool() as pool:
+        with ShardServer(store, TOKEN, host="127.0.0.1") as server:
+            tier = PeerTier({"n0": ("127.0.0.1", server.port, TOKEN)}, pool, 20)
+            assert all(isinstance(piece, torch.Tensor) for _, piece in tier.read(HERE, SHARDS, held.checksums, {}))
+        with ShardServer(other, TOKEN, host="127.0.0.1", port=server.port):
+            pieces = [piece for _, piece in tier.read(HERE, SHARDS, held.checksums, {})]
+    other.close()
+    assert [type(piece) for piece in pieces] == [ShardUnavailable] * len(SHARDS)
 
 
 def hang_up(connection: socket.socket, reset: bool) -> bool:

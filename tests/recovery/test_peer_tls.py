@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +100,25 @@ def test_a_restores_reads_share_a_connection_and_may_be_cancelled(
         cancelled.set()
         with pytest.raises(Cancelled):
             list(tier.read(held.source, shards, held.checksums, {}))
+
+
+def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
+    tmp_path: Path, store: AgentStore, greetings: list[str]
+) -> None:
+    """Although TLS has put another object in place of the socket that was accepted."""
+    ours, before = make_certificates(tmp_path / "ours", "job"), set(threading.enumerate())
+    (held,) = store.inventory()
+    with ShardServer(store, "token", host="127.0.0.1", tls=ours, max_connections=1) as server:
+        clients = [ShardClient("127.0.0.1", server.port, "token", 20, tls=ours) for _ in range(2)]
+        for number in range(4):
+            assert len(list(clients[number % 2].read(held.source, sorted(held.shards), held.checksums))) == len(
+                held.shards
+            )
+            until = time.monotonic() + 20
+            while set(server._server._idle) != set(server._server._open):
+                assert time.monotonic() < until
+                time.sleep(0.005)
+        assert len(greetings) == 4
+    assert set(threading.enumerate()) <= before
+    for client in clients:
+        client.close()

@@ -132,6 +132,21 @@ def test_the_next_peer_takes_it_where_the_first_is_gone(nodes: list[Node], write
     assert nodes[2].has(4) == frozenset(SHARDS)
 
 
+def test_copies_do_not_come_home_where_their_address_has_become_ones_own(
+    nodes: list[Node], writer: SnapshotWriter
+) -> None:
+    """The connection to the peer is kept; then it is gone, and this node listens where it did."""
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1", "n2")))
+    assert replicate(nodes, writer, 4).error is None
+    nodes[1].server.close()
+    with ShardServer(nodes[0].store, TOKEN, host="127.0.0.1", port=nodes[1].endpoint.port):
+        assert replicate(nodes, writer, 5).error is None
+        parts = [(Source("memory", "n0", WORKER, 5, 1), SHARDS)]
+        assert hand_over(nodes[0].store, parts, [nodes[1].endpoint], TOKEN, 10) == 0
+    assert (nodes[1].has(4), nodes[2].has(5)) == (frozenset(SHARDS), frozenset(SHARDS))
+    assert not list(nodes[0].memory.glob("*pushed*.snapshot"))
+
+
 def test_a_round_that_nobody_takes_has_failed_and_the_next_may_work(nodes: list[Node], writer: SnapshotWriter) -> None:
     (nodes[1].memory.parent).mkdir(parents=True)
     for directory in (nodes[1].memory, nodes[1].memory.parent / "disk"):

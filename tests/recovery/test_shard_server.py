@@ -161,13 +161,14 @@ def test_pushed_shards_are_kept_as_their_workers(client: ShardClient, store: Age
 
 
 def test_a_push_damaged_on_the_way_leaves_nothing(
-    client: ShardClient, store: AgentStore, monkeypatch: pytest.MonkeyPatch
+    client: ShardClient, store: AgentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recovery.peers.client.checksum", lambda data: 1)
     with pytest.raises(ShardCorrupt):
         client.push(HERE, CASE.layout.tensors, {SHARDS[0]: memoryview(content(SHARDS[0], 6))})
     monkeypatch.undo()
     assert len(store.inventory()) == 1
+    assert not list(tmp_path.rglob("*pushed*"))
     assert len(list(client.read(HERE, SHARDS, SUMS))) == len(SHARDS)
 
 
@@ -262,21 +263,53 @@ def test_close_hangs_up_on_peers_and_joins_every_thread(store: AgentStore) -> No
 
 
 def test_no_more_connections_than_allowed(store: AgentStore) -> None:
+    """Where all of them have something to do: these are shown a nonce, and show no token yet."""
     with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
-        first, second, third = (ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(3))
-        for client in (first, second):
-            assert len(list(client.read(HERE, SHARDS[:1], SUMS))) == 1
-        with pytest.raises(PeerUnreachable):
-            list(third.read(HERE, SHARDS[:1], SUMS))
-        first.close()
-        until = time.monotonic() + 20
-        while True:
-            with suppress(PeerUnreachable):
+        busy = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(2)]
+        for connection in busy:
+            assert len(receive(connection, NONCE_BYTES)) == NONCE_BYTES
+        with ShardClient("127.0.0.1", server.port, TOKEN, 20) as third:
+            with pytest.raises(PeerUnreachable):
                 list(third.read(HERE, SHARDS[:1], SUMS))
-                break
-            assert time.monotonic() < until
-        for client in (second, third):
+            busy.pop().close()
+            until = time.monotonic() + 20
+            while True:
+                with suppress(PeerUnreachable):
+                    list(third.read(HERE, SHARDS[:1], SUMS))
+                    break
+                assert time.monotonic() < until
+        busy.pop().close()
+
+
+def test_for_one_too_many_the_one_that_has_waited_longest_is_hung_up_on(
+    store: AgentStore, greetings: list[str]
+) -> None:
+    """It costs its client a greeting at the next request, and no blame."""
+    with ShardServer(store, TOKEN, host="127.0.0.1", max_connections=2) as server:
+        one, two, three = (ShardClient("127.0.0.1", server.port, TOKEN, 20) for _ in range(3))
+        for client, greeted in ((one, 1), (two, 2), (one, 2), (three, 3), (one, 3), (two, 4), (one, 4), (three, 5)):
+            assert [bytes(data) for _, data in client.read(HERE, SHARDS[:1], SUMS)] == [content(SHARDS[0])]
+            assert len(greetings) == greeted
+            wait_until_idle(server)
+        for client in (one, two, three):
             client.close()
+
+
+def wait_until_idle(server: ShardServer) -> None:
+    """Until every connection waits for its next request, as far as its server knows."""
+    until = time.monotonic() + 20
+    while set(server._server._idle) != set(server._server._open):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_copies_for_a_node_whose_address_another_has_are_refused(client: ShardClient, store: AgentStore) -> None:
+    pieces, source = {SHARDS[0]: memoryview(content(SHARDS[0]))}, Source("memory", "n7", "n7/0", 5, 1)
+    with pytest.raises(PeerRefused, match="another node"):
+        client.push(source, CASE.layout.tensors, pieces, to="n1")
+    assert not [holding for holding in store.inventory() if holding.source.name == "n7/0"]
+    client.push(source, CASE.layout.tensors, pieces, to="n0")
+    assert [holding for holding in store.inventory() if holding.source.name == "n7/0"]
 
 
 def test_whoever_does_not_show_the_token_in_time_is_hung_up_on(
