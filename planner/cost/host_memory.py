@@ -127,7 +127,7 @@ class HostMemory:
         free = self.usable_bytes - min(self.wanted_bytes, self.room_bytes)
         return (
             f"a change of plans may move {_gib(self.staged_bytes)} of state from its GPUs to host memory, where {_gib(free)} are free"
-            " beside snapshots and copies: a worker that finds no room is killed"
+            " beside snapshots and copies: a worker that finds no room fails"
         )
 
     def to_document(self) -> dict[str, Any]:

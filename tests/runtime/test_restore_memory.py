@@ -10,6 +10,8 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import Phase, WorkerPlace
 from autohet.runtime.models import load_config
+from autohet.runtime.preservation import Preservation
+from autohet.runtime.state import host_memory
 from autohet.runtime.state.live import Live
 from autohet.runtime.worker import Worker
 from recovery.local.agent_store import AgentStore
@@ -82,8 +84,20 @@ def test_it_succeeds_and_training_goes_on(worker, job, store, tmp_path):
 def test_it_would_fail_if_the_old_state_stayed(worker, job, store, tmp_path, monkeypatch):
     monkeypatch.setattr(Live, "move_to_host", lambda *_: None)
     restored_from_its_node(worker, job, store, tmp_path)
+    assert error_of(worker).startswith("OutOfMemoryError")
+
+
+def error_of(worker):
     until = time.monotonic() + DEADLINE_S
     while (report := worker.report()).phase is not Phase.FAILED:
         assert time.monotonic() < until, report.phase
         time.sleep(0.02)
-    assert report.error.startswith("OutOfMemoryError")
+    return report.error
+
+
+def test_a_worker_for_whose_state_the_host_has_no_room_fails_with_a_reason(worker, job, store, tmp_path, monkeypatch):
+    """Instead of taking memory until the kernel kills some process of the node."""
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: host_memory.RESERVE_BYTES)
+    monkeypatch.setattr(Preservation, "snapshot_of", lambda *_: None)
+    restored_from_its_node(worker, job, store, tmp_path)
+    assert error_of(worker).startswith("OutOfMemoryError: no room in host memory")

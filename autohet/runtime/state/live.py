@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autohet.runtime.state.host_memory import require_host_memory
 from autohet.runtime.step_commit import StateVersion, Trainer
 from recovery.errors import SnapshotError
 from recovery.local.snapshot import SnapshotLease
@@ -80,16 +81,22 @@ class Live:
         once no view of it is left.
 
         snapshot: the host's copy of this state; a shard whose bits it has gets no second one.
+
+        Raises:
+            OutOfMemoryError: the host has no memory for it, either. What has moved until then is in `in_host_memory`.
         """
         gc.collect()  # a trainer's parameters and their hooks refer to each other
         leaving = [name for names in names_by_memory(self.state) if not names <= set(kept) for name in sorted(names)]
         copies, units, moved = self._copies(snapshot), self.layout.units_of(self.worker), 0
         for name in leaving:
-            tensor = self.state.pop(name)
-            for unit, view in unit_views(self.layout.tensors[name], units[name], tensor).items():
+            tensor = self.state[name]
+            views = unit_views(self.layout.tensors[name], units[name], tensor)
+            require_host_memory(sum(view.nbytes for unit, view in views.items() if ShardId(name, unit) not in copies))
+            for unit, view in views.items():
                 shard = ShardId(name, unit)
                 self.in_host_memory[shard] = _on_host(view, copies.get(shard))
             moved += tensor.nbytes
+            del self.state[name], views, tensor
         logger.info("%s bytes of the old state went to host memory: the new state does not fit beside it", f"{moved:,}")
 
     def _copies(self, snapshot: SnapshotLease | None) -> Mapping[ShardId, Tensor]:

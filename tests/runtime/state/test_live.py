@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from autohet.runtime.state import host_memory
 from autohet.runtime.state.live import Live
 from autohet.runtime.step_commit import StateVersion
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import ShardId
-from recovery.state.slices import empty_local
+from recovery.state.slices import empty_local, unit_views
 from recovery.transfer import restore as restore_module
 from recovery.transfer.restore import Access, Restored, restore
 from recovery.transfer.schedule import schedule
@@ -110,3 +111,51 @@ def test_what_shares_memory_with_a_tensor_that_leaves_goes_with_it() -> None:
     live.move_to_host(set(live.state) - {names[0]}, None)
     assert not set(names) & set(live.state)
     assert len(live.state) == len(BEFORE.layout.units_of("n1/0")) - 2
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_host_memory_is_asked_before_anything_moves_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: bool
+) -> None:
+    """Where it ends half-way, what has moved and what has not are still all of the state; a snapshot's shards need no room."""
+    live, writer = live_of("n1/0"), snapshot_of("n1/0", tmp_path)
+    sizes = {name: tensor.nbytes for name, tensor in live.state.items()}
+    wanted = state_of(BEFORE.layout, "n1/0", STEP)
+
+    def free() -> int:
+        moved = sum(held.nbytes for held in live.in_host_memory.values())
+        return host_memory.RESERVE_BYTES + (0 if snapshot else sum(sizes.values()) // 2 - moved)
+
+    monkeypatch.setattr(host_memory, "free_bytes", free)
+    if snapshot:
+        live.move_to_host((), writer.lease(STEP))
+        assert not live.state
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="no room in host memory"):
+            live.move_to_host((), None)
+        assert 0 < len(live.state) < len(sizes)
+        views = {name: shard_views_of(live, name) for name in live.state}
+        held = live.in_host_memory | {shard: view for each in views.values() for shard, view in each.items()}
+        assert held.keys() == BEFORE.layout.shards_by_worker["n1/0"]
+        assert all(torch.equal(live.state[name], wanted[name]) for name in live.state)
+    live.close()
+    writer.close()
+
+
+def shard_views_of(live: Live, name: str) -> dict[ShardId, Tensor]:
+    views = unit_views(live.layout.tensors[name], live.layout.units_of(live.worker)[name], live.state[name])
+    return {ShardId(name, unit): view for unit, view in views.items()}
+
+
+def test_what_is_free_is_the_machines_or_the_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
+    assert host_memory.free_bytes() is None
+    host_memory.require_host_memory(1 << 60)  # nobody knows better
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  1000 kB\n")
+    assert host_memory.free_bytes() == 1_024_000
+    for name, text in {"memory.current": "900000", "memory.stat": "anon 5\ninactive_file 200000\n"}.items():
+        (tmp_path / name).write_text(text)
+    for limit, free in {"max": 1_024_000, "1000000": 300_000, "5000000": 1_024_000}.items():
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert host_memory.free_bytes() == free
