@@ -51,7 +51,7 @@ def reading_checkpoint(
         CheckpointMissing: there is none (any more). Cancelled: it was cancelled before.
     """
     asked = storage if cancelled is None else storage.until(cancelled)
-    step = open_checkpoint(asked, step).step
+    step = open_checkpoint(asked).step if step is None else step
     lease = f"{step_prefix(step)}reader-{uuid.uuid4().hex[:12]}-{int(lease_s)}.lease"
     try:
         asked.put(lease, b"")
@@ -63,7 +63,7 @@ def reading_checkpoint(
     if lease:
         keeper.start()
     try:
-        yield open_checkpoint(asked, step)  # again: it may have gone before the lease was seen
+        yield open_checkpoint(asked, step)  # now: it may have gone before the lease was seen
     finally:
         done.set()
         if lease:

@@ -101,7 +101,12 @@ class TensorSpec:
         return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
     def unit_bytes(self, unit: int) -> int:
-        return math.prod(self.unit_shape(unit)) * self.item_bytes
+        self._check_unit(unit)
+        return self._bytes_by_unit[unit]
+
+    @cached_property
+    def _bytes_by_unit(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.unit_shape(unit)) * self.item_bytes for unit in range(self.num_units))
 
     def local_shape(self, units: Sequence[int]) -> tuple[int, ...]:
         """Shape of the concatenation of `units` along `split_dim`."""

@@ -29,7 +29,14 @@ def unit_views(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> d
         ValueError: the tensor's shape or dtype is not what the units make.
     """
     check_local(spec, units, local)
-    return {unit: local[slices] for unit, slices in spec.local_slices(units).items()}
+    if spec.split_dim is None:
+        return {unit: local.view_as(local) for unit in units}
+    views, position = {}, 0
+    for unit in units:
+        size = spec.cuts[unit + 1] - spec.cuts[unit]
+        views[unit] = local.narrow(spec.split_dim, position, size)
+        position += size
+    return views
 
 
 def check_local(spec: TensorSpec, units: Sequence[int], local: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from recovery.state.layout import ShardId
 if TYPE_CHECKING:
     from recovery.transfer.placement import Placement
 
-MESSAGE_BYTES = 32 << 20
+MESSAGE_BYTES = 8 << 20
+"""The first is packed before anything flows, and the last checked after everything has: both are time that no link works."""
 
 
 class Send(NamedTuple):

@@ -110,6 +110,10 @@ class Reads:
         first = self.tier(readable[0]) if readable else "memory"
         return self._pool(first).submit(self._fetch, Fetch(readable, fetch.shards, fetch.expected_s))
 
+    def aside(self, work: Callable[[], None]) -> Future[None]:
+        """Work of the same restore, in a thread of its own; at an error it is waited for, too."""
+        return self._pool("aside").submit(work)
+
     def pieces_of(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
         """Fetches cut so that several streams share a large one; durable storage runs its own streams."""
         for fetch in fetches:

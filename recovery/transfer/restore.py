@@ -204,15 +204,15 @@ class _Restore:
         with self._pool, self._reads as reads:
             for fetch in reads.pieces_of(self._part.fetches):
                 self._start(fetch)
-            for shard in self._part.keep:
-                if shard not in self._live:
-                    why = f"the schedule keeps {shard} in this worker's memory, which does not hold it at step {self._part.step}"
-                    raise RestoreError(self._part.worker, (why,), ())
-                if shard.tensor not in self._in_place:
-                    self._targets[shard].copy_(self._live[shard])
+            self._require_kept()
+            if self._device.type == "cpu":
+                copied = reads.aside(self._copy_kept)
+            else:  # on the stream of the calling thread, which does not wait for it
+                copied = None
+                self._copy_kept()
             calls = self._view_of, self._place_of, self._take, self._miss, self._expected
             Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(self._part.messages)
-            for done in set(self._fetched.values()):
+            for done in {*self._fetched.values(), *([] if copied is None else [copied])}:
                 done.result()
         if reads.missing:
             raise RestoreError(self._part.worker, tuple(reads.failures), tuple(reads.bad))
@@ -220,6 +220,19 @@ class _Restore:
         return Restored(
             self._state, by_tier, time.monotonic() - began, tuple(reads.failures), tuple(reads.bad), dict(reads.slow)
         )
+
+    def _require_kept(self) -> None:
+        for shard in self._part.keep:
+            if shard not in self._live:
+                why = f"the schedule keeps {shard} in this worker's memory, which does not hold it at step {self._part.step}"
+                raise RestoreError(self._part.worker, (why,), ())
+
+    @torch.no_grad()
+    def _copy_kept(self) -> None:
+        """What stays with this worker, but in another tensor."""
+        for shard in self._part.keep:
+            if shard.tensor not in self._in_place:
+                self._targets[shard].copy_(self._live[shard])
 
     def let_go(self) -> None:
         """Of the old state and the new one. This object and its reads refer to each other: both would stay in the device's memory until

@@ -28,7 +28,9 @@ from recovery.peers.server import ShardServer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer import exchange
+from recovery.transfer import restore as restore_module
 from recovery.transfer.links import Links
+from recovery.transfer.messages import Message
 from recovery.transfer.restore import Access, LiveState, Restored, restore
 from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
 from recovery.transfer.tiers import Tier
@@ -179,6 +181,45 @@ def test_unchanged_tensors_are_taken_over_and_the_old_state_is_untouched(fleet: 
         assert results["n0/0"].state[name] is tensor
     assert moved(results) == {"memory": 0, "disk": 0, "peer": before.layout.bytes_of("n1/0"), "s3": 0}
     assert results["n1/0"].state == {}, "it only gave"
+
+
+def test_messages_do_not_wait_for_what_is_copied_of_ones_own(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of tensors become parts of whole ones: each of two workers has one half, and wants the other's."""
+    before = placed(TENSORS, LAYERS, [[(3, ["n0/0", "n1/0"])]])
+    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])]])
+    holdings, states = live(before, ["n0/0", "n1/0"])
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
+    came, copy_kept, take = threading.Event(), restore_module._Restore._copy_kept, restore_module._Restore._take
+
+    def copying(execution: restore_module._Restore) -> None:
+        assert came.wait(20)
+        copy_kept(execution)
+
+    def taking(execution: restore_module._Restore, message: Message, shard: ShardId, data: Tensor) -> None:
+        came.set()
+        take(execution, message, shard, data)
+
+    monkeypatch.setattr(restore_module._Restore, "_copy_kept", copying)
+    monkeypatch.setattr(restore_module._Restore, "_take", taking)
+    check(run(plan, after, states, fleet), after)
+    assert came.is_set()
+
+
+def test_what_shares_its_memory_with_something_that_leaves_is_copied(fleet: Fleet) -> None:
+    """Taken over as it is, it would keep all of that memory beside the new state."""
+    before = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    after = placed(TENSORS, LAYERS, [[(2, ["n0/0"]), (1, ["n1/0"])]])
+    holdings, states = live(before, ["n0/0"])
+    state = states["n0/0"].state
+    assert isinstance(state, dict)
+    flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in state.values()])
+    for name, part in zip(state, flat.split([tensor.nbytes for tensor in state.values()]), strict=True):
+        state[name] = part.view(state[name].dtype).view(state[name].shape)
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, LINKS)
+    results = run(plan, after, states, fleet)
+    check(results, after)
+    old = flat.untyped_storage().data_ptr()
+    assert all(tensor.untyped_storage().data_ptr() != old for tensor in results["n0/0"].state.values())
 
 
 def test_a_restore_lets_go_of_the_state_before_and_of_the_group_at_once(fleet: Fleet) -> None:
@@ -468,6 +509,18 @@ def test_what_arrived_of_a_step_is_used_without_the_live_state_of_another(fleet:
     results = run(plan, case, {"n0/0": known}, fleet)
     check(results, case)
     assert set(fleet.read_from_s3) == WHOLE - set(arrived)
+
+
+def test_a_shard_that_arrived_counts_before_the_one_in_place(fleet: Fleet) -> None:
+    """It came because that one was not to be used."""
+    case = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    holdings, states = live(case, ("n0/0",), STEP)
+    plan = schedule(case.layout, case.node_by_worker, holdings, STEP, LINKS)
+    shard = max(WHOLE, key=case.layout.shard_bytes)
+    states["n0/0"].state[shard.tensor].zero_()
+    arrived = {s: unit(TENSORS[s.tensor], s, STEP) for s in WHOLE if s.tensor == shard.tensor}
+    results = run(plan, case, {"n0/0": LiveState(case.layout, states["n0/0"].state, arrived)}, fleet)
+    check(results, case)
 
 
 class GreyStore(AgentStore):

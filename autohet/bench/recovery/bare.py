@@ -1,8 +1,9 @@
 """The same bytes without any of the product: what this machine can copy between the same places at the same time.
 
 Every flow of a schedule (so many bytes from a node, from storage, from a disk to a worker) is sent by `sendfile` from a file of host
-memory and received into new memory; nothing is framed, checked or put in order. It takes the links' time or that of the processor's
-copies, whichever is longer, so it bounds what a restore could reach on this machine.
+memory and received into new memory, and what stays with a worker in another tensor is copied there; nothing is framed, checked or put in
+order. It takes the links' time or that of the processor's copies, whichever is longer, so it bounds what a restore could reach on this
+machine.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ S3 = "s3"
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that one worker gets from one place: `source` is a node, or S3; `kind` "network" or the worker's own "disk" or "memory"."""
+    """Bytes that one worker gets from one place: `source` is a node, or S3; `kind` "network", the worker's own node's "disk" or "memory",
+    or "kept": its own, in another tensor."""
 
     kind: str
     source: str
     num_bytes: int
 
 
-def flows_of(worker: str, transfers: TransferSchedule, layout: Layout) -> list[Flow]:
-    """What the schedule brings to `worker`, added up by where it comes from."""
+def flows_of(worker: str, transfers: TransferSchedule, before: Layout, layout: Layout) -> list[Flow]:
+    """What the schedule brings to `worker`, or has it copy, added up by where it comes from."""
     part = transfers.parts.get(worker)
     if part is None:
         return []
@@ -47,6 +49,9 @@ def flows_of(worker: str, transfers: TransferSchedule, layout: Layout) -> list[F
         node = S3 if source.kind == "s3" else source.node
         kind = "network" if node != part.node else "disk" if source.kind == "disk" else "memory"
         found[kind, node] = found.get((kind, node), 0) + size
+    if part.keep:
+        then, now = before.units_of(worker), layout.units_of(worker)
+        found["kept", part.node] = sum(layout.shard_bytes(s) for s in part.keep if then[s.tensor] != now[s.tensor])
     return [Flow(kind, source, size) for (kind, source), size in found.items() if size]
 
 
@@ -89,10 +94,11 @@ class BareSender:
 
 def receive_flows(flows: list[Flow], senders: Mapping[str, tuple[str, int]], scratch: Path | None) -> float:
     """Seconds that all of a worker's flows take together; `scratch` is a file on its disk, of any content, to stand for its copies."""
+    own = torch.ones(FILE_BYTES if any(flow.kind == "kept" for flow in flows) else 0, dtype=torch.uint8)
     parts = [(flow, size) for flow in flows for size in _split(flow.num_bytes, max(1, STREAMS // len(flows)))]
     began = time.monotonic()
     with ThreadPoolExecutor(max(1, len(parts))) as pool:
-        jobs = [pool.submit(_receive, flow, size, senders, scratch) for flow, size in parts]
+        jobs = [pool.submit(_receive, flow, size, senders, scratch, own) for flow, size in parts]
         kept = [job.result() for job in jobs]
     seconds = time.monotonic() - began
     del kept
@@ -104,8 +110,14 @@ def _split(num_bytes: int, count: int) -> list[int]:
     return [size for size in (*[each] * (count - 1), num_bytes - each * (count - 1)) if size]
 
 
-def _receive(flow: Flow, size: int, senders: Mapping[str, tuple[str, int]], scratch: Path | None) -> torch.Tensor:
+def _receive(
+    flow: Flow, size: int, senders: Mapping[str, tuple[str, int]], scratch: Path | None, own: torch.Tensor
+) -> torch.Tensor:
     target = torch.empty(size, dtype=torch.uint8)
+    if flow.kind == "kept":
+        for piece in target.split(FILE_BYTES):
+            piece.copy_(own[: piece.numel()])
+        return target
     memory = target.numpy().data
     if flow.kind == "disk" and scratch is not None:
         _read_file(scratch, memory)

@@ -28,7 +28,8 @@ METHOD = {
     "share; disk and memory are this machine's, measured. Any other scale: SOFTWARE throttle: each transfer really happens here, "
     "then waits until a link of the stated speed would end it",
     "copy_s": "scale 1: the same bytes between the same places at the same time, bare: sendfile from host memory, recv_into new memory, "
-    "no frames, no checks; the mean of one run before and one after. `restore_over_bound` is over the slower of this and the links",
+    "copies of what stays in another tensor, no frames, no checks; the mean of one run before and one after. `restore_over_bound` is over "
+    "the slower of this and the links",
     "dcp_cache": "scale 1: torch.distributed.checkpoint, a file a tensor; each node's disk keeps the files of what it held, the others are "
     "downloaded from S3 with boto3 into the same directory, then dcp.load",
     "lost_work_s": "steps lost, at --step-s seconds each (stated, not measured)",

@@ -83,7 +83,7 @@ class _Work:
         """All workers at the same time; a baseline is measured against the links alone."""
         if not self._senders or self._task.dcp_source is not None:
             return
-        flows = flows_of(self._worker, self._task.transfers, self._task.after)
+        flows = flows_of(self._worker, self._task.transfers, self._task.before, self._task.after)
         scratch = next(iter(self._task.node_directory(self._task.node_by_worker[self._worker], "disk").glob("*")), None)
         self._meet(f"bare {when}")
         self._bare += (receive_flows(flows, self._senders, scratch) if flows else 0.0,)
