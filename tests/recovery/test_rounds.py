@@ -13,7 +13,7 @@ def test_a_round_holds_its_step_and_the_complete_one_until_it_is_complete_itself
     assert rounds.snapshot(1)
     assert not rounds.snapshot(2), "one is open"
     rounds.record_vote(pending=True, failed=False)
-    assert rounds.held == {1}
+    assert (rounds.open, rounds.complete, rounds.held) == (1, None, {1})
     rounds.record_vote(pending=False, failed=False)
     assert rounds.complete == 1
     assert rounds.snapshot(3)
