@@ -101,9 +101,9 @@ def steps(directory: Path) -> list[tuple[float, int, int]]:
     return sorted((float(at), int(step), int(size)) for step, at, size in (line for line in lines if len(line) == 3))
 
 
-def wait_for(directory: Path, size: int, count: int, deadline: float) -> None:
-    """Until `count` steps were committed by `size` replicas."""
-    while len({step for _, step, replicas in steps(directory) if replicas == size}) < count:
+def wait_for(directory: Path, size: int, count: int, deadline: float, since: float = 0.0) -> None:
+    """Until `count` steps were committed by `size` replicas since then."""
+    while len({step for at, step, replicas in steps(directory) if replicas == size and at > since}) < count:
         if time.monotonic() > deadline:
             raise RuntimeError(f"torchft did not commit {count} steps with {size} replicas")
         time.sleep(0.1)
@@ -132,7 +132,7 @@ def measure(settings: dict[str, int]) -> dict[str, Any]:
             wait_for(Path(directory), NUM_WORKERS, WARM_STEPS, deadline)
             struck = time.monotonic()
             os.kill(workers[-1].pid, signal.SIGKILL)
-            wait_for(Path(directory), NUM_WORKERS - 1, STEPS_AFTER, deadline)
+            wait_for(Path(directory), NUM_WORKERS - 1, STEPS_AFTER, deadline, struck)
             return found(steps(Path(directory)), struck) | {
                 "survivors_that_kept_their_process": sum(worker.is_alive() for worker in workers[:-1])
             }
