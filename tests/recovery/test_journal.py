@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -130,12 +131,31 @@ def test_a_lease_that_is_renewed_refuses_another_driver_and_one_that_is_not_runs
     try:
         with pytest.raises(LeaseHeld, match=first.driver):
             second.take()
+        assert [info.name for info in storage.list("driver/")] == [first.name], "who was refused leaves nothing"
     finally:
         keeper.close()
     second.take()  # the first stands still: its lease is not written any more
     assert [info.name for info in storage.list("driver/")] == [second.name]
     second.release()
     assert not list(storage.list("driver/"))
+
+
+def test_who_waits_for_anothers_lease_keeps_its_own(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    DriverLease(storage, 1.0).take()
+    waiting, events, renew = DriverLease(storage, 1.0), list[str](), DriverLease.renew
+
+    def pause(seconds: float) -> None:
+        events.append("paused")
+        time.sleep(seconds)
+
+    def renewed(lease: DriverLease) -> None:
+        events.append("renewed")
+        renew(lease)
+
+    monkeypatch.setattr(DriverLease, "renew", renewed)
+    waiting.take(pause)
+    assert len(events) > 2
+    assert all(later == "renewed" for event, later in pairwise(events) if event == "paused")
 
 
 def _take_and_die(uri: str) -> None:

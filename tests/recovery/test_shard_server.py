@@ -199,7 +199,7 @@ def test_a_peer_that_trickles_times_out() -> None:
         except OSError:
             return
 
-    with peer(trickle) as port, ShardClient("127.0.0.1", port, TOKEN, 0.2) as client, pytest.raises(PeerTimeout):
+    with peer(trickle) as port, ShardClient("127.0.0.1", port, TOKEN, 1.0) as client, pytest.raises(PeerTimeout):
         list(client.read(HERE, SHARDS[:1], SUMS))
 
 
