@@ -2,10 +2,11 @@
 times the processor time, whether it has news or not.
 
 The driver takes connections; each starts with a nonce that it sends. Then come frames: length of the payload, number of the news in it,
-MAC, payload. The first says who speaks (number 0), every other is a pickled value. The MAC is keyed with a secret that the driver gave to
+MAC, payload. The first says who speaks (number 0), every other is news: their age, and a pickled value. The MAC is keyed with a secret that the driver gave to
 this process alone, over nonce, place in the stream, number and payload: nothing is unpickled that did not come from it. Between frames,
 `BEAT` says that the process is alive. The driver answers news with its number. What is not answered when a connection ends is sent again
-over the next one, and what comes twice counts once.
+over the next one, and what comes twice counts once. Clocks of two machines are not compared: an age, in seconds, is what passed at the
+process until it sent.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ BEAT = bytes(4)
 """A length of 0."""
 PLACE = struct.Struct("!QQ")
 NUMBER = struct.Struct("!Q")
+AGE = struct.Struct("!d")
 NONCE_BYTES = 16
 MOST_NEWS_BYTES = 1 << 28
 """Parts of a checkpoint with a million shards."""
@@ -75,8 +77,8 @@ class ReportSender:
         self._address, self._report, self._is_new, self._look_s = address, report, is_new, look_s
         self._last: Any = None
         self._number = self._place = 0
-        self._unsent: deque[tuple[int, bytes]] = deque()
-        self._unanswered: deque[tuple[int, bytes]] = deque()
+        self._unsent: deque[tuple[int, float, bytes]] = deque()
+        self._unanswered: deque[tuple[int, float, bytes]] = deque()
         self._connection: socket.socket | None = None
         self._nonce = self._answers = b""
         self._spoke_at = self._lost_at = float("-inf")
@@ -110,11 +112,11 @@ class ReportSender:
     def _look(self) -> None:
         report = self._report()
         if self._is_new(self._last, report):
-            payload = pickle.dumps(report)
-            if len(payload) > MOST_NEWS_BYTES:
-                raise ValueError(f"a report of {len(payload)} bytes is longer than the driver takes ({MOST_NEWS_BYTES})")
+            value = pickle.dumps(report)
+            if AGE.size + len(value) > MOST_NEWS_BYTES:
+                raise ValueError(f"a report of {len(value)} bytes is longer than the driver takes ({MOST_NEWS_BYTES})")
             self._number += 1
-            self._unsent.append((self._number, payload))
+            self._unsent.append((self._number, time.monotonic(), value))
             self._last = report
 
     def _speak(self) -> None:
@@ -127,7 +129,8 @@ class ReportSender:
                 return
             self._take_answers(self._connection)
             while self._unsent:
-                self._send(*self._unsent[0])
+                number, made_at, value = self._unsent[0]
+                self._send(number, AGE.pack(time.monotonic() - made_at) + value)
                 self._unanswered.append(self._unsent.popleft())
             if now - self._spoke_at >= self._address.beat_s:
                 self._write(self._connection, BEAT)

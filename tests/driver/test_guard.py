@@ -138,3 +138,17 @@ def test_an_action_that_always_fails_keeps_no_checkpoint_back(monkeypatch: pytes
     assert "RpcError" in ended.reason
     assert "not in durable storage" not in ended.reason
     assert workforce.commits == [controller.ledger.committed_steps]
+
+
+def test_a_checkpoint_whose_parts_are_written_is_committed_though_an_action_before_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its workers have told of their parts, and do not tell again."""
+    controller, workforce = make(steps=4000)
+    run(controller, trained(controller, 5))
+    monkeypatch.setattr(workforce, "give_back", failing(workforce.give_back, float("inf")))
+    controller.actions.append(GiveBack("small-0"))
+    workforce.request_stop(controller.members, checkpoint=True)
+    ended = go_on(guarded(controller, workforce), controller)
+    assert "not in durable storage" not in ended.reason
+    assert workforce.commits == [controller.ledger.committed_steps]

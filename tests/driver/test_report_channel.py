@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from autohet.driver.ray import report_server
 from autohet.driver.ray.agent_calls import AgentReport
 from autohet.driver.ray.report_server import ReportServer
-from autohet.driver.ray.reports import Reports
+from autohet.driver.ray.reports import LAST_WORDS_S, Reports
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime import report_channel
 from autohet.runtime.messages import AgentEndpoint, Phase, WorkerReport
-from autohet.runtime.report_channel import BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, ReportSender, mac_of
+from autohet.runtime.report_channel import AGE, BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, ReportSender, mac_of
 
 HOST = "127.0.0.1"
 
@@ -50,7 +54,7 @@ def gather(server: ReportServer, enough: Callable[[list[Any]], bool], timeout_s:
     deadline = time.monotonic() + timeout_s
     while not enough(found):
         assert time.monotonic() < deadline, f"only {found} after {timeout_s} s"
-        found += [value for _, value in server.take()[1]]
+        found += [each.value for each in server.take()[1]]
         time.sleep(0.005)
     return found
 
@@ -69,6 +73,9 @@ class Client:
         mac = mac_of(key or self.address.key, self.nonce, self.place, number, payload)
         self.place += 1
         return FRAME.pack(len(payload), number, mac) + payload
+
+    def news(self, number: int, value: Any, age_s: float = 0.0) -> bytes:
+        return self.frame(number, AGE.pack(age_s) + pickle.dumps(value))
 
     def greet(self) -> Client:
         self.socket.sendall(self.frame(0, self.address.name.encode()))
@@ -129,13 +136,13 @@ def test_what_comes_twice_counts_once_and_is_answered_each_time(server: ReportSe
     address, news = server.expect("a"), []
     for _ in range(2):
         client = Client(address, server).greet()
-        client.socket.sendall(client.frame(1, pickle.dumps("one")) + client.frame(2, pickle.dumps("two")))
+        client.socket.sendall(client.news(1, "one") + client.news(2, "two"))
         client.socket.settimeout(0.02)
         answer = b""
         deadline = time.monotonic() + 20
         while len(answer) < NUMBER.size:
             assert time.monotonic() < deadline
-            news += [value for _, value in server.take()[1]]
+            news += [each.value for each in server.take()[1]]
             with suppress(TimeoutError):
                 answer += client.socket.recv(NUMBER.size)
         assert NUMBER.unpack(answer) == (2,)
@@ -156,7 +163,7 @@ class Trap:
 @pytest.mark.parametrize("case", ["wrong key", "unknown name", "replay", "too long", "out of place"])
 def test_nothing_of_a_stranger_is_unpickled(case: str, server: ReportServer, tmp_path: Path) -> None:
     address = server.expect("a")
-    trap = pickle.dumps(Trap(str(tmp_path / "sprung")))
+    trap = AGE.pack(0.0) + pickle.dumps(Trap(str(tmp_path / "sprung")))
     client = Client(address, server)
     if case == "wrong key":
         said = client.greet().frame(1, trap, key=b"other")
@@ -187,7 +194,7 @@ def test_large_news_come_whole(server: ReportServer) -> None:
 
 def test_half_a_frame_holds_nobody_up(server: ReportServer) -> None:
     slow = Client(server.expect("a"), server).greet()
-    frame = slow.frame(1, pickle.dumps("late"))
+    frame = slow.news(1, "late")
     slow.socket.sendall(BEAT + BEAT + frame[:-3])
     with telling(server.expect("b"), ["quick"]):
         assert gather(server, lambda found: bool(found)) == ["quick"]
@@ -201,7 +208,7 @@ def test_strangers_that_say_nothing_are_bounded(server: ReportServer, monkeypatc
     assert clients[0].ended(server)
     assert gather(server, lambda found: True) == []
     for index, client in enumerate(clients[1:]):
-        client.greet().socket.sendall(client.frame(1, pickle.dumps(index)))
+        client.greet().socket.sendall(client.news(1, index))
     assert sorted(gather(server, lambda found: len(found) == 2)) == [0, 1]
 
 
@@ -231,13 +238,20 @@ class Clock:
         return self.now
 
 
-class Ended:
-    """A call to an actor that is gone by now, as `ObjectRef.future` shows it."""
+class Call:
+    """A call to an actor that is watched, as `ObjectRef.future` shows it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._future: Future[Any] = Future()
+        if error is not None:
+            self._future.set_exception(error)
 
     def future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_exception(RayError("the actor died"))
-        return future
+        return self._future
+
+
+def died() -> Any:
+    return Call(RayError("the actor died"))
 
 
 @contextmanager
@@ -257,22 +271,199 @@ def listen(running: Reports, until: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_last_words_are_heard_before_the_end_is() -> None:
+def test_last_words_are_heard_with_the_end() -> None:
     """A vote that only the dead has seen lets the others commit its step."""
     with reports(Clock()) as running:
         address = running.expect("a/0")
         client = Client(address, running._server).greet()
-        client.socket.sendall(client.frame(1, pickle.dumps("last words")))
+        client.socket.sendall(client.news(1, "last words"))
         client.socket.close()
-        running.watch("a/0", Ended())
+        running.watch("a/0", died)
         time.sleep(0.1)
         assert running.ended.is_set(), "whoever waits is woken"
-        while not running.fresh():
-            assert running.answers["a/0"].error is None, "the round that hears of the end has not heard the words yet"
-            assert running.listen()
+        assert running.listen()
         assert running.answers["a/0"].value == "last words"
-        assert running.listen(), "the end is news, too"
         assert running.answers["a/0"].error == "RayError: the actor died"
+
+
+def test_words_that_come_after_rays_notice_are_heard_before_the_end_counts() -> None:
+    """The notice takes another way than the words do, and may be faster."""
+    with reports(Clock()) as running:
+        client = Client(running.expect("a/0"), running._server).greet()
+        client.socket.sendall(client.news(1, "up"))
+        listen(running, lambda: running.answers["a/0"].value == "up")
+        running.watch("a/0", died)
+        assert not running.listen()
+        assert running.answers["a/0"].error is None, "its connection stands: more may come"
+        client.socket.sendall(client.news(2, "last words"))
+        client.socket.close()
+        listen(running, lambda: running.answers["a/0"].error is not None)
+        assert running.answers["a/0"].value == "last words"
+
+
+def test_words_said_between_a_look_and_rays_notice_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come, and the end with them, when this round has read already."""
+    with reports(Clock()) as running:
+        client = Client(running.expect("a/0"), running._server).greet()
+        listen(running, lambda: running._server.speaks(client.address.name))
+        take = running._server.take
+
+        def take_and_lose() -> Any:
+            taken = take()
+            monkeypatch.setattr(running._server, "take", take)
+            client.socket.sendall(client.news(1, "last words"))
+            client.socket.close()
+            time.sleep(0.1)
+            running.watch("a/0", died)
+            return taken
+
+        monkeypatch.setattr(running._server, "take", take_and_lose)
+        listen(running, lambda: running.answers["a/0"].error is not None)
+        assert running.answers["a/0"].value == "last words"
+
+
+def test_an_end_whose_connection_the_network_keeps_counts_all_the_same() -> None:
+    clock = Clock()
+    with reports(clock) as running, telling(running.expect("a/0"), ["up"]):
+        listen(running, lambda: running.answers["a/0"].value == "up")
+        running.watch("a/0", died)
+        running.listen()
+        assert running.answers["a/0"].error is None
+        clock.now += LAST_WORDS_S
+        running.listen()
+        assert running.answers["a/0"].error == "RayError: the actor died"
+
+
+def test_one_that_ray_cannot_reach_for_a_while_is_watched_on_and_not_dead() -> None:
+    calls = [ActorUnavailableError("a broken connection", None), ActorUnavailableError("again", None), None]
+    made: list[Call] = []
+
+    def call() -> Any:
+        made.append(Call(calls[len(made)]))
+        return made[-1]
+
+    with reports(Clock()) as running:
+        running.expect("a/0")
+        running.watch("a/0", call)
+        for _ in range(4):
+            assert not running.listen()
+        assert running.answers["a/0"].error is None
+        assert not running.ended.is_set(), "nobody is woken over and over"
+        assert len(made) == 3, "once again for each answer"
+        made[-1].future().set_exception(RayError("the actor died"))
+        assert running.listen()
+        assert running.answers["a/0"].error == "RayError: the actor died"
+
+
+def test_one_that_is_watched_again_in_vain_is_not_forgotten() -> None:
+    """Ray's client itself may fail: then the tick fails, and the next one tries again."""
+    answers: list[Any] = [Call(ActorUnavailableError("gone for a while", None)), RuntimeError("no GCS"), died()]
+
+    def call() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with reports(Clock()) as running:
+        running.expect("a/0")
+        running.watch("a/0", call)
+        with pytest.raises(RuntimeError, match="no GCS"):
+            running.listen()
+        running.listen()
+        assert running.answers["a/0"].error == "RayError: the actor died"
+
+
+def test_what_has_lain_at_its_sender_counts_from_when_it_was_said() -> None:
+    """A notice's remaining time is counted from that moment."""
+    with reports(Clock()) as running:
+        client = Client(running.expect("a"), running._server).greet()
+        client.socket.sendall(client.news(1, "leaves in 120 s", age_s=30.0))
+        listen(running, lambda: running.answers["a"].value is not None)
+        assert running.answers["a"].told_at == Clock.now - 30.0
+
+
+def test_news_grow_old_while_there_is_no_connection(server: ReportServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, connect, tried = Clock(), ReportSender._connect, threading.Event()
+    monkeypatch.setattr(report_channel, "time", SimpleNamespace(monotonic=clock))
+
+    def refuse(sender: ReportSender) -> None:
+        tried.set()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(ReportSender, "_connect", refuse)
+    with telling(address := server.expect("a"), ["said"]):
+        assert tried.wait(20)
+        clock.now += 60.0
+        monkeypatch.setattr(ReportSender, "_connect", connect)
+        assert first_news(server) == (address.name, "said", 60.0)
+
+
+def first_news(server: ReportServer) -> report_server.News:
+    deadline = time.monotonic() + 20
+    while not (news := server.take()[1]):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return news[0]
+
+
+def test_a_driver_without_descriptors_says_so_once_and_waits(
+    server: ReportServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = [0]
+    real = server._listener
+
+    class Exhausted:
+        def accept(self) -> Any:
+            attempts[0] += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    server._listener = Exhausted()  # type: ignore[assignment]
+    monkeypatch.setattr(report_server, "SHORT_S", math.inf)
+    with telling(server.expect("a"), ["here"]):
+        deadline = time.monotonic() + 20
+        while not attempts[0]:
+            assert time.monotonic() < deadline
+            server.take()
+        for _ in range(5):
+            server.take()
+        assert attempts[0] == 1, "it waits"
+        monkeypatch.setattr(report_server, "SHORT_S", 0.0)
+        server._short_until = 0.0
+        for _ in range(5):
+            server.take()
+        assert attempts[0] == 6
+        assert caplog.text.count("No more connections") == 1
+        server._listener = real
+        assert gather(server, lambda found: bool(found)) == ["here"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_reports_come_over_ipv4_and_ipv6(host: str) -> None:
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    running = ReportServer(host, 0.05)
+    try:
+        with telling(running.expect("a"), ["here"]):
+            assert gather(running, lambda found: bool(found)) == ["here"]
+    finally:
+        running.close()
+
+
+def test_without_ipv6_reports_come_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = socket.create_server
+
+    def no_ipv6(address: Any, *, family: int, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return made(address, family=family, **options)
+
+    monkeypatch.setattr(socket, "create_server", no_ipv6)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    test_reports_come_over_ipv4_and_ipv6("127.0.0.1")
 
 
 def test_a_connection_alone_is_no_report() -> None:
@@ -283,7 +474,7 @@ def test_a_connection_alone_is_no_report() -> None:
         listen(running, lambda: running._server._speakers[client.address.name].connection is not None)
         running.listen()
         assert running.answers["a/0"].heard_at is None
-        client.socket.sendall(client.frame(1, pickle.dumps("up")))
+        client.socket.sendall(client.news(1, "up"))
         listen(running, lambda: running.answers["a/0"].value == "up")
         assert running.answers["a/0"].heard_at is not None
 
@@ -375,7 +566,7 @@ def test_news_that_the_driver_would_not_take_end_their_sender(
 
 def test_a_part_of_long_news_is_a_sign_of_life(server: ReportServer) -> None:
     client = Client(server.expect("a"), server).greet()
-    whole = client.frame(1, pickle.dumps(bytes(5000)))
+    whole = client.news(1, bytes(5000))
     time.sleep(0.05)
     server.take()
     client.socket.sendall(whole[:100])

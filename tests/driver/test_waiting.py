@@ -10,14 +10,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from autohet.driver.control.observation import Loss, Notice
+from autohet.driver.control.observation import Loss, NodeView, Notice
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workforce as ray_workforce
+from autohet.driver.ray.cluster import RayNode
+from autohet.driver.ray.observer import Seat
 from autohet.driver.ray.reports import Answer
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_LISTEN_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from planner.cluster import Node, NodeType
 
+KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
 TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
 
 
@@ -60,6 +64,7 @@ def make(fake: FakeTime, monkeypatch: pytest.MonkeyPatch, **elastic: Any) -> Ray
 def force(fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayWorkforce]:
     """Of one worker that trains."""
     made = make(fake_time, monkeypatch)
+    monkeypatch.setattr(ray_workforce.ray, "kill", Mock())
     made._reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
     made.wait()
     yield made
@@ -124,17 +129,52 @@ def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce
     said = [replace(TRAINS, step=6, steps=(step(4), step(5)), receipts=("one", "two")), last]
     force._reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
     force._reports.answers["a/0"].value = last
-    told = force._told()
+    told = force._told(0.0)
     assert told == {
         "a/0": replace(last, steps=(step(4), step(5), step(6)), receipts=("one", "two", "three")),
     }
-    assert force._told() == {"a/0": replace(last, steps=(), receipts=())}
+    assert force._told(1.0) == {"a/0": replace(last, steps=(), receipts=())}
 
 
 def test_the_dead_say_nothing(force: RayWorkforce) -> None:
     force._reports._fresh = [TRAINS]
     force._losses["a/0"] = Loss("a/0", "gone", 0.0, 0.0)
-    assert force._told() == {}
+    force._told_at = 0.0
+    assert force._told(1.0) == {}
+
+
+def seat(force: RayWorkforce) -> None:
+    """Of the node a, which Ray does not know."""
+    force._seats["a"] = Seat(RayNode("ab" * 28, "here", "a", 1, {}), NodeView(Node("a", KIND), 0.0, agent_started=False), "a")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("how", ["ray", "node"])
+def test_last_words_are_told_with_the_loss(
+    how: str, fails: bool, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may hold a vote that nobody else has seen; also where the round that found the loss has failed."""
+    monkeypatch.setattr(ray_cluster, "living_nodes", list)
+    monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
+    last = replace(TRAINS, vote=(5, "a vote"))
+    force._reports._fresh, force._reports.answers["a/0"].value = [last], last
+    if how == "ray":
+        force._reports.answers["a/0"].error = "the actor died"
+    else:
+        seat(force)
+        force._workers["a/0"] = Mock()
+    if fails:
+        with monkeypatch.context() as failing:
+            failing.setattr(force._board, "look", Mock(side_effect=RuntimeError))
+            with pytest.raises(RuntimeError):
+                force.observe()
+        fake_time.now += 1.0
+    seen = force.observe()
+    assert set(seen.losses) == {"a/0"}
+    assert seen.reports == {"a/0": last}
+    fake_time.now += 1.0
+    force._reports._fresh = [last]
+    assert force.observe().reports == {}, "once"
 
 
 @pytest.mark.parametrize("heartbeat_s", [None, 2.0, 0.5])
@@ -160,3 +200,36 @@ def test_ray_is_asked_for_its_nodes_seldom_while_all_train(
         force._reports.answers["a/0"].heard_at = fake_time.now
         fake_time.now += 0.25
     assert asked.call_count == reads
+
+
+class FakeActor:
+    """Stands for an actor class and for its handle. The first that is made cannot be called."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def options(self, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._make)
+
+    def _make(self, *_: Any) -> Any:
+        call = Mock(side_effect=None if self.made else RuntimeError("the GCS does not answer"))
+        self.made.append(SimpleNamespace(until_end=SimpleNamespace(remote=call)))
+        return self.made[-1]
+
+
+def test_an_actor_that_cannot_be_watched_is_started_again(force: RayWorkforce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent's end is known by that alone: its silence means nothing."""
+    workers, agents = FakeActor(), FakeActor()
+    monkeypatch.setattr(ray_workforce, "WorkerActor", workers)
+    monkeypatch.setattr(ray_workforce, "AgentActor", agents)
+    force.job.checkpoint = SimpleNamespace(memory_directory="m", local_directory="d")  # type: ignore[assignment]
+    seat(force)
+    for start in (lambda: force.hire(["a/0"]), lambda: force.start_agents(["a"])):
+        with pytest.raises(RuntimeError):
+            start()
+        start()
+        start()  # it is there
+    for actor in (workers, agents):
+        assert [made.until_end.remote.call_count for made in actor.made] == [1, 1]
+    assert force._workers["a/0"] is workers.made[1]
+    assert force._seats["a"].agent is agents.made[1]

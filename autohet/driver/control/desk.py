@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Action, Dismiss, RequestStop, StartAgents
+from autohet.driver.control.actions import Action, CommitCheckpoint, Dismiss, RequestStop, StartAgents
 from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
@@ -273,9 +273,10 @@ class Desk:
                 self._stopping = cause
             elif answer is policy.FailureAnswer.SAVE:
                 drop_search(self.state)
-                self.actions.clear()  # the first of them may be what fails
                 self.state = Saving(cause, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s)
-                self._act(RequestStop(self.members, checkpoint=True))
+                commits = [action for action in self.actions if isinstance(action, CommitCheckpoint)]
+                self.actions.clear()  # the first of them may be what fails
+                self.actions.extend([RequestStop(self.members, checkpoint=True), *commits])
             elif answer is policy.FailureAnswer.GIVE_UP:
                 self.state = self._unsaved(cause, "ticks go on failing")
         return seen if self._stopping is None else replace(seen, stop_reason=seen.stop_reason or self._stopping)

@@ -132,6 +132,7 @@ class Observation:
     notices: Mapping[str, Notice] = field(default_factory=dict)
     """Nodes that leave."""
     reports: Mapping[str, WorkerReport] = field(default_factory=dict)
+    """Of the living; and last words of those among `losses` that had just spoken when they were found to be lost."""
     losses: Mapping[str, Loss] = field(default_factory=dict)
     inventories: Mapping[str, Any] | None = None
     checkpoint: CheckpointState = CheckpointState()

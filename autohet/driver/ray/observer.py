@@ -93,7 +93,7 @@ class RayObserver:
         self._agents = Reports(host, clock, AGENT_BEAT_S)
         self._reports = Reports(host, clock, min(BEAT_S, self.timeouts.suspicion_s / BEATS), self._agents.ended)
         self._rendezvous = Rendezvous(host)
-        self._nodes_read_at = -math.inf
+        self._nodes_read_at = self._told_at = -math.inf
         self._agent_starts: Counter[str] = Counter()
         self._stillborn: Counter[str] = Counter()
         calls = RayCalls()
@@ -116,7 +116,7 @@ class RayObserver:
         self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
         nodes, checkpoint = {name: self._view(seat) for name, seat in self._seats.items()}, self.durable.state()
         launches = None if self.launches is None else self.launches.look(now)
-        reports = self._told()  # last: what was told is told once, and nothing that may fail comes between
+        reports = self._told(now)  # last: what was told is told once, and nothing that may fail comes between
         return Observation(
             now=now, nodes=nodes, notices=dict(self._board.departures),
             reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=checkpoint,
@@ -132,8 +132,9 @@ class RayObserver:
         values = [answer.value for answer in self._reports.answers.values()]
         return all(value is not None and value.phase is Phase.TRAINING for value in values)
 
-    def _told(self) -> dict[str, WorkerReport]:
-        """What the living say of themselves; steps and receipts of all that has come since the last round."""
+    def _told(self, now: float) -> dict[str, WorkerReport]:
+        """What the living say of themselves, and of those found to be lost in this round their last words; steps and receipts of all that
+        has come since the last one."""
         said: dict[str, list[WorkerReport]] = {}
         for report in self._reports.fresh():
             said.setdefault(report.worker, []).append(report)
@@ -141,12 +142,14 @@ class RayObserver:
         for worker, answer in self._reports.answers.items():
             if worker in said:
                 answer.value = replace(answer.value, steps=(), receipts=())
-            if answer.value is not None and worker not in self._losses:
+            loss = self._losses.get(worker)
+            if answer.value is not None and (loss is None or (worker in said and loss.seen_at > self._told_at)):
                 reports[worker] = answer.value
         for worker, each in said.items():
             if worker in reports:
                 steps, receipts = (sum((getattr(r, part) for r in each), ()) for part in ("steps", "receipts"))
                 reports[worker] = replace(reports[worker], steps=steps, receipts=receipts)
+        self._told_at = now
         return reports
 
     def _view(self, seat: Seat) -> NodeView:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import pickle
 import secrets
 import select
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from autohet.runtime.report_channel import BEAT, FRAME, MOST_NEWS_BYTES, NONCE_BYTES, NUMBER, ReportAddress, mac_of
+from autohet.runtime.report_channel import (
+    AGE,
+    BEAT,
+    FRAME,
+    MOST_NEWS_BYTES,
+    NONCE_BYTES,
+    NUMBER,
+    ReportAddress,
+    mac_of,
+)
 
 logger = logging.getLogger("autohet")
 MOST_STRANGERS = 256
@@ -20,6 +31,11 @@ MOST_STRANGERS = 256
 MOST_GREETING_BYTES = 1024
 READ_BYTES, MOST_READS = 1 << 16, 256
 """At a time, and of one connection before the others have their turn."""
+SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+SHORT_S = 1.0
+"""Until connections are taken again where this process or its machine had no descriptor or memory for one: who wants one waits, or tries
+again by itself."""
+OVER = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 @dataclass
@@ -42,6 +58,14 @@ class Connection:
     data: bytearray = field(default_factory=bytearray)
 
 
+class News(NamedTuple):
+    """What the speaker `name` says; `age_s`: how long it had lain at the speaker when it was sent."""
+
+    name: str
+    value: Any
+    age_s: float
+
+
 @dataclass(frozen=True)
 class Unreadable:
     """In place of news that are proved to be from their speaker and cannot be read here: its node has another version of something."""
@@ -58,13 +82,13 @@ class ReportServer:
 
     def __init__(self, host: str, beat_s: float) -> None:
         self._host, self._beat_s = host, beat_s
-        self._listener = socket.create_server(("", 0), backlog=1024)
-        self._listener.setblocking(False)
+        self._listener = listener()
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}
         self._speakers: dict[str, Speaker] = {}
         self._strangers: dict[Connection, Connection] = {}
+        self._short_until, self._is_short = float("-inf"), False
 
     def expect(self, who: str) -> ReportAddress:
         """From now on a process may speak as the address says; `who` it is, people may read in its name."""
@@ -77,15 +101,19 @@ class ReportServer:
         if speaker is not None and speaker.connection is not None:
             self._end(speaker.connection)
 
-    def take(self) -> tuple[set[str], list[tuple[str, Any]]]:
+    def speaks(self, name: str) -> bool:
+        """Whether this speaker has a connection, so that more of what it said may come."""
+        return name in self._speakers and self._speakers[name].connection is not None
+
+    def take(self) -> tuple[set[str], list[News]]:
         """What has come by now: the names that were heard of, and their news in order."""
         heard: set[str] = set()
-        news: list[tuple[str, Any]] = []
-        for number, _ in self._poll.poll(0):
+        news: list[News] = []
+        for number, event in self._poll.poll(0):
             connection = self._connections.get(number)
             if connection is not None:
-                self._read(connection, heard, news)
-            elif number == self._listener.fileno():
+                self._read(connection, bool(event & OVER), heard, news)
+            elif number == self._listener.fileno() and time.monotonic() >= self._short_until:
                 self._accept()
         return heard, news
 
@@ -96,20 +124,29 @@ class ReportServer:
         self._poll.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is gone already
-            while True:
-                accepted, _ = self._listener.accept()
-                accepted.setblocking(False)
-                connection = Connection(accepted, secrets.token_bytes(NONCE_BYTES))
-                self._poll.register(accepted, select.EPOLLIN)
-                self._connections[accepted.fileno()] = self._strangers[connection] = connection
-                if len(self._strangers) > MOST_STRANGERS:
-                    self._end(next(iter(self._strangers)))
-                accepted.send(connection.nonce)
-
-    def _read(self, connection: Connection, heard: set[str], news: list[tuple[str, Any]]) -> None:
         try:
-            over = self._receive(connection)
+            while True:
+                self._greet(self._listener.accept()[0])
+        except OSError as error:  # there is no more, or it is gone already
+            was_short, self._is_short = self._is_short, error.errno in SHORTAGES
+            if self._is_short:
+                self._short_until = time.monotonic() + SHORT_S
+            if self._is_short and not was_short:
+                logger.warning("No more connections for reports can be taken (%s); those that stand are not concerned", error)
+
+    def _greet(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        connection = Connection(accepted, secrets.token_bytes(NONCE_BYTES))
+        self._poll.register(accepted, select.EPOLLIN | select.EPOLLRDHUP)
+        self._connections[accepted.fileno()] = self._strangers[connection] = connection
+        if len(self._strangers) > MOST_STRANGERS:
+            self._end(next(iter(self._strangers)))
+        accepted.send(connection.nonce)
+
+    def _read(self, connection: Connection, ends: bool, heard: set[str], news: list[News]) -> None:
+        """`ends`: behind what is to be read the connection is over."""
+        try:
+            over = self._receive(connection, ends)
             if connection.data == BEAT and connection.name is not None:  # nearly always
                 connection.data.clear()
             else:
@@ -124,19 +161,21 @@ class ReportServer:
             logger.warning("A connection for reports is ended: %s", error)
             self._end(connection)
 
-    def _receive(self, connection: Connection) -> bool:
+    def _receive(self, connection: Connection, ends: bool) -> bool:
         """Take what is there; True where nothing more will come."""
         for _ in range(MOST_READS):
             try:
                 data = connection.socket.recv(READ_BYTES)
             except BlockingIOError:
                 return False
+            except OSError:  # a reset, behind what has come
+                return True
             connection.data += data
-            if len(data) < READ_BYTES:
+            if not data or (len(data) < READ_BYTES and not ends):
                 return not data
         return False
 
-    def _take_frames(self, connection: Connection, news: list[tuple[str, Any]]) -> None:
+    def _take_frames(self, connection: Connection, news: list[News]) -> None:
         answer = 0
         while (frame := self._next_frame(connection)) is not None:
             number, payload, speaker = frame
@@ -144,7 +183,7 @@ class ReportServer:
                 self._know(connection, payload.decode(), speaker)
             elif number > speaker.number:
                 speaker.number = number
-                news.append((connection.name, _read_news(payload)))
+                news.append(_read_news(connection.name, payload))
             answer = speaker.number if number else answer
         if answer:
             with suppress(BlockingIOError):  # the next one stands for this one, too
@@ -194,8 +233,23 @@ class ReportServer:
             speaker.connection = None
 
 
-def _read_news(payload: bytes) -> Any:
+def listener() -> socket.socket:
+    """For IPv6 and IPv4, where this machine has both."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return _listening(socket.AF_INET6, dualstack_ipv6=True)
+    return _listening(socket.AF_INET)
+
+
+def _listening(family: int, **options: bool) -> socket.socket:
+    made = socket.create_server(("", 0), family=family, backlog=1024, **options)
+    made.setblocking(False)
+    return made
+
+
+def _read_news(name: str, payload: bytes) -> News:
     try:
-        return pickle.loads(payload)
+        (age_s,) = AGE.unpack_from(payload)
+        return News(name, pickle.loads(memoryview(payload)[AGE.size :]), age_s)
     except Exception as error:  # noqa: BLE001  (whatever another version raises: others' news are not lost for it)
-        return Unreadable(f"{type(error).__name__}: {error}")
+        return News(name, Unreadable(f"{type(error).__name__}: {error}"), 0.0)

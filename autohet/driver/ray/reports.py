@@ -5,7 +5,7 @@ ends by Ray. Nobody is asked, and nothing is waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,16 @@ from threading import Event
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from autohet.driver.ray.ray_calls import describe
 from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.runtime.report_channel import ReportAddress
+
+LAST_WORDS_S = 0.5
+"""After Ray's word that a process has ended, for what that process said before: the end of its connection comes behind it, and then there is
+nothing to wait for. A network that brings neither is not waited for longer."""
 
 
 @dataclass
@@ -45,7 +49,9 @@ class Reports:
         self.ended = Event() if ended is None else ended
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
-        self._ends: deque[tuple[str, str]] = deque()
+        self._told_ends: deque[tuple[str, str]] = deque()
+        self._unreachable: deque[tuple[str, Callable[[], ray.ObjectRef]]] = deque()
+        self._ends: dict[str, tuple[str, float]] = {}
         self._fresh: list[Any] = []
         self._listened_at: float | None = None
 
@@ -57,48 +63,68 @@ class Reports:
         self.answers[key] = Answer(asked_at=self._clock())
         return address
 
-    def watch(self, key: str, end: ray.ObjectRef) -> None:
-        """`end`: a call that the actor of this key answers with its end alone."""
-        end.future().add_done_callback(partial(self._take_end, self._addresses[key].name))
+    def watch(self, key: str, call: Callable[[], ray.ObjectRef]) -> None:
+        """`call`: one that the actor of this key answers with its end alone. It is made again where Ray could not reach the actor, which
+        may live for all that."""
+        self._watch(self._addresses[key].name, call)
 
-    def _take_end(self, name: str, end: Future[Any]) -> None:
+    def _watch(self, name: str, call: Callable[[], ray.ObjectRef]) -> None:
+        call().future().add_done_callback(partial(self._take_end, name, call))
+
+    def _take_end(self, name: str, call: Callable[[], ray.ObjectRef], end: Future[Any]) -> None:
         """Called by a thread of Ray's."""
         error = end.exception()
-        if isinstance(error, RayError):
-            self._ends.append((name, describe(error)))
+        if isinstance(error, ActorUnavailableError):
+            self._unreachable.append((name, call))
+        elif isinstance(error, RayError):
+            self._told_ends.append((name, describe(error)))
             self.ended.set()
+
+    def _watch_again(self) -> None:
+        for _ in range(len(self._unreachable)):
+            name, call = self._unreachable[0]
+            if name in self._keys:
+                self._watch(name, call)
+            self._unreachable.popleft()
 
     def remove(self, key: str) -> None:
         self.answers.pop(key, None)
         if (address := self._addresses.pop(key, None)) is not None:
             self._server.forget(address.name)
+            self._ends.pop(address.name, None)
             del self._keys[address.name]
 
     def listen(self) -> bool:
         """Take what has come; True where there is more than signs of life."""
         now, before = self._clock(), self._listened_at
         self._forgive(now)
+        self._watch_again()
+        self._note_ends(now)  # before anything is read: what was said before an end is heard before it counts
         heard, news = self._server.take()
-        for name, value in news:
+        for name, value, age_s in news:
             answer = self.answers[self._keys[name]]
             if isinstance(value, Unreadable):
                 answer.error = f"its report cannot be read; is the same version installed on its node? {value.why}"
                 continue
-            answer.value, answer.told_at = value, now if before is None else before  # it came since then: no deadline is later
+            sent_at = now if before is None else before  # it came since then: no deadline is later
+            answer.value, answer.told_at = value, sent_at - age_s
             self._fresh.append(value)
         for answer in (self.answers[self._keys[name]] for name in heard):
             answer.heard_at = None if answer.value is None else now  # it is up once it has reported
-        return self._take_ends({name for name, _ in news}) or bool(news)
+        return self._take_ends(now) or bool(news)
 
-    def _take_ends(self, speakers: Set[str]) -> bool:
-        """True where there are any. The last words of who has just spoken are heard before the end is."""
-        ends = [self._ends.popleft() for _ in range(len(self._ends))]
-        for name, error in ends:
-            if name in speakers:
-                self._ends.append((name, error))
-            elif name in self._keys:
-                self.answers[self._keys[name]].error = error
-        return bool(ends)
+    def _note_ends(self, now: float) -> None:
+        while self._told_ends:
+            name, error = self._told_ends.popleft()
+            if name in self._keys:
+                self._ends.setdefault(name, (error, now))
+
+    def _take_ends(self, now: float) -> bool:
+        """True where there are any behind which no words are to come."""
+        ended = [name for name, (_, at) in self._ends.items() if not self._server.speaks(name) or now - at >= LAST_WORDS_S]
+        for name in ended:
+            self.answers[self._keys[name]].error, _ = self._ends.pop(name)
+        return bool(ended)
 
     def _forgive(self, now: float) -> None:
         """A driver that itself stood still has not listened meanwhile: that silence is nobody's."""

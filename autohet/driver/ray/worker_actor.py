@@ -17,10 +17,12 @@ from planner.errors import ConfigError
 if TYPE_CHECKING:
     from autohet.runtime.worker import Worker
 
-CALL_THREADS = 6  # an interrupt must be taken while an order and `until_end` are under way
+CALL_THREADS = 6  # an interrupt must be taken while an order is under way
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=CALL_THREADS)  # type: ignore[call-overload]
+@ray.remote(  # type: ignore[call-overload]
+    num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=CALL_THREADS, concurrency_groups={"life": 1}
+)
 class WorkerActor:
     """The process of one GPU. It lives through every generation; Ray never restarts it."""
 
@@ -49,6 +51,7 @@ class WorkerActor:
     def _report(self) -> WorkerReport:
         return self._unfit if self._worker is None else self._worker.report()
 
+    @ray.method(concurrency_group="life")
     def until_end(self) -> None:
         """Return when this worker is closed; what ends its reports before is raised. Its process's end ends the call, too."""
         self._reports.wait()

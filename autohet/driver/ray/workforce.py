@@ -91,8 +91,8 @@ class RayWorkforce(RayObserver):
         handle = WorkerActor.options(num_gpus=1, scheduling_strategy=affinity(seat.ray_node.node_id)).remote(  # type: ignore[attr-defined]
             place, self.job, self._worker_threads, forwarded_environment(), self._record, address
         )
+        self._reports.watch(worker, handle.until_end.remote)  # first: who is not watched is not kept, and started again
         self._workers[worker] = handle
-        self._reports.watch(worker, handle.until_end.remote())
 
     def dismiss(self, workers: Sequence[str]) -> None:
         for worker in workers:
@@ -137,12 +137,12 @@ class RayWorkforce(RayObserver):
                 continue
             node = seat.ray_node
             address = self._agents.expect(name)
-            seat.agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
+            agent = AgentActor.options(scheduling_strategy=affinity(node.node_id)).remote(  # type: ignore[attr-defined]
                 name, node.address, self._token, self._memory(seat.directory), self._disk(seat.directory),
                 self.job.elastic.notice_sources, self.job, forwarded_environment(), self._record, address,
             )  # fmt: skip
-            seat.view = replace(seat.view, agent_started=True)
-            self._agents.watch(name, seat.agent.until_end.remote())
+            self._agents.watch(name, agent.until_end.remote)
+            seat.agent, seat.view = agent, replace(seat.view, agent_started=True)
 
     def _memory(self, directory: str) -> str:
         return f"{self.job.checkpoint.memory_directory}/{directory}"
