@@ -2,11 +2,10 @@
 times the processor time, whether it has news or not.
 
 The driver takes connections; each starts with a nonce that it sends. Then come frames: length of the payload, number of the news in it,
-MAC, payload. The first says who speaks (number 0), every other is news: their age, and a pickled value. The MAC is keyed with a secret that the driver gave to
-this process alone, over nonce, place in the stream, number and payload: nothing is unpickled that did not come from it. Between frames,
-`BEAT` says that the process is alive. The driver answers news with its number. What is not answered when a connection ends is sent again
-over the next one, and what comes twice counts once. Clocks of two machines are not compared: an age, in seconds, is what passed at the
-process until it sent.
+MAC, payload. The first says who speaks (number 0), every other is news: seconds since they were new, by this process's clock, and a pickled
+value. The MAC is keyed with a secret that the driver gave to this process alone, over nonce, place in the stream, number and payload:
+nothing is unpickled that did not come from it. Between frames, `BEAT` says that the process is alive. The driver answers news with its
+number. What is not answered when a connection ends is sent again over the next one, and what comes twice counts once.
 """
 
 from __future__ import annotations
@@ -140,7 +139,9 @@ class ReportSender:
             if not self._is_missed and self._lost_at - max(self._began_at, self._spoke_at) > PATIENCE_S:
                 self._is_missed = True
                 where = f"{self._address.host}:{self._address.port}"
-                logger.warning("The driver takes no reports at %s (%s); is that port open between the nodes?", where, error)
+                logger.warning(
+                    "The driver takes no reports at %s (%s); is that port open between the nodes?", where, error
+                )
 
     def _connect(self) -> None:
         connection = socket.create_connection((self._address.host, self._address.port), PATIENCE_S)

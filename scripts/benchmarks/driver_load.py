@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What the driver itself costs while a job trains: processor seconds of its process, all threads, over 64 workers on 8 nodes.
+"""What the driver itself costs while a job trains: processor seconds of its process, all threads, over 64 workers on 8 nodes. And how soon
+it knows of a process or node that is struck then.
 
     scripts/benchmarks/driver_load.py [--seconds 30] [--step-s 1.0 ...] [--json FILE]
 
@@ -14,6 +15,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -120,15 +122,18 @@ def main() -> None:
         try:
             ray.init(address=fleet.start(), log_to_driver=False, logging_level=logging.ERROR)
             alone = percent_of_a_core(lambda: time.sleep(0.2), options.seconds / 3)
-            cases = measure_all(JobRun(job(Path(name)), cluster_from_document(fleet.document), fleet, events), options)
+            run = JobRun(job(Path(name)), cluster_from_document(fleet.document), fleet, events)
+            cases, detection_s = measure_all(run, options)
         finally:
             events.close()
             fleet.close()
     document = {
         "what": f"the driver's process over {NODES * GPUS} workers on {NODES} nodes, in percent of a core", **provenance(),
         "connected to Ray, and nothing else": alone, "cases": cases,
+        "detection_s": {"what": "from the strike to the driver's knowledge, all others training, one each", **detection_s},
     }  # fmt: skip
     if options.json:
+        document["before"] = json.loads(options.json.read_text())["before"] if options.json.exists() else None
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -140,14 +145,44 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_all(run: JobRun, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One run of the driver until all train, and `seconds` of it at each pace."""
+def measure_all(run: JobRun, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """One run of the driver until all train, and `seconds` of it at each pace; then seconds to detect what is struck."""
     try:
         run.start()
         await_training(run)
-        return [measure(run, step_s, options.seconds) for step_s in options.step_s]
+        return [measure(run, step_s, options.seconds) for step_s in options.step_s], detect_all(run)
     finally:
         run.close()
+
+
+def detect_all(run: JobRun) -> dict[str, float]:
+    """Nothing is decided meanwhile: the driver only watches."""
+    fleet, reports = run.fleet, run.workforce.observe().reports
+    assert fleet is not None
+    processes = {worker: report.process_id for worker, report in reports.items()}
+    strikes: dict[str, tuple[str, Callable[[], None]]] = {
+        "process killed": ("eight-0/0", lambda: os.kill(processes["eight-0/0"], signal.SIGKILL)),
+        "process frozen": ("eight-1/0", lambda: fleet.freeze(processes["eight-1/0"])),
+        "node killed": ("eight-2/0", lambda: fleet.kill("eight-2")),
+    }
+    found = {name: detect(run, worker, strike) for name, (worker, strike) in strikes.items()}
+    print(json.dumps(found), flush=True)
+    os.kill(processes["eight-1/0"], signal.SIGKILL)
+    return found
+
+
+def detect(run: JobRun, worker: str, strike: Callable[[], None]) -> float:
+    """Seconds. Afterwards the lost are forgotten, and the driver is as calm as before."""
+    force, striking, began = run.workforce, threading.Thread(target=strike), time.monotonic()
+    striking.start()
+    while worker not in (losses := force.observe().losses):
+        assert time.monotonic() < began + START_S
+        force.wait()
+    seconds = round(time.monotonic() - began, 2)
+    striking.join()
+    force.dismiss(list(losses))
+    force._losses.clear()
+    return seconds
 
 
 def measure(run: JobRun, step_s: float, seconds: float) -> dict[str, Any]:
@@ -228,6 +263,7 @@ def job(directory: Path) -> Job:
     document["checkpoint"] |= {"every_steps": 1_000_000, "memory_directory": str(memory_directory(directory))}
     document["elastic"] |= {
         "min_workers": NODES * GPUS, "step_timeout_s": 60, "heartbeat_timeout_s": None, "worker_start_timeout_s": START_S,
+        "wait_for_fleet_s": START_S,
         "notice_sources": ["ray", "aws", "gpu"],
     }  # fmt: skip
     document["parallelism"]["plan"] = str(directory / "plan.json")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +15,8 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.observer import Seat
-from autohet.driver.ray.reports import Answer
-from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_LISTEN_S, CALM_TICK_S, RayWorkforce
+from autohet.driver.ray.reports import Answer, Reports
+from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import Phase, StepRecord, WorkerReport
 from planner.cluster import Node, NodeType
@@ -27,22 +27,23 @@ TRAINS = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
 
 @dataclass
 class FakeTime:
-    """Stands for `time`, and for the event that is waited for: waiting lets it pass, and lets things happen."""
+    """Stands for `time`, and for the bell that is waited for: waiting lets time pass unless it is rung."""
 
     now: float = 0.0
-    asleep: list[Callable[[], Any]] = field(default_factory=list)
-    is_set: bool = False
+    rung: bool = False
 
     def monotonic(self) -> float:
         return self.now
 
-    def wait(self, seconds: float) -> None:
-        self.now = round(self.now + (0.0 if self.is_set else seconds), 6)
-        if self.asleep:
-            self.asleep.pop(0)()
+    def wait(self, timeout_s: float, gather_s: float) -> None:
+        self.now = round(self.now + (0.0 if self.rung else max(0.0, timeout_s)), 6)
+        self.rung = False
 
-    def clear(self) -> None:
-        self.is_set = False
+    def ring(self) -> None:
+        self.rung = True
+
+    def close(self) -> None:
+        """Nothing was opened."""
 
 
 @pytest.fixture
@@ -54,9 +55,12 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 def make(fake: FakeTime, monkeypatch: pytest.MonkeyPatch, **elastic: Any) -> RayWorkforce:
     monkeypatch.setattr(ray_cluster, "head_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_cluster, "living_nodes", list)
+    monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
     job: Any = SimpleNamespace(elastic=ElasticSection(**elastic))
     made = RayWorkforce(job, "run", Mock(), None, worker_threads=1, clock=fake.monotonic)
-    made._reports.ended = fake  # type: ignore[assignment]
+    made._bell.close()
+    made._bell = fake  # type: ignore[assignment]
     return made
 
 
@@ -81,8 +85,12 @@ def test_while_all_train_and_say_nothing_rounds_are_seldom(force: RayWorkforce, 
     assert waited(force, fake_time) == CALM_TICK_S
 
 
-@pytest.mark.parametrize("what", ["restores", "starts", "lost", "leaves", "inventories", "agents are asked"])
-def test_while_anything_changes_rounds_are_quick(what: str, force: RayWorkforce, fake_time: FakeTime) -> None:
+@pytest.mark.parametrize(
+    "what", ["restores", "starts", "lost", "leaves", "inventories", "agents are asked", "ends", "is suspected"]
+)
+def test_while_anything_changes_rounds_are_quick(
+    what: str, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if what == "restores":
         force._reports.answers["a/0"].value = replace(TRAINS, phase=Phase.RESTORING)
     elif what == "starts":
@@ -91,6 +99,10 @@ def test_while_anything_changes_rounds_are_quick(what: str, force: RayWorkforce,
         force._losses["b/0"] = Loss("b/0", "gone", 0.0, 0.0)
     elif what == "leaves":
         force._board.departures["b"] = Notice("b", "EC2", 0.0)
+    elif what == "ends":
+        monkeypatch.setattr(Reports, "await_words", True)
+    elif what == "is suspected":
+        force._witnesses._asked["a call"] = "a"
     elif what == "inventories":
         force._inventories.request({}, 0.0)
     else:
@@ -98,26 +110,11 @@ def test_while_anything_changes_rounds_are_quick(what: str, force: RayWorkforce,
     assert waited(force, fake_time) == BUSY_TICK_S
 
 
-def test_news_end_the_wait(force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = iter([False, True])
-    monkeypatch.setattr(force._reports, "listen", lambda: next(heard))
-    assert waited(force, fake_time) == 2 * CALM_LISTEN_S
-    monkeypatch.setattr(force._reports, "listen", lambda: False)
-    monkeypatch.setattr(force._agents, "listen", lambda: True)
-    assert waited(force, fake_time) == CALM_LISTEN_S
-
-
-def test_an_end_is_looked_at_at_once(force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_time.is_set = True
-    monkeypatch.setattr(force._reports, "listen", lambda: True)
+def test_a_signal_ends_the_wait(force: RayWorkforce, fake_time: FakeTime) -> None:
+    force.stop_reason = "SIGTERM"
     assert waited(force, fake_time) == 0.0
-    assert waited(force, fake_time) == CALM_LISTEN_S, "once"
-
-
-def test_so_does_a_signal(force: RayWorkforce, fake_time: FakeTime) -> None:
-    fake_time.asleep = [lambda: setattr(force, "stop_reason", "SIGTERM")]
-    assert waited(force, fake_time) == CALM_LISTEN_S
-    assert waited(force, fake_time) == CALM_TICK_S, "it is known by then"
+    assert force.observe().stop_reason == "SIGTERM"
+    assert waited(force, fake_time) == CALM_TICK_S, "once"
 
 
 def step(number: int) -> StepRecord:
@@ -141,11 +138,15 @@ def test_the_dead_say_nothing(force: RayWorkforce) -> None:
     force._losses["a/0"] = Loss("a/0", "gone", 0.0, 0.0)
     force._told_at = 0.0
     assert force._told(1.0) == {}
+    force._losses["a/0"] = Loss("a/0", "silent", 1.5, 0.0)
+    assert force._told(2.0) == {}, "nor whose silence is what is wrong"
 
 
 def seat(force: RayWorkforce) -> None:
     """Of the node a, which Ray does not know."""
-    force._seats["a"] = Seat(RayNode("ab" * 28, "here", "a", 1, {}), NodeView(Node("a", KIND), 0.0, agent_started=False), "a")
+    force._seats["a"] = Seat(
+        RayNode("ab" * 28, "here", "a", 1, {}), NodeView(Node("a", KIND), 0.0, agent_started=False), "a"
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -154,8 +155,6 @@ def test_last_words_are_told_with_the_loss(
     how: str, fails: bool, force: RayWorkforce, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may hold a vote that nobody else has seen; also where the round that found the loss has failed."""
-    monkeypatch.setattr(ray_cluster, "living_nodes", list)
-    monkeypatch.setattr(ray_cluster, "draining_nodes", dict)
     last = replace(TRAINS, vote=(5, "a vote"))
     force._reports._fresh, force._reports.answers["a/0"].value = [last], last
     if how == "ray":
@@ -183,8 +182,12 @@ def test_workers_are_heard_often_enough_to_be_suspected_rightly(
 ) -> None:
     made = make(fake_time, monkeypatch, heartbeat_timeout_s=heartbeat_s)
     beat_s = made._reports.expect("a/0").beat_s
+    made._reports.answers = {"a/0": Answer(0.0, 0.0, TRAINS)}
+    made.wait()
+    tick_s = waited(made, fake_time)
     made.close(at_once=True)
     assert 0 < 4 * beat_s <= made.timeouts.suspicion_s
+    assert tick_s <= beat_s, "and none of it is read too late"
 
 
 @pytest.mark.parametrize(("phase", "reads"), [(Phase.TRAINING, 1), (Phase.RESTORING, 4)])
@@ -200,6 +203,13 @@ def test_ray_is_asked_for_its_nodes_seldom_while_all_train(
         force._reports.answers["a/0"].heard_at = fake_time.now
         fake_time.now += 0.25
     assert asked.call_count == reads
+
+
+@pytest.mark.parametrize("actor", [ray_workforce.WorkerActor, ray_workforce.AgentActor])
+def test_calls_that_watch_take_no_thread_from_others(actor: Any) -> None:
+    """One that was cut off stays under way in the actor, beside the one that is made again."""
+    assert actor.__ray_metadata__.method_meta.concurrency_group_for_methods["until_end"] == "life"
+    assert actor._default_options["concurrency_groups"]["life"] == 1
 
 
 class FakeActor:

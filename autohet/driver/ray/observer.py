@@ -15,6 +15,7 @@ from autohet.driver.control.observation import Loss, NodeView, Observation
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agent_calls import AgentReport, Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
+from autohet.driver.ray.bell import Bell
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.introductions import Introductions
 from autohet.driver.ray.launches import LaunchWatch
@@ -39,9 +40,9 @@ NODES_S, CALM_NODES_S = 0.25, 1.0
 """Between two questions to Ray for its nodes, of 1 ms each: while all train an arrival is gathered for longer, and of ends others tell."""
 DRAINS_S = 0.5
 """Between two questions to Ray for its drains, of 0.6 ms each."""
-BEAT_S, BEATS = 0.25, 4
-"""Between two signs of life of a worker that has no news: each costs the driver 10 us. There are `BEATS` at the least in the silence after
-which it is looked into."""
+BEATS = 4
+"""Signs of life, in the silence after which it is looked into, of a worker that has no news: three may be late or be lost on the way. The
+driver reads them no less often."""
 AGENT_BEAT_S = 5.0
 """Of an agent, whose silence means nothing until it is asked something."""
 MAX_AGENT_STARTS = 3
@@ -75,7 +76,8 @@ class RayObserver:
         self.cluster = cluster
         self.clock = clock
         self.timeouts = job.elastic.timeouts()
-        self.stop_reason: str | None = None
+        self._bell = Bell()
+        self._stop_reason: str | None = None
         self.launches: LaunchWatch | None = None
         """Where the autoscaler is asked for nodes."""
         self.spot_types: Mapping[str, SpotType] = {}
@@ -90,8 +92,8 @@ class RayObserver:
         self._workers: dict[str, Any] = {}
         self._losses: dict[str, Loss] = {}
         host = ray_cluster.head_address()
-        self._agents = Reports(host, clock, AGENT_BEAT_S)
-        self._reports = Reports(host, clock, min(BEAT_S, self.timeouts.suspicion_s / BEATS), self._agents.ended)
+        self._agents = Reports(host, clock, AGENT_BEAT_S, self._bell)
+        self._reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self._bell)
         self._rendezvous = Rendezvous(host)
         self._nodes_read_at = self._told_at = -math.inf
         self._agent_starts: Counter[str] = Counter()
@@ -101,6 +103,16 @@ class RayObserver:
         self._errands = AgentErrands(self.timeouts, calls)
         self._witnesses = Witnesses(self.timeouts, calls)
         self._data = DataWatch(job)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the job is to stop; whoever says so, a signal's handler too, ends a wait."""
+        return self._stop_reason
+
+    @stop_reason.setter
+    def stop_reason(self, reason: str | None) -> None:
+        self._stop_reason = reason
+        self._bell.ring()
 
     def observe(self) -> Observation:
         """What was heard in `wait`, and what is found now."""
@@ -126,7 +138,9 @@ class RayObserver:
         )  # fmt: skip
 
     def _calm(self) -> bool:
-        """All train, nobody leaves, and no agent is to answer anything."""
+        """All train, nobody leaves or is suspected, and no agent is to answer anything."""
+        if self._agents.await_words or self._reports.await_words or self._witnesses.asked:
+            return False
         if self._losses or self._board.departures or self._inventories.asked or self._errands.waiting:
             return False
         values = [answer.value for answer in self._reports.answers.values()]

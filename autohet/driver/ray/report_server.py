@@ -88,7 +88,8 @@ class ReportServer:
         self._connections: dict[int, Connection] = {}
         self._speakers: dict[str, Speaker] = {}
         self._strangers: dict[Connection, Connection] = {}
-        self._short_until, self._is_short = float("-inf"), False
+        self._short_until: float | None = None
+        self._is_short = False
 
     def expect(self, who: str) -> ReportAddress:
         """From now on a process may speak as the address says; `who` it is, people may read in its name."""
@@ -105,16 +106,23 @@ class ReportServer:
         """Whether this speaker has a connection, so that more of what it said may come."""
         return name in self._speakers and self._speakers[name].connection is not None
 
+    def fileno(self) -> int:
+        """Of what can be read while there is more than signs of life."""
+        return self._poll.fileno()
+
     def take(self) -> tuple[set[str], list[News]]:
         """What has come by now: the names that were heard of, and their news in order."""
         heard: set[str] = set()
         news: list[News] = []
-        for number, event in self._poll.poll(0):
-            connection = self._connections.get(number)
-            if connection is not None:
-                self._read(connection, bool(event & OVER), heard, news)
-            elif number == self._listener.fileno() and time.monotonic() >= self._short_until:
-                self._accept()
+        ready = dict(self._poll.poll(0))
+        for number, connection in list(self._connections.items()):
+            if number in ready or connection.name is not None:
+                self._read(connection, bool(ready.get(number, 0) & OVER), heard, news)
+        if self._short_until is not None and time.monotonic() >= self._short_until:
+            self._short_until = None
+            self._poll.register(self._listener, select.EPOLLIN)
+        elif self._listener.fileno() in ready:
+            self._accept()
         return heard, news
 
     def close(self) -> None:
@@ -130,9 +138,12 @@ class ReportServer:
         except OSError as error:  # there is no more, or it is gone already
             was_short, self._is_short = self._is_short, error.errno in SHORTAGES
             if self._is_short:
+                self._poll.unregister(self._listener)  # else whoever waits for news is woken over and over
                 self._short_until = time.monotonic() + SHORT_S
             if self._is_short and not was_short:
-                logger.warning("No more connections for reports can be taken (%s); those that stand are not concerned", error)
+                logger.warning(
+                    "No more connections for reports can be taken (%s); those that stand are not concerned", error
+                )
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
@@ -146,7 +157,10 @@ class ReportServer:
     def _read(self, connection: Connection, ends: bool, heard: set[str], news: list[News]) -> None:
         """`ends`: behind what is to be read the connection is over."""
         try:
+            before = len(connection.data)
             over = self._receive(connection, ends)
+            if len(connection.data) == before and not over:
+                return
             if connection.data == BEAT and connection.name is not None:  # nearly always
                 connection.data.clear()
             else:
@@ -217,10 +231,12 @@ class ReportServer:
         return speaker
 
     def _know(self, connection: Connection, name: str, speaker: Speaker) -> None:
-        """It has proved who it is: its older connection, if there is one, is not read any more."""
+        """It has proved who it is: its older connection, if there is one, is not read any more. From now on `_poll` tells of it once there
+        is more than signs of life."""
         if speaker.connection is not None:
             self._end(speaker.connection)
         connection.name, speaker.connection = name, connection
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, FRAME.size)
         self._strangers.pop(connection, None)
 
     def _end(self, connection: Connection) -> None:

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
+from autohet.driver.ray.bell import Bell
 from autohet.driver.ray.ray_calls import describe
 from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.runtime.report_channel import ReportAddress
 
-LAST_WORDS_S = 0.5
-"""After Ray's word that a process has ended, for what that process said before: the end of its connection comes behind it, and then there is
-nothing to wait for. A network that brings neither is not waited for longer."""
+LAST_WORDS_S = 0.2
+"""After Ray's word that a process has ended, for what that process said before. The end of its connection comes behind that, and is waited
+for no longer where a network does not bring it."""
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Answer:
 
 class Reports:
     """Owned by the workforce; called from its thread alone. `answers`: by actor. Who has no news gives a sign of life every `beat_s`.
-    `ended` is set when Ray tells of an end; several may share it.
+    `bell` is rung by news and by ends that Ray tells of, not by signs of life; several may share it.
     """
 
-    def __init__(self, host: str, clock: Callable[[], float], beat_s: float, ended: Event | None = None) -> None:
+    def __init__(self, host: str, clock: Callable[[], float], beat_s: float, bell: Bell) -> None:
         self.answers: dict[str, Answer] = {}
-        self._server, self._clock = ReportServer(host, beat_s), clock
-        self.ended = Event() if ended is None else ended
+        self._server, self._clock, self._bell = ReportServer(host, beat_s), clock, bell
+        bell.heed(self._server)
         self._addresses: dict[str, ReportAddress] = {}
         self._keys: dict[str, str] = {}
         self._told_ends: deque[tuple[str, str]] = deque()
@@ -78,7 +78,7 @@ class Reports:
             self._unreachable.append((name, call))
         elif isinstance(error, RayError):
             self._told_ends.append((name, describe(error)))
-            self.ended.set()
+            self._bell.ring()
 
     def _watch_again(self) -> None:
         for _ in range(len(self._unreachable)):
@@ -94,12 +94,11 @@ class Reports:
             self._ends.pop(address.name, None)
             del self._keys[address.name]
 
-    def listen(self) -> bool:
-        """Take what has come; True where there is more than signs of life."""
+    def listen(self) -> None:
+        """Take what has come."""
         now, before = self._clock(), self._listened_at
         self._forgive(now)
         self._watch_again()
-        self._note_ends(now)  # before anything is read: what was said before an end is heard before it counts
         heard, news = self._server.take()
         for name, value, age_s in news:
             answer = self.answers[self._keys[name]]
@@ -111,20 +110,24 @@ class Reports:
             self._fresh.append(value)
         for answer in (self.answers[self._keys[name]] for name in heard):
             answer.heard_at = None if answer.value is None else now  # it is up once it has reported
-        return self._take_ends(now) or bool(news)
+        self._take_ends(now)
 
-    def _note_ends(self, now: float) -> None:
+    def _take_ends(self, now: float) -> None:
+        """An end counts once no words are to come any more."""
         while self._told_ends:
             name, error = self._told_ends.popleft()
             if name in self._keys:
                 self._ends.setdefault(name, (error, now))
-
-    def _take_ends(self, now: float) -> bool:
-        """True where there are any behind which no words are to come."""
-        ended = [name for name, (_, at) in self._ends.items() if not self._server.speaks(name) or now - at >= LAST_WORDS_S]
+        ended = [
+            name for name, (_, at) in self._ends.items() if not self._server.speaks(name) or now - at >= LAST_WORDS_S
+        ]
         for name in ended:
             self.answers[self._keys[name]].error, _ = self._ends.pop(name)
-        return bool(ended)
+
+    @property
+    def await_words(self) -> bool:
+        """Whether an end does not count yet."""
+        return bool(self._ends)
 
     def _forgive(self, now: float) -> None:
         """A driver that itself stood still has not listened meanwhile: that silence is nobody's."""

@@ -22,8 +22,8 @@ from planner.cluster import node_of
 
 LOOK_PERIOD_S = 0.5
 """Between two looks of an agent at the same processes."""
-LONGEST_TICK_S = 0.5
-"""What one round counts for at most: a driver that itself slept has not waited for anybody meanwhile."""
+LONGEST_TICK_S = 0.75
+"""What one round counts for at most, late ones of half a second too: a driver that itself slept has not waited for anybody meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Witnesses:
         self._stopped: dict[str, ProcessState] = {}
         self.silent_nodes: frozenset[str] = frozenset()
         """Of which nothing answered in the last round, for long enough to be sure of it: no worker, nor the agent."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether an agent is to say how a silent worker looks."""
+        return bool(self._asked)
 
     def frozen(self, heard: Iterable[Heard], agents: Mapping[str, Any], now: float) -> dict[str, str]:
         """One round: of the workers that are not known to be dead, those that are frozen for certain, and why."""

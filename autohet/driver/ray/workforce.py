@@ -20,7 +20,7 @@ from autohet.driver.ray.agent_actor import AgentActor
 from autohet.driver.ray.drain import drain
 from autohet.driver.ray.environment import forwarded_environment
 from autohet.driver.ray.launches import LaunchWatch
-from autohet.driver.ray.observer import RayObserver, Seat
+from autohet.driver.ray.observer import BEATS, RayObserver, Seat
 from autohet.driver.ray.scaling import FleetRequest
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.job import Job
@@ -29,10 +29,10 @@ from autohet.runtime.process_log import RunRecord
 from planner.cluster import Cluster, node_of
 from recovery.state.ancestry import Descent
 
-CALM_LISTEN_S, CALM_TICK_S = 0.1, 0.5
-"""While all train and nobody leaves: between two looks for news, each of which costs 0.1 ms to wake up for, and from one round to the next
-where there is none, of 0.5 ms. An end that Ray tells of is looked at at once."""
-BUSY_LISTEN_S, BUSY_TICK_S = 0.01, 0.05
+CALM_GATHER_S, CALM_TICK_S = 0.05, 0.5
+"""While all train and nobody leaves: from the first news until what has come is read, all in one round, since each costs 0.5 ms; and from
+one round to the next where there is none. An end that Ray tells of is looked at at once."""
+BUSY_GATHER_S, BUSY_TICK_S = 0.01, 0.05
 """While anybody does something else, so that a reconfiguration does not wait for its driver."""
 
 
@@ -50,20 +50,16 @@ class RayWorkforce(RayObserver):
         self._request: FleetRequest | None = None
         self.rehearsal: Callable[[Rehearse], None] | None = None
         """Makes scripted events happen."""
-        self._waited_at = self._listened_at = -math.inf
+        self._waited_at = -math.inf
 
     def wait(self) -> None:
         """Until there is news, or the next round is due without any: soon while something changes, later while all train."""
-        listen_s, tick_s = (CALM_LISTEN_S, CALM_TICK_S) if self._calm() else (BUSY_LISTEN_S, BUSY_TICK_S)
-        due, stop_reason = self._waited_at + tick_s, self.stop_reason
-        while True:
-            self._reports.ended.wait(max(0.0, self._listened_at + listen_s - time.monotonic()))
-            self._reports.ended.clear()
-            self._listened_at = time.monotonic()
-            news = [reports.listen() for reports in (self._agents, self._reports)]
-            if any(news) or self._listened_at >= due or self.stop_reason != stop_reason:
-                break
-        self._waited_at = self._listened_at
+        gather_s, tick_s = (CALM_GATHER_S, CALM_TICK_S) if self._calm() else (BUSY_GATHER_S, BUSY_TICK_S)
+        tick_s = min(tick_s, self.timeouts.suspicion_s / BEATS)  # signs of life are read in rounds alone
+        self._bell.wait(self._waited_at + tick_s - time.monotonic(), gather_s)
+        self._waited_at = time.monotonic()
+        for reports in (self._agents, self._reports):
+            reports.listen()
 
     def request_inventories(self) -> None:
         self._inventories.request(self._agent_handles, self.clock())
@@ -219,6 +215,7 @@ class RayWorkforce(RayObserver):
         self._workers.clear()
         self._agents.close()
         self._reports.close()
+        self._bell.close()
         self._board.close()
         self._prices.close()
         self._rendezvous.close()

@@ -1,0 +1,45 @@
+"""What wakes the driver between two rounds."""
+
+from __future__ import annotations
+
+import os
+import select
+from threading import RLock
+
+from autohet.driver.ray.report_server import ReportServer
+
+
+class Bell:
+    """Rung from any thread, and by what comes to the servers that it heeds. Owns two descriptors until it is closed; who rings then is not
+    heard.
+    """
+
+    def __init__(self) -> None:
+        self._rung = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._hand, self._any = select.poll(), select.epoll()
+        self._hand.register(self._rung, select.POLLIN)
+        self._any.register(self._rung, select.EPOLLIN)
+        self._closing, self._closed = RLock(), False  # a signal's handler may ring while this thread rings
+
+    def heed(self, server: ReportServer) -> None:
+        self._any.register(server.fileno(), select.EPOLLIN)
+
+    def ring(self) -> None:
+        with self._closing:
+            if not self._closed:
+                os.eventfd_write(self._rung, 1)
+
+    def wait(self, timeout_s: float, gather_s: float) -> None:
+        """Until it is rung, or the time is over; or something has come to a server, and `gather_s` more for what comes along with that."""
+        came = dict(self._any.poll(max(0.0, timeout_s)))
+        if came and self._rung not in came:
+            self._hand.poll(1000 * gather_s)
+        if self._hand.poll(0):
+            os.eventfd_read(self._rung)
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._any.close()
+                os.close(self._rung)
