@@ -11,8 +11,10 @@ import pytest
 
 from recovery.checkpoint.commit import list_checkpoints
 from recovery.checkpoint.errors import CheckpointMissing
+from recovery.checkpoint.manifest import MANIFEST_NAME
 from recovery.checkpoint.read import verify
 from recovery.checkpoint.retention import apply_retention, reading_checkpoint, remove_orphans
+from recovery.checkpoint.write import step_prefix
 from recovery.storage.errors import StoragePermissionDenied, StorageUnreachable
 from recovery.storage.protocol import Storage
 from tests.harness.checkpoint_cases import full_state, make_checkpoint, state_specs, two_worker_layout, write_all
@@ -53,6 +55,25 @@ def test_a_checkpoint_being_read_stays_until_the_reader_is_done(storage: Storage
         assert manifest.step == 1
         assert verify(storage, 1).ok
     assert apply_retention(storage, keep=1).removed_steps == (1, 2)
+
+
+def test_who_comes_to_read_what_is_being_removed_keeps_its_data(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        make_checkpoint(directory, step)
+    there = {info.name for info in directory.list(step_prefix(1))} - {step_prefix(1) + MANIFEST_NAME}
+    delete = directory.delete
+
+    def deleting(names: list[str]) -> None:
+        delete(names)
+        if names == [step_prefix(1) + MANIFEST_NAME]:
+            directory.put(f"{step_prefix(1)}reader-0123456789ab-3600.lease", b"")
+
+    monkeypatch.setattr(directory, "delete", deleting)
+    removal = apply_retention(directory, keep=1)
+    assert (removal.removed_steps, [step for step, _ in removal.kept]) == ((1,), [1])
+    assert there <= {info.name for info in directory.list(step_prefix(1))}
 
 
 def test_the_lease_of_a_dead_reader_ends(directory: Storage) -> None:
