@@ -20,6 +20,7 @@ from botocore.stub import Stubber
 
 from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.aws_image import BASE, publish_base_image
+from tests.harness.aws_readme import BUCKET, SYSTEM, environment_missing, readme_commands
 from tests.harness.local_fleet import until
 from tests.harness.notice_sources import Case
 from tests.harness.s3_server import s3_server
@@ -125,6 +126,26 @@ def without_images(file: Path, image: str) -> dict[str, Any]:
     images = {kind["node_config"].pop("ImageId") for kind in document["available_node_types"].values()}
     assert images == {image}
     return document
+
+
+@pytest.mark.skipif(environment_missing() is not None, reason=str(environment_missing()))
+def test_the_readmes_first_lines_work_in_a_fresh_shell(tmp_path: Path) -> None:
+    """Nothing is activated and the home is new; what starts machines is in test_aws_launch.py."""
+    commands = readme_commands()
+    first = commands[: next(index for index, command in enumerate(commands) if command.startswith("ray up"))]
+    publish_base_image("ami-now")
+    with s3_server() as server:
+        environment = {**server.environment, "HOME": str(tmp_path), "PATH": SYSTEM}
+        lines = "\n".join(
+            [*first, "ray up --help > /dev/null", "autohet --version > /dev/null", "echo $RAY_AUTH_MODE"]
+        )
+        done = subprocess.run(
+            ["bash", "-ec", lines], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f'"bucket": "{BUCKET}"' in done.stdout
+    assert done.stdout.endswith("token\n")
+    assert (tmp_path / ".ray" / "auth_token").exists()
 
 
 @pytest.mark.parametrize("name", ["prepare", "bake"])
