@@ -149,7 +149,7 @@ class RestoreRecord:
     restore_s: float
     bad: tuple[tuple[Source, ShardId], ...] = ()
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of nodes that were so late that another source overtook them."""
+    """Bytes per second of nodes that were so late that another source overtook them, or would have, had they not been live workers."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,8 @@ class Broken:
     generation: int
     arrived: frozenset[ShardId] = frozenset()
     bad: tuple[tuple[Source, ShardId], ...] = ()
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """As `RestoreRecord.slow`."""
 
 
 @dataclass(frozen=True)

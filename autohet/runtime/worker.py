@@ -102,9 +102,15 @@ class Worker:
             )  # fmt: skip
 
     def begin(self, order: GenerationOrder) -> None:
-        """Start a generation; the one before is interrupted if it still runs. An interrupt that comes meanwhile ends the new one."""
+        """Start a generation; the one before is interrupted if it still runs. An interrupt that comes meanwhile ends the new one. What
+        keeps it from starting is reported: nobody reads this call's answer.
+        """
         with self._beginning:
-            self._begin(order)
+            try:
+                self._begin(order)
+            except Exception as error:  # noqa: BLE001 - told to the driver, which would wait for this worker
+                logger.error("generation %d cannot begin: %s", order.generation, traceback.format_exc())
+                self._refuse(order, f"{type(error).__name__}: {error}")
 
     def _begin(self, order: GenerationOrder) -> None:
         self.interrupt()
@@ -230,11 +236,12 @@ class Worker:
         grouped = time.perf_counter()
         source = StateSource(self.place, self.job, self.config, self.device, self._storage)
         arrived: dict[ShardId, Tensor] = {}
+        slow: dict[str, float] = {}
         try:
-            filled = source.fill(order, self._known(order), world, arrived, groups.over)
+            filled = source.fill(order, self._known(order), world, arrived, groups.over, slow)
             world.barrier_on_host()  # everybody has its state: the generation is committed
         except BaseException as error:
-            self._broken_off(order, arrived, error)
+            self._broken_off(order, arrived, slow, error)
             raise
         state = filled.state
         restored = time.perf_counter()
@@ -244,7 +251,7 @@ class Worker:
                 self._live = Live(
                     self.place.worker, order.generation, order.layout, state, StateVersion(order.start_step)
                 )
-            record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, filled.slow)
+            record = RestoreRecord(filled.bytes_by_tier, grouped - started, restored - grouped, filled.bad, slow)
             self._report = replace(self._report, restore=record, broken=None)
         # From here on the memory of the old state, and what the trainer lets go of in the new one, is free: no name of this frame has it.
         arrived.clear()
@@ -272,13 +279,15 @@ class Worker:
     def _of_its_line(self, order: GenerationOrder, generation: int) -> bool:
         return order.ancestry.contains(order.generation, generation, order.start_step)
 
-    def _broken_off(self, order: GenerationOrder, arrived: dict[ShardId, Tensor], error: BaseException) -> None:
-        """The restore did not come to its end: what has come is kept, and reported with what proved bad."""
+    def _broken_off(
+        self, order: GenerationOrder, arrived: dict[ShardId, Tensor], slow: dict[str, float], error: BaseException
+    ) -> None:
+        """The restore did not come to its end: what has come is kept, and reported with what proved bad or slow."""
         arrived = self._arrived_for(order) | arrived
         if self.device.type != "cpu":  # the next attempt wants the device's memory
             arrived = {shard: tensor.cpu() for shard, tensor in arrived.items()}
         bad = error.bad if isinstance(error, RestoreError) else ()
-        broken = Broken(order.start_step, order.generation, frozenset(arrived), bad)
+        broken = Broken(order.start_step, order.generation, frozenset(arrived), bad, slow)
         with self._lock:
             self._arrived = (broken, arrived) if arrived else None
             self._report = replace(self._report, broken=broken)

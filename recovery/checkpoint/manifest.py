@@ -20,6 +20,9 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "autohet-checkpoint"
 VERSION = 2
 
+ITEM_OVERHEAD_BYTES = 64 << 10
+"""What an item may have around its elements: `torch.save` writes a few KB, and readers reserve memory for all of it."""
+
 Scalar = int | float | str | bool | None
 
 
@@ -163,5 +166,7 @@ def _check_places(manifest: Manifest, uri: str) -> None:
             item_end, end = stored.item_offset + stored.item_bytes, stored.offset + stored.num_bytes
             if not 0 <= stored.item_offset <= stored.offset <= end <= item_end <= file.num_bytes:
                 raise ManifestInvalid(uri, f"shard {stored.shard} lies outside of {file.name}")
+            if stored.item_bytes > stored.num_bytes + ITEM_OVERHEAD_BYTES:
+                raise ManifestInvalid(uri, f"the item of shard {stored.shard} has {stored.item_bytes} bytes")
     if expected:
         raise ManifestInvalid(uri, f"{len(expected)} shards have no place, {next(iter(expected))} among them")

@@ -9,6 +9,7 @@ checksum where it has one; the sender's guards what has no snapshot yet against 
 from __future__ import annotations
 
 import operator
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ class Exchange:
     `view_of(shard)` gives what is to be sent (waiting for it if it is being fetched), None if it could not be had; `place_of(shard)`
     the flat bytes that a shard may be received into before it is checked, None where there are none.
     `take(message, shard, data)` gets the bytes of a shard that has come; `miss(message, shards)` names those of a message
-    that came damaged or were not available. `expected(shard)` are the checksums that a shard may have, none where only its sender
+    that came damaged or were not available; `waited(message, num_bytes, seconds)` hears of each piece of a message that was waited for.
+    `expected(shard)` are the checksums that a shard may have, none where only its sender
     knows.
     """
 
@@ -74,9 +76,11 @@ class Exchange:
         take: Callable[[Message, ShardId, Tensor], None],
         miss: Callable[[Message, Sequence[ShardId]], None],
         expected: Callable[[ShardId], Collection[int]],
+        waited: Callable[[Message, int, float], None],
     ) -> None:
         self._worker, self._layout, self._group, self._device = worker, layout, group, device
         self._view_of, self._place_of, self._take, self._miss, self._expected = view_of, place_of, take, miss, expected
+        self._waited = waited
         self._flights: deque[_Flight] = deque()
         self._coming: dict[ShardId, int] = {}
         self._bytes = 0
@@ -101,8 +105,11 @@ class Exchange:
 
     def _finish_oldest(self) -> None:
         flight = self._flights.popleft()
-        for work in flight.works:
+        for work, tensor in zip(flight.works, [flight.buffer, *flight.direct.values()], strict=True):
+            began = time.monotonic()
             self._group.wait_on_host(work)
+            if flight.message.source != self._worker:
+                self._waited(flight.message, tensor.numel(), time.monotonic() - began)
         self._bytes -= flight.num_bytes
         if flight.message.source != self._worker:
             self._unpack(flight)

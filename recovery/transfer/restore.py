@@ -28,6 +28,7 @@ from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, MessageGroup
 from recovery.transfer.messages import Message
 from recovery.transfer.reads import Reads
 from recovery.transfer.schedule import Fetch, TransferSchedule, WorkerPart
+from recovery.transfer.senders import Senders
 from recovery.transfer.tiers import DurableTier, NodeTier, PeerTier, ReadDurable, Tier
 
 __all__ = ["Access", "LiveState", "MessageGroup", "Restored", "restore"]
@@ -82,7 +83,7 @@ class Access:
 class Restored:
     """The new local state, where its bytes came from (what was kept in place counts nowhere), and what failed on the
     way and was replaced; `bad` are the (source, shard) pairs that the next schedule should avoid, `slow` the bytes per second
-    that late nodes gave before they were overtaken.
+    that late nodes gave before they were overtaken, or all the time where nobody could overtake them.
     """
 
     state: dict[str, Tensor]
@@ -96,14 +97,14 @@ class Restored:
 def restore(
     schedule: TransferSchedule, worker: str, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access,
     device: torch.device | str = "cpu", progress: Callable[[int, int], None] | None = None,
-    arrived: dict[ShardId, Tensor] | None = None,
+    arrived: dict[ShardId, Tensor] | None = None, slow: dict[str, float] | None = None,
 ) -> Restored:  # fmt: skip
     """Fill `worker`'s part of `layout`, and serve the others. Every worker with a part calls it; it blocks until
     this one has done its part.
 
     A local tensor whose units are all kept is taken over as it is, not copied, where all that shares its memory is, too; `live` must stay
     untouched until everybody is done. `progress(bytes so far, bytes in all)` is called from any thread. `arrived` is filled with each shard
-    that is here and checked: if a peer's loss ends the restore, they need not come again.
+    that is here and checked: if a peer's loss ends the restore, they need not come again; `slow` as `Restored.slow`, however it ends.
 
     Raises:
         RestoreError: every source of some shard failed; raised only after this worker has served all others. Its `bad` is what
@@ -114,7 +115,7 @@ def restore(
     part = schedule.parts.get(worker)
     if part is None:
         part = WorkerPart(worker, "", schedule.step)
-    execution = _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived)
+    execution = _Restore(part, layout, live, group, access, torch.device(device), schedule, progress, arrived, slow)
     try:
         return execution.run()
     finally:
@@ -127,6 +128,7 @@ class _Restore:
     def __init__(
         self, part: WorkerPart, layout: Layout, live: LiveState | None, group: MessageGroup, access: Access, device: torch.device,
         schedule: TransferSchedule, progress: Callable[[int, int], None] | None, arrived: dict[ShardId, Tensor] | None,
+        slow: dict[str, float] | None,
     ) -> None:  # fmt: skip
         self._part, self._layout, self._group, self._access = part, layout, group, access
         self._device, self._schedule, self._progress = device, schedule, progress
@@ -149,7 +151,8 @@ class _Restore:
         self._bytes: Counter[str] = Counter()
         self._pool = ClientPool()
         tier_of = partial(access.tier, node=part.node, pool=self._pool)
-        self._reads = Reads(part.node, layout, schedule, tier_of, self, access.cancelled)
+        self._slow = {} if slow is None else slow
+        self._reads = Reads(part.node, layout, schedule, tier_of, self, access.cancelled, slow=self._slow)
         fetched = (shard for fetch in part.fetches for shard in fetch.shards)
         self._total = sum(layout.shard_bytes(shard) for shard in (*fetched, *self._received))
 
@@ -210,8 +213,7 @@ class _Restore:
             else:  # on the stream of the calling thread, which does not wait for it
                 copied = None
                 self._copy_kept()
-            calls = self._view_of, self._place_of, self._take, self._miss, self._expected
-            Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(self._part.messages)
+            self._exchange()
             for done in {*self._fetched.values(), *([] if copied is None else [copied])}:
                 done.result()
         if reads.missing:
@@ -241,6 +243,14 @@ class _Restore:
         self._live, self._targets, self._state = {}, {}, {}
 
     # messages
+
+    def _exchange(self) -> None:
+        senders = Senders(self._part.worker, self._schedule)
+        calls = self._view_of, self._place_of, self._take, self._miss, self._expected, senders.waited
+        try:
+            Exchange(self._part.worker, self._layout, self._group, self._device, *calls).run(self._part.messages)
+        finally:
+            self._slow.update(senders.slow())
 
     def _view_of(self, shard: ShardId) -> Tensor | None:
         """A shard that this worker passes on. What the schedule brings here counts before what was live: the latter

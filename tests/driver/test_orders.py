@@ -112,8 +112,9 @@ def test_a_copy_that_proved_bad_is_not_asked_again_while_there_is_another():
     assert {node for _, node, _ in sources(alone, C)} == {"b"}, "better than nothing"
 
 
-def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have():
-    """At a later step, too, and whoever asks: it is the node that is ill, not its copy."""
+@pytest.mark.parametrize("ended", ["whole", "broken off"])
+def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have(ended):
+    """At a later step, too, and whoever asks: it is the node that is ill, not its copy. One that comes under its name is well."""
 
     def share_of_b(book):
         gives = {"a": 0, "b": 0}
@@ -124,8 +125,11 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have():
     book = make_book()
     begin(book, TWO, "a", "b")
     layout = layout_of_plan(TWO.plan, book.model_config)
-    record = RestoreRecord({}, 0.0, 1.0, slow={"b": 3e6})
-    told = WorkerReport(C, 1, 2, Phase.TRAINING, STEP, 2, restore=record)
+    if ended == "whole":
+        record = RestoreRecord({}, 0.0, 1.0, slow={"b": 3e6})
+        told = WorkerReport(C, 1, 2, Phase.TRAINING, STEP, 2, restore=record)
+    else:
+        told = WorkerReport(C, 1, 2, Phase.HALTED, 0, None, broken=Broken(STEP, 2, slow={"b": 3e6}))
     held = {name: [Holding(Source("memory", name, "x/0", STEP + 9, 1), layout.shards)] for name in ("a", "b")}
     new = plan_of([(4, C)])
     first = book.write(2, new, observe("a", "b", "c", inventories=held), (), ("here", 1))
@@ -134,6 +138,9 @@ def test_a_node_that_was_overtaken_gives_hardly_anything_that_others_have():
     assert share_of_b(after) < 0.02
     alone = book.write(4, new, observe("a", "b", "c", inventories={"b": held["b"]}), (), ("here", 1))
     assert share_of_b(alone) == 1.0
+    seen = observe("a", "b", "c", reports=[told], inventories=held)
+    another = replace(seen, nodes=seen.nodes | {"b": replace(seen.nodes["b"], joined_at=90.0)})
+    assert share_of_b(book.write(5, new, another, (), ("here", 1))) > 0.3
 
 
 def test_a_bad_copy_of_the_newest_step_is_worse_than_a_good_one_of_the_step_before():

@@ -317,6 +317,16 @@ def test_an_item_reaches_around_its_elements_and_not_beyond_its_file(directory: 
         decode_manifest(data, "here")
 
 
+def test_an_item_is_hardly_larger_than_its_elements_however_large_its_file_is_said_to_be(directory: Storage) -> None:
+    manifest, _ = make_checkpoint(directory, 3)
+    *others, last = manifest.files[0].shards
+    shards = (*others, msgspec.structs.replace(last, item_bytes=1 << 40))
+    wrong = msgspec.structs.replace(manifest.files[0], num_bytes=1 << 42, shards=shards)
+    data = encode_manifest(msgspec.structs.replace(manifest, files=(wrong, *manifest.files[1:])))
+    with pytest.raises(ManifestInvalid, match=f"has {1 << 40} bytes"):
+        decode_manifest(data, "here")
+
+
 def test_neighbours_are_read_with_one_request_and_large_shards_alone(directory: Storage) -> None:
     manifest, _ = make_checkpoint(directory, 3)
     assert len(plan_reads(manifest, manifest.shards, span_bytes=1 << 20)) == len(manifest.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import queue
 import threading
 import time
 import weakref
@@ -556,6 +557,39 @@ def test_a_grey_peer_is_overtaken_by_the_next_source_and_blamed(
     assert moved(results)["s3" if other == "s3" else "peer"] > 0
     assert {source.node for source, _ in results["n0/0"].bad} == {"n2"}
     assert len(results["n0/0"].bad) > 1
+
+
+def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody overtakes its messages. Those who hand on what comes from it wait themselves, and are not blamed."""
+    monkeypatch.setattr("recovery.transfer.senders.LATE_AT_LEAST_S", 0.2)
+    monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
+    after = placed(TENSORS, LAYERS, [[(3, [f"n{number}/0"])] for number in (1, 2, 3)])
+    holdings, states = live(TWO, ["n0/0"])
+    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, Links(network_bytes_per_s=1e9))
+    messages = {m.position: m for part in plan.parts.values() for m in part.messages}.values()
+    from_grey = [message for message in messages if message.source == "n0/0"]
+    assert len(from_grey) < len(messages), "some hand on"
+    office, left = PostOffice(deadline_s=2), [len(from_grey) - 3]
+
+    class Grey(Member):
+        def send(self, tensor: Tensor, to: str, tag: int) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise ConnectionError("n0 is gone")
+            time.sleep(0.05)
+            return super().send(tensor, to, tag)
+
+    def slow_for(worker: str) -> dict[str, float]:
+        slow: dict[str, float] = {}
+        member, access = (Grey if worker == "n0/0" else Member)(office, worker), fleet.access(plan.parts[worker].node)
+        with pytest.raises((ConnectionError, TimeoutError, queue.Empty)):
+            restore(plan, worker, after.layout, states.get(worker), member, access, slow=slow)
+        return slow
+
+    with ThreadPoolExecutor(len(plan.parts)) as pool:
+        found = list(pool.map(slow_for, plan.parts))
+    assert {node for slow in found for node in slow} == {"n0"}
+    assert all(1 < speed < 1e5 for slow in found for speed in slow.values())
 
 
 def test_a_late_source_that_has_no_other_is_waited_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,23 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
     assert sum(report.restore.bytes_by_tier.values()) == 0
 
 
+def test_a_generation_that_cannot_be_joined_is_refused_with_the_reason(worker, job, store, monkeypatch):
+    """The store is out of reach from this node alone, say: the driver would wait for the deadline of the whole restore."""
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route to the store")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "TCPStore", unreachable)
+        worker.begin(order(job, store, 1, 0))
+    report = worker.report()
+    assert (report.generation, report.phase, report.error) == (
+        1, Phase.FAILED, "ConnectionError: no route to the store",
+    )  # fmt: skip
+    worker.begin(order(job, store, 2, 0))
+    assert follow(worker, Phase.FINISHED)[0].live_generation == 2
+
+
 def test_an_interrupt_while_a_generation_begins_ends_that_one(worker, job, store, monkeypatch):
     """Calls come in threads of their own, and a connection takes a moment: without this the worker would wait for the dead."""
     connecting, connected = threading.Event(), threading.Event()

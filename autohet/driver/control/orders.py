@@ -58,6 +58,8 @@ class OrderBook:
         self.ancestry = Ancestry()
         self._bad: frozenset[tuple[Source, ShardId]] = frozenset()
         self._slow: dict[str, float] = {}
+        self._joined: dict[str, float] = {}
+        """When each node that the last orders knew had joined: a node that comes later may have the name of one that is gone."""
         self._begun = False
 
     def confirm(self) -> None:
@@ -137,6 +139,7 @@ class OrderBook:
         )
         self.ancestry = self.ancestry.followed_by(descent)
         self._layouts[generation] = layout
+        self._joined = {name: view.joined_at for name, view in seen.nodes.items()}
         sources = (
             set()
             if transfers is None
@@ -237,13 +240,17 @@ class OrderBook:
 
     def _note_bad(self, seen: Observation) -> None:
         """Copies that failed or lied in a restore are not asked again. Those of steps that are behind the newest durable one
-        are never wanted again, and forgotten. A node that was overtaken counts as slow as it was, for good.
+        are never wanted again, and forgotten. A node that was overtaken, or should have been, counts as slow as it was for as long as
+        it is there.
         """
         told: set[tuple[Source, ShardId]] = set(self._bad)
         for report in seen.reports.values():
             for record in (report.broken, report.restore):
-                told.update(() if record is None else _as_held(record.bad, report.generation, seen))
-            self._slow.update({} if report.restore is None else report.restore.slow)
+                if record is not None:
+                    told.update(_as_held(record.bad, report.generation, seen))
+                    self._slow.update(record.slow)
+        same = {name for name, view in seen.nodes.items() if self._joined.get(name) == view.joined_at}
+        self._slow = {name: speed for name, speed in self._slow.items() if name in same}
         oldest = seen.checkpoint.step or 0
         self._bad = frozenset((s, shard) for s, shard in told if s.step >= oldest and s.kind != "s3")
 

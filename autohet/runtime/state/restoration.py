@@ -26,9 +26,10 @@ def restore_state(
     storage: Storage,
     timeout_s: float,
     cancelled: threading.Event,
+    slow: dict[str, float],
 ) -> Restored:
-    """The local state of the order's layout, and where it came from; every participant calls it, and it blocks. `arrived` fills
-    up meanwhile. Once `cancelled` is set nothing here waits for storage or for an agent.
+    """The local state of the order's layout, and where it came from; every participant calls it, and it blocks. `arrived` and
+    `slow` fill up meanwhile. Once `cancelled` is set nothing here waits for storage or for an agent.
     """
     assert order.transfers is not None
     store = AgentStore(place.memory_directory, place.disk_directory, place.node)
@@ -36,6 +37,8 @@ def restore_state(
     try:
         with DurableReads(storage, cancelled) as durable:
             access = Access(store, agents, durable, timeout_s, cancelled=cancelled)
-            return restore(order.transfers, place.worker, order.layout, live, world, access, device, arrived=arrived)
+            return restore(
+                order.transfers, place.worker, order.layout, live, world, access, device, arrived=arrived, slow=slow
+            )
     finally:
         store.close()

@@ -37,17 +37,20 @@ class StateSource:
         world: Group,
         arrived: dict[ShardId, Tensor],
         cancelled: threading.Event,
+        slow: dict[str, float],
     ) -> Restored:
         """The local slices of the order's layout, and the bytes that came from each tier.
 
         `live` is what this worker has of the order's step. Every participant of the generation calls it; it blocks
-        until this worker has received, and sent, all that the schedule says. `arrived` holds what has come so far. Once
-        `cancelled` is set, it ends soon.
+        until this worker has received, and sent, all that the schedule says. `arrived` holds what has come so far, `slow`
+        the nodes that were late. Once `cancelled` is set, it ends soon.
         """
         if order.transfers is None:
             return Restored(self._first(order.layout))
         timeout_s = self.job.elastic.timeouts().transfer_s
-        return restore_state(self.place, order, live, world, self.device, arrived, self._storage, timeout_s, cancelled)
+        return restore_state(
+            self.place, order, live, world, self.device, arrived, self._storage, timeout_s, cancelled, slow
+        )
 
     def _first(self, layout: Layout) -> dict[str, Tensor]:
         """State before the first step: drawn or pretrained masters, moments of zero."""

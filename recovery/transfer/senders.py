@@ -1,0 +1,47 @@
+"""How fast live workers send, by the pieces that were waited for: whose node is slow, and how slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recovery.transfer.messages import Message
+from recovery.transfer.reads import LATE_AT_LEAST_S, LATE_RATIO
+from recovery.transfer.schedule import TransferSchedule
+
+
+@dataclass
+class _Pace:
+    num_bytes: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass
+class Senders:
+    """What one worker has waited for in a restore. Used by one thread."""
+
+    worker: str
+    schedule: TransferSchedule
+    _paces: dict[str, _Pace] = field(default_factory=dict)
+
+    def waited(self, message: Message, num_bytes: int, seconds: float) -> None:
+        """A piece of `message` has come, after so many seconds of waiting for nothing else. The first of a sender tells when it began;
+        what one hands on comes as fast as it gets it.
+        """
+        pace = self._paces.get(message.source)
+        if pace is None:
+            self._paces[message.source] = _Pace()
+        elif not self.schedule.sources_of(message.source, message.shards[0]):
+            pace.num_bytes += num_bytes
+            pace.waited_s += seconds
+
+    def slow(self) -> Mapping[str, float]:
+        """Bytes per second of the nodes of senders that were waited for as long as makes a read late (`reads`). One that gave nothing
+        meanwhile is not slow: it has died, or waits for somebody itself.
+        """
+        found: dict[str, float] = {}
+        for fetch in self.schedule.parts[self.worker].message_fallbacks if self._paces else ():
+            pace = self._paces.get(fetch.sources[0].name, _Pace())
+            if pace.num_bytes and pace.waited_s > max(LATE_AT_LEAST_S, LATE_RATIO * fetch.expected_s):
+                found[fetch.sources[0].node] = pace.num_bytes / pace.waited_s
+        return found
