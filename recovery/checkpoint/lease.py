@@ -30,12 +30,15 @@ RENEWALS = 4  # within the time of a lease: three of them may fail
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that holds a lease: `boot` names the running system of its machine, `started` the process among those of its id."""
+    """The process that holds a lease, or is about to (not `taken`): `boot` names the running system of its machine, `started` the process
+    among those of its id.
+    """
 
     host: str
     process_id: int
     boot: str
     started: str
+    taken: bool = True
 
     @classmethod
     def this(cls) -> Holder:
@@ -52,7 +55,7 @@ class DriverLease:
 
     def __init__(self, storage: Storage, lease_s: float = LEASE_S) -> None:
         self._storage, self.lease_s = storage, lease_s
-        self.holder = Holder.this()
+        self.holder = msgspec.structs.replace(Holder.this(), taken=False)
         self.driver = f"{self.holder.host}-{self.holder.process_id}-{uuid.uuid4().hex[:8]}"
 
     @property
@@ -62,7 +65,7 @@ class DriverLease:
 
     def take(self, pause: Callable[[float], None] = time.sleep) -> None:
         """Returns once no other driver is alive: at once where there is none, or where it has died on this machine; else after its lease
-        has run out.
+        has run out. Of several that take it at once the one whose name is first gets it.
 
         Raises:
             LeaseHeld: another is alive: it has renewed its lease meanwhile. StorageError: the storage does not answer.
@@ -74,12 +77,14 @@ class DriverLease:
             pause(self.lease_s / RENEWALS / 2)
             now = {info.name: info for info in self._others()}
             for name in now.keys() & seen.keys():
-                if now[name].modified_s > seen[name].modified_s:
+                if now[name].modified_s > seen[name].modified_s and (name < self.name or self._is_taken(name)):
                     self.release()
                     raise LeaseHeld(self._storage.uri, name.removeprefix(PREFIX).removesuffix(".lease"))
             seen = {name: info for name, info in seen.items() if name in now}
             self.renew()
         self._storage.delete(list(seen))
+        self.holder = msgspec.structs.replace(self.holder, taken=True)
+        self.renew()
 
     def renew(self) -> None:
         self._storage.put(self.name, msgspec.json.encode(self.holder))
@@ -97,10 +102,18 @@ class DriverLease:
         return [info for info in there if info not in dead]
 
     def _is_dead(self, name: str) -> bool:
+        holder = self._holder(name)
+        return holder is not None and holder.is_dead
+
+    def _is_taken(self, name: str) -> bool:
+        holder = self._holder(name)
+        return holder is None or holder.taken
+
+    def _holder(self, name: str) -> Holder | None:
         try:
-            return msgspec.json.decode(self._storage.get(name), type=Holder).is_dead
+            return msgspec.json.decode(self._storage.get(name), type=Holder)
         except (ObjectMissing, msgspec.DecodeError):
-            return False
+            return None
 
 
 class LeaseKeeper:

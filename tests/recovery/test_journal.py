@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -156,6 +157,37 @@ def test_who_waits_for_anothers_lease_keeps_its_own(storage: Storage, monkeypatc
     waiting.take(pause)
     assert len(events) > 2
     assert all(later == "renewed" for event, later in pairwise(events) if event == "paused")
+
+
+class _AtOnce(DriverLease):
+    """Looks for others only once both have put their lease."""
+
+    def __init__(self, storage: Storage, both: threading.Barrier) -> None:
+        super().__init__(storage, 2.0)
+        self._both: threading.Barrier | None = both
+
+    def renew(self) -> None:
+        super().renew()
+        both, self._both = self._both, None
+        if both is not None:
+            both.wait(20)
+
+
+def test_of_two_drivers_that_start_at_once_one_gets_the_lease(storage: Storage) -> None:
+    both = threading.Barrier(2)
+    leases = sorted((_AtOnce(storage, both) for _ in range(2)), key=lambda lease: lease.name)
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = [pool.submit(lease.take).exception for lease in leases]
+        assert outcomes[0](20) is None
+        assert isinstance(outcomes[1](20), LeaseHeld)
+    assert [info.name for info in storage.list("driver/")] == [leases[0].name]
+    keeper, late = LeaseKeeper(leases[0], lambda: None), DriverLease(storage, 2.0)
+    late.driver = "0"
+    try:
+        with pytest.raises(LeaseHeld):  # whatever its name: that one has it
+            late.take()
+    finally:
+        keeper.close()
 
 
 def _take_and_die(uri: str) -> None:
