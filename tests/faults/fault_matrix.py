@@ -25,11 +25,12 @@ def strike_of(point: str, scope: str, mode: str) -> Strike:
 
 
 MATRIX = {f"{p}-{s}-{m}": strike_of(p, s, m) for p, s, m in product(POINTS, SCOPES, MODES)} | {
-    "failed_update-worker-fail": Strike("failed_update", "worker", "fail")
+    f"{point}-worker-fail": Strike(point, "worker", "fail") for point in ("failed_vote", "failed_update")
 }
 COVERING = (
     "forward-worker-kill", "forward-driver-notice", "backward-node-kill", "backward-worker-freeze",
     "gradient_sync-node-notice", "vote-worker-freeze", "mid_update-worker-kill", "mid_update-node-freeze", "failed_update-worker-fail",
+    "failed_vote-worker-fail",
     "apply-worker-kill", "apply-driver-kill", "snapshot-node-freeze",
     "snapshot-pipeline-notice", "upload-worker-kill", "upload-driver-freeze", "manifest-driver-kill", "manifest-node-kill",
     "restore-worker-kill", "restore-node-freeze", "rebuild-pipeline-kill", "rebuild-worker-notice", "replan-node-kill",

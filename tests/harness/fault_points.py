@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PHASES = ("gather", "forward", "backward", "gradient_sync", "vote", "apply")
+PHASES = ("gather", "forward", "backward", "gradient_sync", "vote", "failed_vote", "apply")
 FILES = ("snapshot", "upload")
 RECONFIGURING = ("rebuild", "restore")
 UPDATING = ("mid_update", "failed_update")
@@ -21,7 +21,8 @@ HOLD_S = 15.0
 class FaultPoint:
     """A place in one worker's life. Phases and files are of a `step`; rebuild and restore of a `generation`.
 
-    forward, backward: the second microbatch. snapshot: state copied, not yet committed. upload: about to store a data file.
+    forward, backward: the second microbatch. failed_vote: the vote raises.
+    snapshot: state copied, not yet committed. upload: about to store a data file.
     mid_update: a part of the step's update is done, the rest is not. failed_update: as this, and there the update fails.
     rebuild: all have met, the first group is being made. restore: about to exchange live state.
     """
@@ -66,15 +67,17 @@ def install(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int
 
 
 def _phase_hook(point: FaultPoint, arrive: Callable[[], None]) -> Callable[[str, int], None]:
-    due = 2 if point.name in ("forward", "backward") else 1
+    due, at = 2 if point.name in ("forward", "backward") else 1, point.name.removeprefix("failed_")
     count = 0
 
     def hook(phase: str, step: int) -> None:
         nonlocal count
-        if (phase, step) == (point.name, point.step):
+        if (phase, step) == (at, point.step):
             count += 1
             if count == due:
                 arrive()
+                if at != point.name:
+                    raise MemoryError("no memory for the vote")
 
     return hook
 

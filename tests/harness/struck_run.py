@@ -32,7 +32,8 @@ from tests.harness.process_fleet import ProcessFleet
 NOTICE_S = 6.0
 LEASE_S = 4.0
 WORKER_POINTS = (
-    "forward", "backward", "gradient_sync", "vote", "apply", "mid_update", "failed_update", "snapshot", "upload", "rebuild", "restore",
+    "forward", "backward", "gradient_sync", "vote", "failed_vote", "apply", "mid_update", "failed_update",
+    "snapshot", "upload", "rebuild", "restore",
 )  # fmt: skip
 DRIVER_POINTS = ("manifest", "replan")
 VICTIMS = {"worker": ("b/0",), "node": ("a",), "pipeline": ("b", "c"), "driver": ()}
