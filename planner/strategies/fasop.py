@@ -175,9 +175,7 @@ def _stage_seconds(sums: Sequence[Sequence[float]], rows: Sequence[int], split: 
 
 
 def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
-    """Fleets with every number of nodes of each type up to the fleet's; numbers are thinned so that there are at most
-    `most`.
-    """
+    """Fleets with every number of nodes of each type up to the fleet's, thinned to at most `most`; and one node of each type alone."""
     by_type: dict[NodeType, list[Node]] = {}
     for node in fleet.nodes:
         by_type.setdefault(node.node_type, []).append(node)
@@ -185,7 +183,8 @@ def fleets_up_to(fleet: Fleet, most: int = 200) -> Iterator[Fleet]:
     while math.prod(map(len, steps)) > most and max(map(len, steps)) > 3:
         widest = max(range(len(steps)), key=lambda i: (len(steps[i]), -i))
         steps[widest] = sorted({*steps[widest][::2], steps[widest][-1]})
-    for counts in itertools.product(*steps):
+    alone = [tuple(int(i == only) for i in range(len(steps))) for only, numbers in enumerate(steps) if 1 not in numbers]
+    for counts in itertools.chain(alone, itertools.product(*steps)):
         if sum(counts):
             chosen = [node for count, nodes in zip(counts, by_type.values(), strict=True) for node in nodes[:count]]
             yield Fleet(fleet.generation, tuple(chosen))

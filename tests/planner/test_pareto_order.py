@@ -25,3 +25,11 @@ def test_any_first_tenth_lies_all_over_the_range():
     first = sorted(place[id(fleet)] for fleet in spread(fleets)[: len(fleets) // 10])
     gaps = [b - a for a, b in zip([0.0, *first], [*first, 1.0], strict=True)]
     assert max(gaps) < 0.25
+
+
+def test_one_node_of_each_type_is_among_the_fleets_however_thin_they_are():
+    """The least dollars a token are often those of a single node, whose GPUs no card joins."""
+    whole = Fleet(0, tuple(Node(f"{kind.name}-{i}", kind) for kind in KINDS for i in range(8)))
+    fleets = list(fleets_up_to(whole, 20))
+    assert {(f"{kind.name}-0",) for kind in KINDS} <= {tuple(node.name for node in fleet.nodes) for fleet in fleets}
+    assert len({fleet.nodes for fleet in fleets}) == len(fleets)
