@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -79,9 +80,18 @@ class _MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into checkpoint metadata")
         return super().find_class(module, name)
+
+
+def _member(encoding: Any, name: str) -> Any:
+    """Instead of `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    if encoding is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr of {encoding!r} does not belong into checkpoint metadata")
+    return encoding[name]
 
 
 def _tensor_metadata(spec: TensorSpec) -> TensorStorageMetadata:

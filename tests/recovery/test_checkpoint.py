@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import json
 import pickle
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from recovery.checkpoint.commit import (
     assign_writers,
@@ -270,6 +273,22 @@ def test_verify_sees_damage_that_only_stock_pytorch_would_meet(directory: Storag
     assert any("does not belong" in problem for problem in verify(directory, 3).problems)
     path.unlink()
     assert any("is missing" in problem for problem in verify(directory, 3).problems)
+
+
+def test_metadata_that_early_python_3_11_wrote_is_good_and_its_getattr_gives_nothing_else(directory: Storage) -> None:
+    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle members of an enum by `getattr`."""
+    make_checkpoint(directory, 3)
+    path = Path(directory.uri, "step-00000003", ".metadata")
+    metadata, buffer = pickle.loads(path.read_bytes()), io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    by_name = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (_MEM_FORMAT_ENCODING, member.name))}
+    pickler.dispatch_table = copyreg.dispatch_table | by_name
+    pickler.dump(metadata)
+    assert b"getattr" in buffer.getvalue()
+    path.write_bytes(buffer.getvalue())
+    assert verify(directory, 3).problems == ()
+    path.write_bytes(buffer.getvalue().replace(b"TORCH_CONTIGUOUS_FORMAT", b"__init_subclass_______x"))
+    assert any(".metadata is damaged" in problem for problem in verify(directory, 3).problems)
 
 
 def test_a_truncated_data_file_is_corrupt_not_endless(storage: Storage) -> None:
