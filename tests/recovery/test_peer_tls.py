@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 import time
@@ -16,6 +17,7 @@ from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.peers.client import ShardClient
 from recovery.peers.pool import ClientPool
+from recovery.peers.protocol import NONCE_BYTES, receive
 from recovery.peers.server import ShardServer
 from recovery.peers.tls import PeerTls
 from recovery.transfer.tiers import PeerTier
@@ -122,3 +124,18 @@ def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
     assert set(threading.enumerate()) <= before
     for client in clients:
         client.close()
+
+
+def test_a_server_closes_while_somebody_is_to_show_the_token(
+    tmp_path: Path, store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.peers.server.GREETING_S", 60.0)
+    ours, before = make_certificates(tmp_path / "ours", "job"), set(threading.enumerate())
+    with (
+        ShardServer(store, "token", host="127.0.0.1", tls=ours) as server,
+        socket.create_connection(("127.0.0.1", server.port), 20) as plain,
+        ours.context(server=False).wrap_socket(plain) as silent,
+    ):
+        assert len(receive(silent, NONCE_BYTES)) == NONCE_BYTES
+        server.close()
+        assert set(threading.enumerate()) <= before

@@ -206,6 +206,17 @@ def test_messages_do_not_wait_for_what_is_copied_of_ones_own(fleet: Fleet, monke
     assert came.is_set()
 
 
+def test_a_copy_of_ones_own_that_fails_ends_the_restore(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(execution: restore_module._Restore) -> None:
+        raise MemoryError("no more")
+
+    case = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
+    holdings, states = live(case, ["n0/0"])
+    monkeypatch.setattr(restore_module._Restore, "_copy_kept", failing)
+    with pytest.raises(MemoryError):
+        run(schedule(case.layout, case.node_by_worker, holdings, STEP, LINKS), case, states, fleet)
+
+
 def test_what_shares_its_memory_with_something_that_leaves_is_copied(fleet: Fleet) -> None:
     """Taken over as it is, it would keep all of that memory beside the new state."""
     before = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])

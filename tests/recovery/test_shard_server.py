@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -293,6 +294,34 @@ def test_for_one_too_many_the_one_that_has_waited_longest_is_hung_up_on(
             wait_until_idle(server)
         for client in (one, two, three):
             client.close()
+
+
+def test_a_request_under_way_is_not_ended_for_a_new_connection(store: AgentStore) -> None:
+    """Although its connection has waited for a request before."""
+    pieces, source = {SHARDS[0]: memoryview(content(SHARDS[0]))}, Source("memory", "n7", "n7/0", 5, 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def take(self, num_bytes: int) -> None:
+            begun.set()
+            assert go_on.wait(20)
+
+    with (
+        ShardServer(store, TOKEN, host="127.0.0.1", max_connections=1) as server,
+        ShardClient("127.0.0.1", server.port, TOKEN, 20) as busy,
+        ShardClient("127.0.0.1", server.port, TOKEN, 20) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        list(busy.read(HERE, SHARDS[:1], SUMS))
+        wait_until_idle(server)
+        pushed = pool.submit(busy.push, source, CASE.layout.tensors, pieces, limit=Slow())  # type: ignore[arg-type]
+        try:
+            assert begun.wait(20)
+            with pytest.raises(PeerUnreachable):
+                list(other.read(HERE, SHARDS[:1], SUMS))
+        finally:
+            go_on.set()
+        pushed.result(20)
 
 
 def wait_until_idle(server: ShardServer) -> None:
