@@ -50,7 +50,7 @@ class RestoreModel:
 
 FITTED = RestoreModel(setup_s=0.05, per_request_s=0.002, work=1.0)
 """Fitted to the recorded cases (`scripts/benchmarks/results/restore_cases.json`), whose links are so slow that `work` shows nowhere. Where
-two cores drive links of 10 Gb/s it is 22% short in the mean (`recovery_native.json`): there `work` is 1.4.
+two cores drive links of 10 Gb/s it is 22% short in the mean (`recovery_native.json`): there `work` is 1.3.
 """
 FITTED_ERRORS = {"held_out_worst": 0.08, "held_out_mean": 0.02}
 """Of the scenarios b, b_notice, e and f, each under three policies, by the model fitted to a, c and d."""
