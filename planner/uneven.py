@@ -64,7 +64,7 @@ def uneven_groups(request: Request) -> tuple[UnevenGroup, ...]:
         if _joined(one, other):
             numbers = itertools.product(range(1, one.num_gpus + 1), range(1, other.num_gpus + 1))
             mixes += [(one,) * i + (other,) * j for i, j in numbers if i + j <= limits.UNEVEN_GPUS]
-    size = sizes[len(sizes) // 2] if sizes else 1
+    size = sizes[len(sizes) // 2]
     found = (uneven_group(request.cost, mix, size) for mix in mixes if request.min_tp_degree <= len(mix) <= most)
     return tuple(each for each in found if each is not None and gain(request.cost, each, size) >= limits.CLEARLY)
 

@@ -344,8 +344,7 @@ class CostModel:
     def _ends_of_stages(self, plan: Plan, pipeline: Pipeline) -> tuple[float, ...]:
         times = self.pipeline_times(plan, pipeline)
         key = (times, pipeline.num_microbatches)
-        known = self._ends.get(key)
-        if known is None:
+        if (known := self._ends.get(key)) is None:
             known = self._ends[key] = ends_of_stages(times, pipeline.num_microbatches)
             if len(self._ends) > _PIPELINES:
                 del self._ends[next(iter(self._ends))]

@@ -53,9 +53,9 @@ def families(tables: Tables, mixed_tp: bool) -> Families:
         used = np.where(rows >= 0, degrees[rows], 0)
         one_degree = (np.where(used > 0, used, used.max(axis=1, keepdims=True)) == used.max(axis=1, keepdims=True)).all(axis=1)
         rows = rows[(used.max(axis=1) > 0) & (one_degree | mixed_tp)]
-        for number, of in itertools.product(_numbers(supply, node), (counts, of_a_node)):
-            total = of[rows].sum(axis=1)
-            enough = (total >= number) & ((number - 1) * size < tables.batch) & (of is counts or total < counts[rows].sum(axis=1))
+        shares = [(of, of[rows].sum(axis=1)) for of in (counts, of_a_node)]
+        for number, (of, total) in itertools.product(_numbers(supply, node), shares):
+            enough = (total >= number) & ((number - 1) * size < tables.batch) & ((of is counts) | (total < shares[0][1]))
             # no pipeline deeper than asked: the same share of each node type is left idle
             share = np.minimum(1.0, number * tables.deepest / np.maximum(total[enough], 1))[:, None]
             groups = np.floor(of[rows[enough]] * share + 1e-9).astype(np.int64)

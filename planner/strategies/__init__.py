@@ -13,7 +13,7 @@ from planner.strategies.hap import search_hap
 from planner.strategies.metis import search_metis
 from planner.strategies.pareto import search_objective
 from planner.strategies.staged import search_megatron, search_varuna
-from planner.uneven import search_with_uneven, uneven_groups
+from planner.uneven import search_with_uneven
 
 STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "autohet": search_with_uneven,
@@ -22,7 +22,7 @@ STRATEGIES: dict[str, Callable[[Request], Answer]] = {
     "hap": search_hap,
     "megatron": search_megatron,
     "varuna": search_varuna,
-    "exhaustive": lambda request: search_exhaustive(replace(request, uneven=uneven_groups(request))),
+    "exhaustive": search_exhaustive,
 }
 
 __all__ = ["STRATEGIES", "Answer", "Idle", "Rejected", "Request", "SearchReport", "plan_with"]

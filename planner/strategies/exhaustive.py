@@ -4,13 +4,14 @@ A plan is a set of pipelines; a pipeline is a sequence of tensor-parallel groups
 microbatch size and a number of microbatches. All of them are tried: every placement, up to exchanges of equal nodes and of the GPUs of a
 node; every size that divides the batch or is a power of two; every number of microbatches in flight that the cost model offers. What is
 left out is proved to be slower than the best plan so far: a pipeline's stages alone, without transfers and sums, take longer. Nothing here
-comes from a search that it judges. Stages have even shares and do for memory what the cost model assumes; others are not tried.
+comes from a search that it judges, but for whether there is something that it does not try: stages have even shares and do for memory what
+the cost model assumes.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from planner.cluster import Node
@@ -19,6 +20,7 @@ from planner.plan import Pipeline, Plan, Stage, check_plan
 from planner.redundancy import redundancy
 from planner.search import limits
 from planner.search.problem import Answer, Request, SearchReport, check_request
+from planner.uneven import uneven_groups
 
 _Groups = tuple[tuple[int, int], ...]  # of each stage: number of the node, TP degree
 
@@ -49,10 +51,10 @@ def search_exhaustive(request: Request) -> Answer:
         limit, looked_at = looked_at, looked_at * limits.WIDER
     if best is None:
         raise InfeasibleError(f"none of {every.count} plans fits memory; add GPUs, or use recomputation or a shorter sequence")
-    report = SearchReport(request.clock() - begin, every.count, None, None, "unproved: uneven shares and memory choices were not tried")
-    if request.cost.choices.is_fixed and not request.uneven:
-        says = "no plan of the searched family, under this cost model, is faster: all were tried"
-        report = replace(report, lower_bound_s=seconds, gap=0.0, proof=says)
+    bound, gap, says = None, None, "unproved: uneven shares and memory choices were not tried"
+    if request.cost.choices.is_fixed and not uneven_groups(request):
+        bound, gap, says = seconds, 0.0, "no plan of the searched family, under this cost model, is faster: all were tried"
+    report = SearchReport(request.clock() - begin, every.count, bound, gap, says)
     return Answer("exhaustive", best, request.cost.predict(best), report)
 
 
@@ -157,8 +159,7 @@ class _Every:
 
     def _plan(self, placement: tuple[_Groups, ...], loads: tuple[_Load, ...]) -> Plan:
         request, taken = self.request, Counter[int]()
-        pairs = zip(placement, loads, strict=True)
-        pipelines = tuple(self._pipeline(groups, load.blocks, load.size, load.count, taken) for groups, load in pairs)
+        pipelines = tuple(self._pipeline(groups, of.blocks, of.size, of.count, taken) for groups, of in zip(placement, loads, strict=True))
         return Plan(request.spec.name, request.global_batch_sequences, loads[0].size, request.sequence_length, pipelines)
 
     def best(self, plan: Plan) -> tuple[float, Plan]:

@@ -208,13 +208,13 @@ class _Restore:
             for fetch in reads.pieces_of(self._part.fetches):
                 self._start(fetch)
             self._require_kept()
+            pending = []
             if self._device.type == "cpu":
-                copied = reads.aside(self._copy_kept)
+                pending.append(reads.aside(self._copy_kept))
             else:  # on the stream of the calling thread, which does not wait for it
-                copied = None
                 self._copy_kept()
             self._exchange()
-            for done in {*self._fetched.values(), *([] if copied is None else [copied])}:
+            for done in {*self._fetched.values(), *pending}:
                 done.result()
         if reads.missing:
             raise RestoreError(self._part.worker, tuple(reads.failures), tuple(reads.bad))

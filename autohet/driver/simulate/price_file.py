@@ -47,7 +47,8 @@ def read_prices(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read prices '{path}': {getattr(error, 'strerror', None) or error}") from None
     if text.lstrip()[:1] in ("{", "["):
-        return _from_history(_by_place(text, path), path, cluster, _instances(document), begin)
+        instances = {kind.name: _instance(_entry(document, kind.name)) for kind in cluster.node_types}
+        return _from_history(_by_place(text, path), path, cluster, instances, begin)
     if begin is not None:
         raise ConfigError(
             f"prices '{path}' are a CSV, whose time_s counts from the trace's begin: leave out --prices-from"
@@ -58,19 +59,18 @@ def read_prices(
 
 def price_sources(cluster: Cluster, document: object, recorded: RecordedPrices) -> dict[str, str]:
     """Of each node type where its price is from; a constant one is said to be so."""
-    instances = _instances(document)
     return {
-        kind.name: recorded.sources.get(kind.name) or _constant(kind, _entry(document, kind.name), instances)
+        kind.name: recorded.sources.get(kind.name) or _constant(kind, _entry(document, kind.name))
         for kind in cluster.node_types
     }
 
 
-def _constant(kind: NodeType, entry: Mapping[str, Any], instances: Mapping[str, str]) -> str:
+def _constant(kind: NodeType, entry: Mapping[str, Any]) -> str:
     if kind.usd_per_hour is None:
         return "no price is known: its hours count as free"
     if PRICE_LABEL in (entry.get("labels") or {}):
         return f"constant, the cluster file's label {PRICE_LABEL}"
-    return f"constant, the catalogue's price of {instances.get(kind.name)}: {PRICES_AS_OF}"
+    return f"constant, the catalogue's price of {_instance(entry) or None}: {PRICES_AS_OF}"
 
 
 def _entry(document: object, name: str) -> Mapping[str, Any]:
@@ -78,13 +78,9 @@ def _entry(document: object, name: str) -> Mapping[str, Any]:
     return (types or {}).get(name) or {}
 
 
-def _instances(document: object) -> dict[str, str]:
-    """Instance types by node type, as the cluster file names them."""
-    types = document.get("available_node_types") if isinstance(document, Mapping) else None
-    found = {
-        name: ((entry or {}).get("node_config") or {}).get("InstanceType") for name, entry in (types or {}).items()
-    }
-    return {name: str(instance) for name, instance in found.items() if instance}
+def _instance(entry: Mapping[str, Any]) -> str:
+    """The instance type that the cluster file names; empty where it names none."""
+    return str((entry.get("node_config") or {}).get("InstanceType") or "")
 
 
 # EC2's answer --------------------------------------------------------------------------------------------------------
@@ -110,13 +106,13 @@ def _from_history(
     found = {
         kind.name: points
         for kind in cluster.node_types
-        if kind.spot and (points := _points_of(kind, instances.get(kind.name, ""), by_place, path))
+        if kind.spot and (points := _points_of(kind, instances[kind.name], by_place, path))
     }
     if not found:
         known = ", ".join(sorted({instance for instance, _ in by_place})) or "none"
         raise ConfigError(
             f"prices '{path}' have nothing for any spot node type of the cluster: they are of {known}, the cluster's spot nodes of"
-            f" {', '.join(instances.get(k.name, 'no instance type') for k in cluster.node_types if k.spot) or 'none'}"
+            f" {', '.join(instances[k.name] or 'no instance type' for k in cluster.node_types if k.spot) or 'none'}"
         )
     first = max(points[0].since for points in found.values())
     last = max(points[-1].since for points in found.values())

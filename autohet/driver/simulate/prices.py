@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from planner.cluster import NodeType
@@ -43,19 +43,16 @@ class Prices:
 
     def at(self, kinds: Mapping[str, NodeType], time_s: float) -> dict[str, NodeType]:
         """These node types at the prices of then."""
-        return {
-            name: replace(kind, usd_per_hour=self.usd_per_hour(name, time_s)) if name in self._given else kind
-            for name, kind in kinds.items()
-        }
+        return self._priced(kinds, lambda name: self.usd_per_hour(name, time_s))
 
     def cheapest(self, kinds: Mapping[str, NodeType], end_s: float) -> dict[str, NodeType]:
         """These node types at their lowest prices from 0 until `end_s`."""
-        return {
-            name: replace(kind, usd_per_hour=min(usd for _, usd in self.steps(name, end_s)))
-            if name in self._given
-            else kind
-            for name, kind in kinds.items()
-        }
+        return self._priced(kinds, lambda name: min(usd for _, usd in self.steps(name, end_s)))
+
+    def _priced(self, kinds: Mapping[str, NodeType], usd_per_hour: Callable[[str], float]) -> dict[str, NodeType]:
+        """Those that rows price; of others the cluster file's price stands, also where it is None."""
+        given = {name: replace(kinds[name], usd_per_hour=usd_per_hour(name)) for name in kinds if name in self._given}
+        return {**kinds, **given}
 
     def steps(self, node_type: str, end_s: float) -> list[tuple[float, float]]:
         """(second, dollars an hour from then on) from 0 until `end_s`, where it changes."""
