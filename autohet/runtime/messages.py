@@ -28,6 +28,8 @@ class Phase(StrEnum):
     FINISHED = "finished"  # ran the last step
 
 
+TOLD_ONCE = ("steps", "receipts", "transfers")
+"""Fields of a `WorkerReport` that say what has come since the last one."""
 QUIET = frozenset({Phase.IDLE, Phase.STOPPED, Phase.HALTED, Phase.RELEASED, Phase.FAILED, Phase.FINISHED})
 
 
@@ -165,6 +167,21 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A copy of training state that has come to its end: one worker's part of `step`, or what a node's agent has handed over. `tier`: where
+    it went (`disk`: the node's own, `peer`: other nodes, `s3`: durable storage). `ended_ago_s`: before the report that tells of it.
+    """
+
+    tier: str
+    source: str
+    generation: int
+    step: int
+    num_bytes: int
+    seconds: float
+    ended_ago_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class RollForward:
     """What came of the order to apply the prepared `step` of `generation` with another survivor's vote; `error`: why it is not
     applied. The step counts only where the same report says that the state is whole and one step further.
@@ -186,7 +203,7 @@ class WorkerReport:
     that was asked for. `snapshot_step` is the newest
     snapshot that this generation has committed at this worker; `replicated_step` the last one that every node has, with copies
     of what one node alone holds; `broken` is there after a restore that did not come to its end. `unfit`: what failed will fail
-    each time (a missing device or file, a wrong option): `error` says what to mend.
+    each time (a missing device or file, a wrong option): `error` says what to mend. What is in `TOLD_ONCE` is told once.
     """
 
     worker: str
@@ -208,12 +225,18 @@ class WorkerReport:
     first_step_at: float | None = None
     whole: bool = True
     rolled: RollForward | None = None
+    transfers: tuple[Transfer, ...] = ()
 
     def is_news_after(self, before: WorkerReport | None) -> bool:
         """Whether the driver, which knows the report `before`, is to know this one. Which step is prepared matters once the worker stands,
         which is another phase.
         """
-        if before is None or self.steps or self.receipts:
+        if before is None or self.steps or self.receipts or self.transfers:
             return True
         prepared = before.prepared_step if self.phase is Phase.TRAINING else self.prepared_step
-        return replace(self, steps=before.steps, receipts=before.receipts, prepared_step=prepared) != before
+        return replace(self, prepared_step=prepared) != before.without_news()
+
+    def without_news(self) -> WorkerReport:
+        """The report once it is heard."""
+        nothing: dict[str, Any] = dict.fromkeys(TOLD_ONCE, ())
+        return replace(self, **nothing)

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from autohet.runtime.job import Job
-from autohet.runtime.messages import GenerationOrder, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, Transfer, WorkerPlace
 from planner.cluster import node_of
 from recovery.checkpoint.upload import Uploader
 from recovery.errors import RecoveryError, SnapshotError
@@ -61,6 +64,8 @@ class Preservation:
         self._harvesting = threading.Lock()
         self._awaited: tuple[int, int] | None = None
         self._receipts: list[tuple[int, int, Any]] = []
+        self._transfers: deque[tuple[float, Transfer]] = deque()  # with the moment of each one's end
+        self._copied: tuple[int, int] | None = None  # (generation, step) of the newest copies on other nodes
         self._rounds = Rounds(0)
         self._complete: tuple[int, int] | None = None  # (generation, step) of the last round that every node has ended
 
@@ -159,8 +164,9 @@ class Preservation:
         place = self._place
         try:
             return SnapshotWriter(
-                place.disk_directory, place.worker, order.layout, order.generation, force_to_device=True
-            )
+                place.disk_directory, place.worker, order.layout, order.generation, force_to_device=True,
+                on_commit=partial(self._note, "disk", order.generation),
+            )  # fmt: skip
         except RecoveryError as error:
             logger.warning("checkpoints are not kept on this node's disk: %s", error)
             return None
@@ -238,6 +244,9 @@ class Preservation:
         pushed = read_pushed(self._place.memory_directory, self._place.worker)
         if pushed is None or (pushed.generation, pushed.step) != (order.generation, step):
             return PreservationStatus(pending=True)
+        if pushed.error is None and self._copied != (pushed.generation, step):
+            self._copied = (pushed.generation, step)
+            self._note("peer", pushed.generation, step, pushed.num_bytes, pushed.seconds, pushed.ended_at)
         return PreservationStatus(failed=pushed.error is not None)
 
     def record_vote(self, *, pending: bool, failed: bool) -> None:
@@ -325,10 +334,25 @@ class Preservation:
             return
         awaited, self._awaited = self._awaited, None
         try:
-            self._receipts.append((*awaited, self._uploader.wait(0.0)))
+            receipt = self._uploader.wait(0.0)
+            self._receipts.append((*awaited, receipt))
+            self._note("s3", *awaited, receipt.bytes_sent, receipt.seconds)
         except (RecoveryError, OSError) as error:
             logger.warning("step %d is not in durable storage: %s", awaited[1], error)
             self._receipts.append((*awaited, str(error)))
+
+    def _note(
+        self, tier: str, generation: int, step: int, num_bytes: int, seconds: float, ended_at: float | None = None
+    ) -> None:
+        """A copy has come to its end, now or at `ended_at`; called by several threads."""
+        transfer = Transfer(tier, self._place.worker, generation, step, num_bytes, seconds)
+        self._transfers.append((time.monotonic() if ended_at is None else ended_at, transfer))
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Uploads, rounds of copies and spills of this worker's state that have ended since."""
+        ended = [self._transfers.popleft() for _ in range(len(self._transfers))]
+        now = time.monotonic()
+        return tuple(replace(transfer, ended_ago_s=max(0.0, now - at)) for at, transfer in ended)
 
     def _close_snapshots(self) -> None:
         for writer in (self._snapshots, self._disk):

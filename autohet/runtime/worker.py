@@ -24,6 +24,7 @@ from autohet.runtime.generation import PhaseHook, TrainerHooks, TrainingSetup, W
 from autohet.runtime.groups import GenerationGroups, Interrupted, PeerLost, reconfigure
 from autohet.runtime.job import Job
 from autohet.runtime.messages import (
+    QUIET,
     Broken,
     GenerationOrder,
     Phase,
@@ -83,11 +84,13 @@ class Worker:
     # called from outside ---------------------------------------------------------------------------------------------
 
     def report(self) -> WorkerReport:
-        """What this worker is doing; steps and receipts are handed over once."""
+        """What this worker is doing; steps, receipts and, along with these, transfers are handed over once."""
         with self._lock:
             steps, self._steps = tuple(self._steps), []
             self._receipts += self._preservation.take_receipts()
             receipts, self._receipts = tuple(self._receipts), []
+            told = steps or receipts or self._report.phase in QUIET
+            transfers = self._preservation.take_transfers() if told else ()
             live = self._live
             trainer = None if live is None else live.trainer
             prepared = (
@@ -95,7 +98,7 @@ class Worker:
             )  # before the version: a step that ends now is not both
             version = StateVersion(0) if live is None else live.version
             return replace(
-                self._report, steps=steps, receipts=receipts, step=version.step, whole=version.whole,
+                self._report, steps=steps, receipts=receipts, transfers=transfers, step=version.step, whole=version.whole,
                 live_generation=live.generation if live else None,
                 prepared_step=prepared if version.whole else None, vote=live.last_vote if live else None,
                 snapshot_step=self._preservation.snapshot_step, replicated_step=self._preservation.replicated_step,

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ class SnapshotWriter:
     def __init__(
         self, directory: Path | str, worker: str, layout: Layout, generation: int, *, force_to_device: bool = False,
         keep_older: bool = False, in_background: bool = False, only: Collection[ShardId] | None = None,
+        on_commit: Callable[[int, int, float], None] | None = None,
     ) -> None:  # fmt: skip
         """Make the files for the worker's part of `layout` in `directory` (created if absent), or for `only` these shards of it.
 
@@ -54,6 +56,8 @@ class SnapshotWriter:
         Making files costs the kernel a quarter of a second a GB. With `in_background` the thread does that before its first
         snapshot, and a lack of room is that snapshot's error.
 
+        `on_commit(step, num_bytes, seconds)` is called by the thread when a snapshot is committed, with the time that it took.
+
         Raises:
             SnapshotError: no room for the files.
         """
@@ -61,6 +65,7 @@ class SnapshotWriter:
         self.worker = worker
         self.generation = generation
         self._force_to_device = force_to_device
+        self._on_commit = on_commit
         held = layout.shards_by_worker[worker]
         shards = sorted(held if only is None else held & frozenset(only))
         self.whole = len(shards) == len(held)
@@ -246,6 +251,7 @@ class SnapshotWriter:
         return None
 
     def _take(self, buffer: SnapshotBuffer, step: int, borrowed: BorrowedState | SnapshotLease) -> None:
+        started = time.monotonic()
         buffer.file.begin()
         with self._changed:
             buffer.step = None
@@ -264,6 +270,8 @@ class SnapshotWriter:
         self._commits += 1
         with self._changed:
             buffer.step, buffer.sequence = step, self._commits
+        if self._on_commit is not None:
+            self._on_commit(step, sum(e.num_bytes for e in self._map.extents.values()), time.monotonic() - started)
         if self._commits >= NUM_BUFFERS and not self._keep_older:
             self._keep_older = True
             remove_older(self.directory, self.worker, self.generation)

@@ -70,11 +70,16 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Pushed(msgspec.Struct, frozen=True):
-    """How a round ended at one node: all its targets are done, or `error` says what was not."""
+    """How a round ended at one node: all its targets are done, or `error` says what was not. `ended_at` is on the node's monotonic
+    clock, which all its processes share.
+    """
 
     generation: int
     step: int
     error: str | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
+    ended_at: float = 0.0
 
 
 def write_targets(directory: Path | str, targets: ReplicationTargets) -> None:
@@ -149,9 +154,10 @@ class Replicator:
             return
         source = Source("memory", self._store.node, opened.worker, opened.step, opened.generation)
         error: str | None = None
+        started, sent = time.monotonic(), 0
         try:
             for target in targets.targets:
-                self._push(source, target, targets, opened)
+                sent += self._push(source, target, targets, opened)
         except ShardUnavailable as missing:
             if not self._waited(opened, targets.timeout_s):
                 return  # not committed yet
@@ -160,7 +166,9 @@ class Replicator:
             error = str(failure)
             logger.warning("step %d of %s has no copy elsewhere: %s", opened.step, opened.worker, error)
         self._done[opened.worker] = (opened.generation, opened.step)
-        _write(self._directory, opened.worker, "pushed", Pushed(opened.generation, opened.step, error))
+        now = time.monotonic()
+        pushed = Pushed(opened.generation, opened.step, error, sent, now - started, now)
+        _write(self._directory, opened.worker, "pushed", pushed)
 
     def _waited(self, opened: Round, timeout_s: float) -> bool:
         """Whether this round's snapshot has been waited for long enough: its worker may have died before it."""
@@ -170,8 +178,8 @@ class Replicator:
             return False
         return time.monotonic() - since > timeout_s
 
-    def _push(self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round) -> None:
-        """To the first peer that takes it; raises what the last one answered."""
+    def _push(self, source: Source, target: ReplicationTarget, targets: ReplicationTargets, opened: Round) -> int:
+        """To the first peer that takes it; the bytes that went. Raises what the last peer answered."""
         pieces = {shard: self._checked(source, shard) for shard in target.shards}
         endpoints = {endpoint.node: endpoint for endpoint in targets.endpoints}
         failure: RecoveryError = RecoveryError(f"no peer of {source.node} can be reached")
@@ -181,7 +189,7 @@ class Replicator:
                 continue
             try:
                 self._send(endpoint, source, pieces, targets, opened)
-                return
+                return sum(len(view) for view, _ in pieces.values())
             except RecoveryError as error:
                 failure = error
         raise failure

@@ -43,6 +43,7 @@ from autohet.runtime.messages import (
     Phase,
     RestoreRecord,
     StepRecord,
+    Transfer,
     WorkerPlace,
     WorkerReport,
 )
@@ -78,14 +79,15 @@ class IdleWorker:
 
     def report(self) -> WorkerReport:
         """A step's vote is known a moment before the step is committed."""
-        now, step, steps = time.monotonic(), self._report.step, []
+        now, step, steps, copies = time.monotonic(), self._report.step, [], []
         if now >= self._due - APPLY_S and (self._report.vote or (-1,))[0] < step:
             self._report = replace(self._report, vote=(step, VOTE))
         if now >= self._due:
             steps.append(StepRecord(step, 1.0, 1.0, 64, self._step_s, self._report.generation, now, {"compute": 0.5}))
+            copies.append(Transfer("peer", self._report.worker, self._report.generation, step, 1 << 20, 0.1))
             self._due += self._step_s
             self._report = replace(self._report, step=step + 1, snapshot_step=step + 1, replicated_step=step + 1)
-        return replace(self._report, steps=tuple(steps))
+        return replace(self._report, steps=tuple(steps), transfers=tuple(copies))
 
 
 @ray.remote(num_cpus=0, max_concurrency=6)  # type: ignore[call-overload]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.observation import Observation
-from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from autohet.driver.control.observation import CheckpointState, Observation
+from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
 from tests.driver.test_upkeep import orders, reports
 from tests.harness.fake_job import fake_job
 
@@ -54,3 +56,39 @@ def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies(tmp_path: Pa
     ledger.take(Observation(11.0, {}, reports=reports((12, 12), (12, 12), generation=3)), 3)
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(e["generation"], e["step"]) for e in told if e["kind"] == "snapshot"] == [(2, 11), (2, 13), (3, 12)]
+
+
+def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_by_node() -> None:
+    told: list[list[dict[str, Any]]] = []
+    events = EventLog(
+        None, listener=lambda event: told.append(event["transfers"]) if event["kind"] == "transfers" else None
+    )
+    ledger = Ledger(fake_job(), events)
+    ledger.orders = orders()
+    upload, spill = Transfer("s3", "a/0", 2, 10, 700, 3.0, 0.5), Transfer("disk", "a/0", 2, 10, 50, 1.0)
+    copies = (Transfer("peer", "a/0", 2, 11, 300, 1.0, 1.5), Transfer("peer", "a/1", 2, 11, 200, 0.5, 0.25))
+    found = reports((12, 11), (12, None))
+    ledger.take(Observation(10.0, {}, reports=with_transfers(found, upload, copies[0])), 2)
+    assert told == [], "not every worker has the snapshot"
+    ledger.take(Observation(11.0, {}, reports=with_transfers(reports((12, 11), (12, 11)), spill, copies[1])), 2)
+    ledger.take(Observation(12.0, {}, reports=reports((13, 12), (13, 12))), 2)
+    assert told == [
+        [
+            {"tier": "s3", "source": "a/0", "step": 10, "bytes": 700, "seconds": 3.0, "ended_ago_s": 1.5},
+            {"tier": "peer", "source": "a", "step": 11, "bytes": 500, "seconds": 3.25, "ended_ago_s": 0.25},
+            {"tier": "disk", "source": "a/0", "step": 10, "bytes": 50, "seconds": 1.0, "ended_ago_s": 0.0},
+        ]
+    ]
+    handed_over = Transfer("peer", "b", 2, 12, 40, 2.0)
+    ledger.take(Observation(13.0, {}, reports={}, transfers=(handed_over,)), 2)
+    committed = CheckpointState(step=12, uri="there", committed=((12, "there"),))
+    ledger.take(Observation(14.0, {}, reports={}, checkpoint=committed), 2)
+    assert told[1:] == [[{"tier": "peer", "source": "b", "step": 12, "bytes": 40, "seconds": 2.0, "ended_ago_s": 1.0}]]
+    ledger.take(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2)
+    ledger.tell_of_transfers(2)
+    assert len(told) == 3
+
+
+def with_transfers(found: dict[str, WorkerReport], *transfers: Transfer) -> dict[str, WorkerReport]:
+    worker = min(found)
+    return found | {worker: replace(found[worker], transfers=transfers)}

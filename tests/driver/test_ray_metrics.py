@@ -53,6 +53,7 @@ for event in (
     {"kind": "death", "nodes": ["b-1"]},
     {"kind": "step", "step": 4, "loss": 2.5, "tokens": 1000, "seconds": 0.5},
     {"kind": "restore", "bytes_by_tier": tiers},
+    {"kind": "transfers", "transfers": [{"tier": "s3", "bytes": 500}, {"tier": "s3", "bytes": 40}, {"tier": "disk", "bytes": 3}]},
     {"kind": "reconfigure", "cause": "death", "seconds": {"total": 3.5}, "steps_lost": 2},
     {"kind": "checkpoint", "step": 4},
 ):
@@ -93,4 +94,5 @@ def test_rays_endpoint_serves_them(tmp_path: Path) -> None:
     assert found["ray_autohet_usd_per_million_tokens", None] == pytest.approx(9.0 / 3600 / 2000 * 1e6)
     assert found["ray_autohet_lost_seconds_total", "death"] == 3.5
     assert found["ray_autohet_moved_bytes_total", "peer"] == 7000
+    assert (found["ray_autohet_saved_bytes_total", "s3"], found["ray_autohet_saved_bytes_total", "disk"]) == (540, 3)
     assert found["ray_autohet_step", None] == 5

@@ -177,6 +177,42 @@ def test_the_timeline_has_steps_changes_by_part_and_restores_by_worker():
     assert all(event["ts"] >= 0 for event in document["traceEvents"] if "ts" in event)
 
 
+def transfer(tier, source, step, num_bytes, seconds, ended_ago_s=0.0):
+    return {"tier": tier, "source": source, "step": step, "bytes": num_bytes, "seconds": seconds, "ended_ago_s": ended_ago_s}
+
+
+def saving_events():
+    """What `run_events` has, and what was copied meanwhile: worker a/1 handed over in two parts at once."""
+    events = run_events()
+    first = [transfer("s3", "a/1", 2, 3_000_000, 2.0, 0.5), transfer("s3", "b/0", 2, 1_000_000, 0.5)]
+    later = [transfer("s3", "a/1", 3, 500_000, 0.25), transfer("peer", "a", 3, 200_000, 1.5), transfer("peer", "a", 3, 100_000, 1.0)]
+    told = {"generation": 1, "kind": "transfers"}
+    events.insert(7, {"time": 104.0, **told, "transfers": first})
+    events.insert(-1, {"time": 109.5, **told, "transfers": [*later, transfer("disk", "a/1", 3, 700_000, 0.5)]})
+    return events
+
+
+def test_the_timeline_has_uploads_and_spills_by_worker_and_copies_by_node():
+    document = timeline(saving_events())
+    meta = [event for event in document["traceEvents"] if event["ph"] == "M"]
+    processes = {event["pid"]: event["args"]["name"] for event in meta if event["name"] == "process_name"}
+    rows = {event["tid"]: event["args"]["name"] for event in meta if event["name"] == "thread_name" and event["pid"] > 2}
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] > 2]
+    assert {(processes[s["pid"]], rows[s["tid"]], s["name"], s["ts"], s["dur"], s["args"]["bytes"]) for s in spans} == {
+        ("uploads to durable storage by worker", "a/1", "upload: step 2", 1.5e6, 2e6, 3_000_000),
+        ("uploads to durable storage by worker", "b/0", "upload: step 2", 3.5e6, 0.5e6, 1_000_000),
+        ("uploads to durable storage by worker", "a/1", "upload: step 3", 9.25e6, 0.25e6, 500_000),
+        ("copies on other nodes by node", "a", "copy: step 3", 8e6, 1.5e6, 200_000),
+        ("copies on other nodes by node", "a", "copy: step 3", 8.5e6, 1e6, 100_000),
+        ("spills to the node's own disk by worker", "a/1", "spill: step 3", 9e6, 0.5e6, 700_000),
+    }
+    assert len({s["tid"] for s in spans if rows[s["tid"]] == "a"}) == 2, "a row's spans do not overlap"
+    assert len({s["tid"] for s in spans if rows[s["tid"]] == "a/1" and s["name"].startswith("upload")}) == 1
+    page = report_page(saving_events(), "saved")
+    assert "<b>4.5</b>MB uploaded" in page
+    assert "<b>0.3</b>MB copied to other nodes" in page
+
+
 def test_the_command_and_what_is_no_file_of_events(tmp_path, capsys):
     path = write_events(tmp_path / "events.jsonl", run_events())
     assert main(["report", "--events", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0

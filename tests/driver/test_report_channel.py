@@ -28,7 +28,7 @@ from autohet.driver.ray.reports import LAST_WORDS_S, Reports
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.driver.sources.protocol import Sign
 from autohet.runtime import report_channel
-from autohet.runtime.messages import AgentEndpoint, Phase, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, Phase, Transfer, WorkerReport
 from autohet.runtime.report_channel import AGE, BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, ReportSender, mac_of
 
 HOST = "127.0.0.1"
@@ -585,6 +585,7 @@ def test_a_driver_that_listens_measures_silence_as_it_is() -> None:
 
 
 REPORT = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
+UPLOAD = Transfer("s3", "a/0", 1, 5, 700, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -595,12 +596,16 @@ REPORT = WorkerReport("a/0", 1, 1, Phase.TRAINING, 5, 1)
         (replace(REPORT, phase=Phase.HALTED, prepared_step=6), True),
         (replace(REPORT, vote=(5, None)), True),
         (replace(REPORT, receipts=("one",)), True),
+        (replace(REPORT, transfers=(UPLOAD,)), True),
         (replace(REPORT, replicated_step=5), True),
     ],
 )
 def test_what_of_a_worker_is_news(after: WorkerReport, news: bool) -> None:
     assert after.is_news_after(REPORT) is news
-    assert not replace(REPORT, prepared_step=None).is_news_after(replace(REPORT, receipts=("told",)))
+    assert not replace(REPORT, prepared_step=None).is_news_after(
+        replace(REPORT, receipts=("told",), transfers=(UPLOAD,))
+    )
+    assert replace(REPORT, receipts=("told",), transfers=(UPLOAD,)).without_news() == REPORT
     assert REPORT.is_news_after(None)
 
 

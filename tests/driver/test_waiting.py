@@ -18,7 +18,7 @@ from autohet.driver.ray.observer import Seat
 from autohet.driver.ray.reports import Answer, Reports
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
-from autohet.runtime.messages import Phase, StepRecord, WorkerReport
+from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
 from planner.cluster import Node, NodeType
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
@@ -122,15 +122,28 @@ def step(number: int) -> StepRecord:
 
 
 def test_all_that_was_said_since_the_last_round_is_told_once(force: RayWorkforce) -> None:
-    last = replace(TRAINS, step=7, steps=(step(6),), receipts=("three",))
-    said = [replace(TRAINS, step=6, steps=(step(4), step(5)), receipts=("one", "two")), last]
+    copy, upload = Transfer("peer", "a/0", 1, 5, 70, 0.5), Transfer("s3", "a/0", 1, 5, 90, 0.5)
+    last = replace(TRAINS, step=7, steps=(step(6),), receipts=("three",), transfers=(upload,))
+    said = [replace(TRAINS, step=6, steps=(step(4), step(5)), receipts=("one", "two"), transfers=(copy,)), last]
     force._reports._fresh = [*said, replace(TRAINS, worker="gone/0")]
     force._reports.answers["a/0"].value = last
     told = force._told(0.0)
     assert told == {
-        "a/0": replace(last, steps=(step(4), step(5), step(6)), receipts=("one", "two", "three")),
+        "a/0": replace(
+            last, steps=(step(4), step(5), step(6)), receipts=("one", "two", "three"), transfers=(copy, upload)
+        ),
     }
-    assert force._told(1.0) == {"a/0": replace(last, steps=(), receipts=())}
+    assert force._told(1.0) == {"a/0": replace(last, steps=(), receipts=(), transfers=())}
+
+
+def test_what_agents_have_handed_over_is_observed_once(force: RayWorkforce, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_over = Transfer("peer", "a", 1, 5, 70, 0.5)
+    monkeypatch.setattr(
+        force._errands._calls, "take", lambda asked: [(asked.pop(call), handed_over) for call in list(asked)]
+    )
+    force._errands._handovers["a call"] = "a"
+    assert force.observe().transfers == (handed_over,)
+    assert force.observe().transfers == ()
 
 
 def test_the_dead_say_nothing(force: RayWorkforce) -> None:

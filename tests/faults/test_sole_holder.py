@@ -195,3 +195,11 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over_what_it_alone_keeps(
     assert change["step"] > 0
     assert change["steps_lost"] <= 20
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
+    death = next(event["time"] for event in log if event["kind"] == "death")
+    told = [(event["time"], part) for event in log if event["kind"] == "transfers" for part in event["transfers"]]
+    copied = [(at - part["ended_ago_s"], part) for at, part in told if part["tier"] == "peer"]
+    assert {part["source"] for at, part in copied if at < death} == {*nodes}, "rounds are told of, by node"
+    assert any(part["bytes"] > 0 for at, part in copied if at > death and part["source"] == leaves), (
+        "and the handing over"
+    )
+    assert all(part["seconds"] >= 0 <= part["ended_ago_s"] for _, part in told)

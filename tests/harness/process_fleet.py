@@ -189,7 +189,7 @@ class ProcessFleet(NoAgents):
         reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
         inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
-        reports = {w: r if w in fresh else replace(r, steps=(), receipts=()) for w, r in reports.items()}
+        reports = {w: r if w in fresh else r.without_news() for w, r in reports.items()}
         return Observation(
             now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
             losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autohet.driver.control.observation import Part, Prune
-from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.messages import AgentEndpoint, Transfer
 from recovery.state.holdings import Holding, Source
 from tests.harness.true_copies import History, TrueCopies
 
@@ -78,7 +78,9 @@ class ScriptedAgents:
             del store[source]
         return len(old)
 
-    def _hand_over(self, node: str, parts: tuple[Part, ...], peers: Collection[AgentEndpoint], timeout_s: float) -> int:
+    def _hand_over(
+        self, node: str, parts: tuple[Part, ...], peers: Collection[AgentEndpoint], timeout_s: float
+    ) -> Transfer:
         sent = 0
         for source, shards in parts:
             taken: tuple[Holding, History] | None = self.copies.agents.get(node, {}).get(source)
@@ -89,7 +91,7 @@ class ScriptedAgents:
             self.copies.keep(Holding(there, frozenset(shards)), taken[1])
             self.done.append((node, peer))
             sent += len(shards)
-        return sent
+        return Transfer("peer", node, 0, 0, sent, 0.0)
 
     def _pushed(self, node: str) -> list[Source]:
         return [source for source in self.copies.agents.get(node, {}) if source_node(source) != node]

@@ -96,7 +96,12 @@ def test_targets_go_where_they_say_and_read_back_right(nodes: list[Node], writer
         ReplicationTarget(WORKER, SHARDS[:half], ("n1", "n2")),
         ReplicationTarget(WORKER, SHARDS[half:], ("n2", "n1")),
     )
-    assert replicate(nodes, writer, 4) == Pushed(1, 4)
+    began = time.monotonic()
+    done = replicate(nodes, writer, 4)
+    assert (done.generation, done.step, done.error) == (1, 4, None)
+    assert done.num_bytes == CASE.layout.bytes_of(WORKER)
+    assert 0 < done.seconds <= time.monotonic() - began
+    assert began <= done.ended_at - done.seconds
     assert (nodes[1].has(4), nodes[2].has(4)) == (frozenset(SHARDS[:half]), frozenset(SHARDS[half:]))
     for shard in SHARDS[:half]:
         expected = unit(CASE.layout.tensors[shard.tensor], shard, 4).contiguous().numpy().tobytes()

@@ -137,6 +137,28 @@ def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, pe
     assert (step, receipt.shards) == (1, frozenset(SPEC.shards))
 
 
+def test_what_was_copied_elsewhere_is_told_once(preservation, agent, peer):
+    """An upload, a spill and a round of copies, each in one summary with its bytes, seconds and end."""
+    began = time.monotonic()
+    preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
+    preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
+    until(lambda: preservation.snapshot_step == 1)
+    until(lambda: preservation.status() == PreservationStatus())
+    assert preservation.status() == PreservationStatus()
+    ((_, _, receipt),) = preservation.take_receipts()
+    transfers = preservation.take_transfers()
+    told = {transfer.tier: transfer for transfer in transfers}
+    since = time.monotonic() - began
+    assert len(transfers) == 3, "each once, however often it votes"
+    assert {tier: (t.source, t.generation, t.step) for tier, t in told.items()} == dict.fromkeys(
+        ("disk", "peer", "s3"), (ME, 1, 1)
+    )
+    assert told["s3"].num_bytes == sum(file.num_bytes for file in receipt.files)
+    assert told["disk"].num_bytes == told["peer"].num_bytes == LAYOUT.bytes_of(ME)
+    assert all(0 < t.seconds <= t.seconds + t.ended_ago_s <= since for t in told.values())
+    assert preservation.take_transfers() == ()
+
+
 def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preservation, peer, monkeypatch):
     """Who passes the vote overwrites the snapshot before that one: were all to end then, no step would be kept by all."""
     copied, commit = threading.Event(), SnapshotFileWriter.commit

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from autohet.driver.emulate.demo import reference_losses
 from autohet.runtime import worker as worker_module
 from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
-from autohet.runtime.messages import GenerationOrder, Phase, WorkerPlace
+from autohet.runtime.messages import GenerationOrder, Phase, StepRecord, WorkerPlace
 from autohet.runtime.models import load_config
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
@@ -116,6 +117,29 @@ def test_a_generation_trains_to_its_end_and_leaves_a_durable_step(worker, job, s
     assert [record.loss for record in steps] == pytest.approx(reference_losses(job, 3), rel=1e-5)
     assert [(generation, step) for generation, step, _ in receipts] == [(1, 3)]
     assert receipts[0][2].shards == order(job, store, 1, 0).checkpoint_shards
+
+
+def test_what_was_copied_is_told_along_with_what_is_told_anyway(worker, job, store):
+    """The driver is woken by each report: an upload or a spill that ends between two steps is no reason for one of its own."""
+    worker._report = replace(worker._report, phase=Phase.TRAINING)
+    worker._preservation._note("s3", 1, 5, 700, 2.0)
+    assert worker.report().transfers == ()
+    worker._steps.append(StepRecord(6, 1.0, 1.0, 64, 1.0, 1, 10.0))
+    assert [transfer.num_bytes for transfer in worker.report().transfers] == [700]
+    assert worker.report().transfers == ()
+    layout = order(job, store, 1, 0).layout
+    worker.begin(order(job, store, 1, 0))
+    told, until = [], time.monotonic() + DEADLINE_S
+    while len(told) < 2 and time.monotonic() < until:
+        report = worker.report()
+        told += report.transfers
+        assert not report.transfers or report.steps or report.receipts or report.phase is Phase.FINISHED
+        time.sleep(0.02)
+    by_tier = {transfer.tier: (transfer.source, transfer.step, transfer.num_bytes) for transfer in told}
+    assert by_tier.keys() == {"s3", "disk"}
+    assert by_tier["disk"] == (ME, 3, layout.bytes_of(ME))
+    stored = sum(path.stat().st_size for path in Path(job.checkpoint_storage).rglob("step-00000003/*.distcp"))
+    assert by_tier["s3"] == (ME, 3, stored)
 
 
 def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, job, store):

@@ -29,6 +29,10 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autohet_lost_seconds": ("Seconds without a step, in reconfigurations", ("cause",)),
     "autohet_lost_steps": ("Steps that were run again", ("cause",)),
     "autohet_moved_bytes": ("Bytes of training state that restores took", ("tier",)),
+    "autohet_saved_bytes": (
+        "Bytes of training state uploaded, copied to other nodes and spilled to nodes' disks",
+        ("tier",),
+    ),
 }
 _BY_JOB = ("job",)
 
@@ -62,6 +66,9 @@ class RayMetrics:
             case "restore":
                 for tier, num_bytes in event["bytes_by_tier"].items():
                     self._count("autohet_moved_bytes", num_bytes, tier=tier)
+            case "transfers":
+                for part in event["transfers"]:
+                    self._count("autohet_saved_bytes", part["bytes"], tier=part["tier"])
             case "checkpoint":
                 self._set("autohet_checkpoint_step", event["step"])
 

@@ -341,6 +341,7 @@ class Desk:
         return Closing(reason, ok, seen.now + self.timeouts.step_s + self.timeouts.checkpoint_s, then_wait=then_wait)
 
     def _ended(self, reason: str, *, ok: bool) -> Ended:
+        self.ledger.tell_of_transfers(self.generation)
         self.events.emit("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
         return Ended(ok, reason)
 
@@ -349,6 +350,7 @@ class Desk:
         self.state = self._fail(reason)
 
     def _fail(self, reason: str) -> Ended:
+        self.ledger.tell_of_transfers(self.generation)
         self.events.emit("failed", self.generation, f"The job failed: {reason}", reason=reason)
         return Ended(False, reason)
 

@@ -15,9 +15,9 @@ logger = logging.getLogger("autohet")
 
 KINDS = (
     "started", "plan", "step", "snapshot", "checkpoint", "notice", "risk", "death", "departure", "arrival", "price", "slow",
-    "parted", "decision", "reconfigure", "restore", "finished", "failed",
+    "parted", "decision", "reconfigure", "restore", "transfers", "finished", "failed",
 )  # fmt: skip
-FREQUENT = ("step", "snapshot")  # written to the file, but not kept in memory
+FREQUENT = ("step", "snapshot", "transfers")  # written to the file, but not kept in memory
 
 
 class EventLog:

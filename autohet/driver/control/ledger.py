@@ -12,6 +12,7 @@ from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Age, Observation
+from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, StepRecord, WorkerReport
@@ -47,6 +48,7 @@ class Ledger:
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
         self._committed: set[tuple[int, int]] = set()
+        self._transfers = EndedTransfers()
 
     @property
     def committed_steps(self) -> int:
@@ -122,23 +124,33 @@ class Ledger:
                 self._take_step(record, generation, seen.now)
             for receipt in report.receipts:
                 whole += self._take_receipt(report.worker, receipt, generation)
-        self._take_snapshots(seen)
-        self._take_checkpoints(seen, generation)
+        self._transfers.take(seen)
+        if self._take_snapshots(seen) | self._take_checkpoints(seen, generation):
+            self.tell_of_transfers(generation)
         return whole
 
-    def _take_snapshots(self, seen: Observation) -> None:
-        """The newest step that all keep in host memory, with copies on other nodes where they are asked for."""
-        age = settled_age(self.orders, seen.reports)
-        if age is not None and age > self._snapshot:
-            self._snapshot = age
-            self.events.emit("snapshot", age[0], step=age[1])
+    def tell_of_transfers(self, generation: int) -> None:
+        """Of all that has ended since the last event of this kind: with each snapshot and checkpoint, and at the run's end."""
+        if told := self._transfers.told():
+            self.events.emit("transfers", generation, transfers=told)
 
-    def _take_checkpoints(self, seen: Observation, generation: int) -> None:
-        committed = seen.checkpoint.committed
-        for step, uri in committed[self._checkpoints_taken :]:
+    def _take_snapshots(self, seen: Observation) -> bool:
+        """The newest step that all keep in host memory, with copies on other nodes where they are asked for; whether it is a new one."""
+        age = settled_age(self.orders, seen.reports)
+        if age is None or age <= self._snapshot:
+            return False
+        self._snapshot = age
+        self.events.emit("snapshot", age[0], step=age[1])
+        return True
+
+    def _take_checkpoints(self, seen: Observation, generation: int) -> bool:
+        """Those that are committed since the last look; whether there are any."""
+        new = seen.checkpoint.committed[self._checkpoints_taken :]
+        for step, uri in new:
             self.checkpoint_step, self.checkpoint_uri = step, uri
             self.events.emit("checkpoint", generation, step=step, uri=uri)
-        self._checkpoints_taken = len(committed)
+        self._checkpoints_taken += len(new)
+        return bool(new)
 
     def newest_vote(self, generation: int) -> tuple[int, Any] | None:
         """The newest step of this generation whose vote anybody saw, the dead too, and its result."""

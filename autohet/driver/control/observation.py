@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autohet.runtime.messages import AgentEndpoint, DataState, GenerationOrder, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, DataState, GenerationOrder, Transfer, WorkerReport
 from planner.cluster import Node, node_of
 from recovery.state.ancestry import NOTHING_KNOWN, Ancestry, Descent
 from recovery.state.holdings import Holding, Source
@@ -146,6 +146,8 @@ class Observation:
     """Of each released node whose agent takes no more copies, the age of the newest one that it took (None: it took none)."""
     holdings: Mapping[str, Sequence[Holding]] | None = None
     """What agents have answered to `AskHoldings`, by node; None while some are still waited for, or none was asked."""
+    transfers: tuple[Transfer, ...] = ()
+    """What agents have handed over since the last look; what workers copy is in their reports."""
     launches: Launches | None = None
     """None where the autoscaler is asked for nothing, or has not answered yet."""
     prices: Mapping[str, float] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from autohet.driver.ray.agent_calls import AgentReport
 from autohet.driver.sources.gpu_health import GpuWatch
 from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.runtime.job import Job
-from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.messages import AgentEndpoint, Transfer
 from autohet.runtime.preparation import Preparation
 from autohet.runtime.process_log import RunRecord, log_as
 from autohet.runtime.process_state import ProcessState, process_states
@@ -95,10 +95,12 @@ class AgentActor:
         """The node is to leave: take no more copies of others' state; the age of the newest one that is here."""
         return self._store.refuse_copies()
 
-    def hand_over(self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float) -> int:
-        """Push these shards, kept here alone, to other nodes' agents before this node leaves; blocks; the bytes that went."""
+    def hand_over(self, parts: Sequence[Part], peers: Sequence[AgentEndpoint], timeout_s: float) -> Transfer:
+        """Push these shards, kept here alone, to other nodes' agents before this node leaves; blocks."""
+        started, (generation, step) = time.monotonic(), max(((s.generation, s.step) for s, _ in parts), default=(0, 0))
         endpoints = [Endpoint(peer.node, peer.host, peer.port) for peer in peers]
-        return hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
+        sent = hand_over(self._store, parts, endpoints, self._endpoint.token, timeout_s)
+        return Transfer("peer", self._node, generation, step, sent, time.monotonic() - started)
 
     def prune(self, what: Prune) -> int:
         """Remove what newer state has made useless; returns how many files."""

@@ -9,7 +9,7 @@ from typing import Any
 from autohet.driver.control.observation import Age, Part, Prune
 from autohet.driver.ray.agent_calls import AgentCalls, Inventories
 from autohet.runtime.job.elastic import Timeouts
-from autohet.runtime.messages import AgentEndpoint
+from autohet.runtime.messages import AgentEndpoint, Transfer
 
 logger = logging.getLogger("autohet")
 
@@ -24,15 +24,22 @@ class AgentErrands:
         self._holdings = Inventories(calls, timeouts)
         self._refusals: dict[Any, str] = {}
         self._handovers: dict[Any, str] = {}
+        self._handed_over: list[Transfer] = []
         self.newest_copies: dict[str, Age | None] = {}
         """As in `Observation`."""
 
     def take(self, now: float, silent: Set[str] = frozenset()) -> Mapping[str, Any] | None:
         """Take what has been answered; returns `Observation.holdings`."""
         self.newest_copies |= dict(self._calls.take(self._refusals))
-        for node, num_bytes in self._calls.take(self._handovers):
-            logger.info("%s has handed over %d bytes that it alone kept", node, num_bytes)
+        for node, transfer in self._calls.take(self._handovers):
+            logger.info("%s has handed over %d bytes that it alone kept", node, transfer.num_bytes)
+            self._handed_over.append(transfer)
         return self._holdings.take(now, silent)
+
+    def take_handed_over(self) -> tuple[Transfer, ...]:
+        """What has been handed over since this was called last."""
+        found, self._handed_over = tuple(self._handed_over), []
+        return found
 
     @property
     def handing_over(self) -> bool:

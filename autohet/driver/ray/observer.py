@@ -29,7 +29,7 @@ from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
-from autohet.runtime.messages import Phase, WorkerReport
+from autohet.runtime.messages import TOLD_ONCE, Phase, WorkerReport
 from autohet.runtime.precision import check_computes
 from planner.cluster import Cluster, Node
 from planner.errors import ConfigError
@@ -133,7 +133,7 @@ class RayObserver:
             now=now, nodes=nodes, notices=dict(self._board.departures),
             reports=reports, losses=dict(self._losses), inventories=inventories, checkpoint=checkpoint,
             stop_reason=self.stop_reason, risks=dict(self._board.risks), store=self._rendezvous.address,
-            newest_copies=dict(self._errands.newest_copies), holdings=holdings,
+            newest_copies=dict(self._errands.newest_copies), holdings=holdings, transfers=self._errands.take_handed_over(),
             launches=launches, prices=self._prices.of(self.spot_types),
         )  # fmt: skip
 
@@ -147,22 +147,22 @@ class RayObserver:
         return all(value is not None and value.phase is Phase.TRAINING for value in values)
 
     def _told(self, now: float) -> dict[str, WorkerReport]:
-        """What the living say of themselves, and of those found to be lost in this round their last words; steps and receipts of all that
-        has come since the last one."""
+        """What the living say of themselves, and of those found to be lost in this round their last words; what is told once
+        (`TOLD_ONCE`) of all that has come since the last one."""
         said: dict[str, list[WorkerReport]] = {}
         for report in self._reports.fresh():
             said.setdefault(report.worker, []).append(report)
         reports: dict[str, WorkerReport] = {}
         for worker, answer in self._reports.answers.items():
             if worker in said:
-                answer.value = replace(answer.value, steps=(), receipts=())
+                answer.value = answer.value.without_news()
             loss = self._losses.get(worker)
             if answer.value is not None and (loss is None or (worker in said and loss.seen_at > self._told_at)):
                 reports[worker] = answer.value
         for worker, each in said.items():
             if worker in reports:
-                steps, receipts = (sum((getattr(r, part) for r in each), ()) for part in ("steps", "receipts"))
-                reports[worker] = replace(reports[worker], steps=steps, receipts=receipts)
+                told: dict[str, Any] = {part: sum((getattr(report, part) for report in each), ()) for part in TOLD_ONCE}
+                reports[worker] = replace(reports[worker], **told)
         self._told_at = now
         return reports
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -86,10 +87,21 @@ def _facts(events: Sequence[Event], steps: Sequence[Event], changes: Sequence[Ev
         "seconds in changes": f"{changing:,.1f}",
         "steps lost": str(sum(event["steps_lost"] for event in changes)),
         "checkpoints": str(len(of_kind(events, "checkpoint"))),
+        **_saved(events),
     }
     return (
         "<div class=facts>" + "".join(f"<span><b>{value}</b>{name}</span>" for name, value in facts.items()) + "</div>"
     )
+
+
+def _saved(events: Sequence[Event]) -> dict[str, str]:
+    """What was kept of the state beyond the memory of its nodes, where any was."""
+    saved: Counter[str] = Counter()
+    for event in of_kind(events, "transfers"):
+        for part in event["transfers"]:
+            saved[part["tier"]] += part["bytes"]
+    names = {"s3": "MB uploaded", "peer": "MB copied to other nodes", "disk": "MB spilled to disks"}
+    return {name: f"{saved[tier] / 1e6:,.1f}" for tier, name in names.items() if tier in saved}
 
 
 def _section(title: str, body: str) -> str:

@@ -1,13 +1,25 @@
-"""`events.jsonl` as a trace in Chrome's format, which ui.perfetto.dev opens: steps, changes by part, transfers by worker, what happened."""
+"""`events.jsonl` as a trace in Chrome's format, which ui.perfetto.dev opens: steps, changes by part, what happened; restores, uploads and
+spills by worker, copies on other nodes by node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from autohet.driver.report.events import Event
 
-RUN, TRANSFERS = 1, 2
+RUN, RESTORES, UPLOADS, COPIES, SPILLS = 1, 2, 3, 4, 5
+PROCESSES = {
+    RUN: "run",
+    RESTORES: "restores by worker",
+    UPLOADS: "uploads to durable storage by worker",
+    COPIES: "copies on other nodes by node",
+    SPILLS: "spills to the node's own disk by worker",
+}
+TRANSFERS = {"s3": (UPLOADS, "upload"), "peer": (COPIES, "copy"), "disk": (SPILLS, "spill")}
+"""Process and verb by the tier that a transfer went to."""
 STEPS, CHANGES, NEWS = 1, 2, 3
 PARTS = ("detect", "replan", "rebuild", "restore", "first_step")
 NEWS_KINDS = (
@@ -18,9 +30,7 @@ NEWS_KINDS = (
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
     """The trace document; times in microseconds from the first event on."""
     begin = events[0]["time"]
-    workers = sorted({worker for event in events for worker in event.get("workers_restored", ())})
-    rows = {worker: index + 1 for index, worker in enumerate(workers)}
-    found = _names(rows)
+    found = _laid_out([span for event in events for span in _transfers(event, event["time"] - begin)])
     for event in events:
         at = event["time"] - begin
         if event["kind"] == "step" and event.get("seconds"):
@@ -28,11 +38,6 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
             found.append(_span(f"step {event['step']}", at - event["seconds"], event["seconds"], RUN, STEPS, facts))
         elif event["kind"] == "reconfigure":
             found += _change(event, at)
-        elif event["kind"] == "restore":
-            found += [
-                _span("restore", at - part["seconds"], part["seconds"], TRANSFERS, rows[worker], part["bytes_by_tier"])
-                for worker, part in event.get("workers_restored", {}).items()
-            ]
         elif event["kind"] in NEWS_KINDS:
             facts = {name: value for name, value in event.items() if name not in ("time", "kind")}
             instant = {
@@ -74,12 +79,46 @@ def _span(name: str, since: float, seconds: float, process: int, row: int, facts
     }
 
 
-def _names(rows: dict[str, int]) -> list[dict[str, Any]]:
-    threads = [(RUN, STEPS, "steps"), (RUN, CHANGES, "changes"), (RUN, NEWS, "what happened")]
-    threads += [(TRANSFERS, row, worker) for worker, row in rows.items()]
-    processes = [(RUN, "run"), (TRANSFERS, "restores by worker")]
+def _transfers(event: Event, at: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(Worker or node, span without its row) of each restore, upload, copy and spill that this event tells of."""
+    if event["kind"] == "restore":
+        for worker, part in event.get("workers_restored", {}).items():
+            seconds = part["seconds"]
+            yield worker, _span("restore", at - seconds, seconds, RESTORES, 0, part["bytes_by_tier"])
+    elif event["kind"] == "transfers":
+        for part in event["transfers"]:
+            process, verb = TRANSFERS[part["tier"]]
+            since = at - part["ended_ago_s"] - part["seconds"]
+            facts = {"step": part["step"], "bytes": part["bytes"]}
+            yield part["source"], _span(f"{verb}: step {part['step']}", since, part["seconds"], process, 0, facts)
+
+
+def _laid_out(transfers: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """These spans, each process's rows by name, before them all names. Spans of one row must not overlap: a source whose do has several
+    rows."""
+    lanes: dict[tuple[int, str], list[list[dict[str, Any]]]] = {}
+    for source, span in sorted(transfers, key=lambda transfer: transfer[1]["ts"]):
+        rows = lanes.setdefault((span["pid"], source), [])
+        free = next((row for row in rows if row[-1]["ts"] + row[-1]["dur"] <= span["ts"]), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(span)
+    names = [(RUN, STEPS, "steps"), (RUN, CHANGES, "changes"), (RUN, NEWS, "what happened")]
+    numbers = count(1)
+    for (process, source), rows in sorted(lanes.items()):
+        for row in rows:
+            number = next(numbers)
+            names.append((process, number, source))
+            for span in row:
+                span["tid"] = number
+    return [*_names(names), *(span for rows in lanes.values() for row in rows for span in row)]
+
+
+def _names(threads: Sequence[tuple[int, int, str]]) -> list[dict[str, Any]]:
+    """What the rows (process, row, name) and their processes are called."""
+    processes = sorted({process for process, _, _ in threads})
     return [
-        *({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in processes),
+        *({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": PROCESSES[pid]}} for pid in processes),
         *(
             {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
             for pid, tid, name in threads
