@@ -38,7 +38,7 @@ class ElasticTrainer:
     |---|---|
     | `storage_path`, `name` | checkpoints, events and logs go to `<storage_path>/<name>`; the same two again go on from there |
     | `failure_config.max_failures` | `elastic.max_failures_in_a_row`; -1: no bound; 0, Ray's default: as the job says |
-    | `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: as the job says |
+    | `checkpoint_config.num_to_keep` | `checkpoint.keep`; None: as the job says, and all where it does not |
     | `logging_config.log_level` | level of the driver's log |
 
     A value that has no such meaning here is refused by its name. `callbacks` are told of every event (`autohet.driver.callbacks.Callback`).
@@ -139,13 +139,12 @@ def configured(job: Job, config: RunConfig | None) -> Job:
     assert config.name is not None
     assert config.storage_path is not None
     _refuse(config, failure, checkpoints)
-    keep = checkpoints.num_to_keep
+    keep = checkpoints.num_to_keep or job.checkpoint.keep or "all"
     name = job.name if job.name and GENERATED_NAME.fullmatch(config.name) else config.name
     job = replace(job, name=name)
     if config.storage_path != DEFAULT_STORAGE_PATH or job.checkpoint.storage is None:
         job = replace(job, checkpoint=replace(job.checkpoint, storage=f"{config.storage_path.rstrip('/')}/{name}"))
-    if keep is not None:
-        job = replace(job, checkpoint=replace(job.checkpoint, keep=keep))
+    job = replace(job, checkpoint=replace(job.checkpoint, keep=keep))
     if failure.max_failures != 0:
         bound = ANY_NUMBER if failure.max_failures < 0 else failure.max_failures
         job = replace(job, elastic=replace(job.elastic, max_failures_in_a_row=bound))

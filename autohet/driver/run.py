@@ -106,7 +106,7 @@ class JobRun:
             job.name,
             config.to_dict(),
             {"seed": job.training.seed},
-            job.checkpoint.keep,
+            job.checkpoint.num_kept,
         )
         self.planning = planning = AsidePlanning(planning_inputs(job))
         self.workforce = RayWorkforce(

@@ -82,18 +82,18 @@ def _keep(storage: Storage, lease: str, lease_s: float, done: threading.Event) -
         storage.delete([lease])
 
 
-def apply_retention(storage: Storage, keep: int, reading: Collection[int] = ()) -> Removal:
-    """Remove all but the newest `keep` (at least 1) committed checkpoints, and those of later steps than the newest of the job's present
-    history: of a history that was left. One coordinator calls it.
+def apply_retention(storage: Storage, keep: int | None, reading: Collection[int] = ()) -> Removal:
+    """Remove all but the newest `keep` (at least 1; None: all are kept) committed checkpoints, and those of later steps than the newest of
+    the job's present history: of a history that was left. One coordinator calls it.
 
     Never removes the newest, one in `reading`, nor one that another process holds a lease on. The manifest goes first:
     a removal that is interrupted leaves an uncommitted prefix, which `remove_orphans` finishes.
     """
-    if keep < 1:
+    if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
     newest, steps = newest_checkpoint(storage), [info.step for info in list_checkpoints(storage)]
     left = [step for step in steps if newest is not None and step > newest.step]
-    old = [step for step in steps if step not in left][:-keep] + left
+    old = ([] if keep is None else [step for step in steps if step not in left][:-keep]) + left
     if not old:
         return Removal(())
     now, removed, kept, count = storage.now(), [], [], 0

@@ -2,16 +2,26 @@
 
 import os
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
 
 from autohet.driver.control.durable import Durable
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation
+from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.journal import read_ancestry
+from recovery.checkpoint.read import verify
+from recovery.state.ancestry import Descent
 from recovery.storage.open import open_storage
 from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
 from tests.harness.fake_job import fake_job
+from tests.harness.s3_server import s3_server
 
 
 def make_old(root, step):
@@ -50,3 +60,44 @@ def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
         ledger.take(Observation(10.0, {}, checkpoint=durable.state()), controller)
     assert [event["step"] for event in events.records if event["kind"] == "checkpoint"] == [4, 8]
     assert ledger.checkpoint_step == 8
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URI of a storage."""
+    if request.param == "directory":
+        yield str(tmp_path)
+        return
+    with s3_server() as server:
+        yield f"{server.create_bucket(uuid.uuid4().hex)}/job"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(None, [2, 4, 6, 8, 10]), (2, [8, 10])])
+def test_all_checkpoints_are_kept_where_that_is_asked_for(
+    place: str, keep: int | None, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation 2 goes back to step 4, so its predecessor's steps 6 and 12 are of a history that was left."""
+    storage, layout = open_storage(place), two_worker_layout(state_specs())
+    durable = Durable(open_storage(place), "job", {}, {}, keep=keep)
+
+    def commit(step: int, generation: int) -> None:
+        durable.commit(step, generation, layout, write_all(storage, step, layout, full_state(layout.tensors)))
+
+    driver, read = durable.lease.driver, Mock(wraps=open_checkpoint)
+    monkeypatch.setattr("autohet.driver.control.durable.open_checkpoint", read)
+    durable.claim(Descent(generation=1, parent=None, first_step=0, driver=driver))
+    for step in (2, 4, 6, 12):
+        commit(step, 1)
+    durable._pool.submit(int).result(20)
+    durable.claim(Descent(generation=2, parent=1, first_step=4, driver=driver))
+    durable._claims.submit(int).result(20)
+    for step in (6, 8, 10):
+        commit(step, 2)
+    durable.close()
+    assert (durable.state().error, durable.state().superseded) == (None, None)
+    assert [info.step for info in list_checkpoints(storage)] == kept
+    assert {info.name.split("/")[0] for info in storage.list("step-")} == {f"step-{step:08d}" for step in kept}
+    assert all(verify(storage, step).ok for step in kept)
+    assert set(read_ancestry(storage).entries) == ({1, 2} if keep is None else {2})
+    assert read.called is (keep is not None), "who keeps thousands does not read them all with each commit"
+    storage.close()

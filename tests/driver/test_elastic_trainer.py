@@ -58,7 +58,11 @@ def test_where_checkpoints_go():
 
 def test_how_many_checkpoints_and_failures():
     assert configured(checkpoint_config=CheckpointConfig(num_to_keep=7)).checkpoint.keep == 7
-    assert configured().checkpoint.keep == 3
+    assert configured().checkpoint.num_kept is None, "num_to_keep=None is all, as Ray Train means it"
+    assert configured({**JOB, "checkpoint": {"keep": 5}}).checkpoint.num_kept == 5
+    assert configured({**JOB, "checkpoint": {"keep": 3}}).checkpoint.num_kept == 3
+    assert autohet.ElasticTrainer(JOB).job.checkpoint.num_kept == 3
+    assert autohet.ElasticTrainer({**JOB, "checkpoint": {"keep": "all"}}).job.checkpoint.num_kept is None
     assert configured(failure_config=FailureConfig(max_failures=2)).elastic.max_failures_in_a_row == 2
     assert configured(failure_config=FailureConfig(max_failures=-1)).elastic.max_failures_in_a_row == ANY_NUMBER
     assert configured().elastic.max_failures_in_a_row == 5

@@ -93,7 +93,7 @@ class StruckRun:
             job.name,
             config.to_dict(),
             {"seed": job.training.seed},
-            job.checkpoint.keep,
+            job.checkpoint.num_kept,
             lease_s=LEASE_S,
         )
         point = None if strike is None else strike.fault_point

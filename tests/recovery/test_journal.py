@@ -98,6 +98,16 @@ def test_what_is_older_than_all_checkpoints_is_forgotten(storage: Storage) -> No
     assert sorted(journal.check().entries) == [2, 3]
 
 
+def test_where_all_checkpoints_are_kept_those_of_a_history_that_was_left_are_not(storage: Storage) -> None:
+    Journal(storage, "a").claim(entry(1))
+    for step in (1, 2, 3, 4, 12):
+        commit(storage, step, 1)
+    Journal(storage, "b").claim(entry(2, "b", 1, 5))
+    commit(storage, 8, 2)
+    assert apply_retention(storage, keep=None).removed_steps == (12,)
+    assert [info.step for info in list_checkpoints(storage)] == [1, 2, 3, 4, 8]
+
+
 def test_a_checkpoint_of_a_history_that_was_left_is_not_the_newest_and_makes_way(storage: Storage) -> None:
     """A driver that had been replaced committed step 12 of generation 1, after generation 2 had gone back to step 5."""
     Journal(storage, "a").claim(entry(1))

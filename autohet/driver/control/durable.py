@@ -39,7 +39,7 @@ class Durable:
     """
 
     def __init__(
-        self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int,
+        self, storage: Storage, job: str, model_config: Mapping[str, Any], scalars: Mapping[str, Any], keep: int | None,
         *, lease_s: float = LEASE_S,
     ) -> None:  # fmt: skip
         self._storage = storage
@@ -47,6 +47,11 @@ class Durable:
         self._model_config = dict(model_config)
         self._scalars = dict(scalars)
         self._keep = keep
+        """None: all."""
+        if keep is None:
+            logger.info("Every checkpoint is kept; checkpoint.keep (num_to_keep in Python) leaves only the newest ones")
+        self._retained: int | None = None
+        """The generation whose first commit has removed what was to go."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._claims = ThreadPoolExecutor(1, thread_name_prefix="journal")  # a claim waits for no checkpoint
         self.lease = DriverLease(storage, lease_s)
@@ -154,8 +159,12 @@ class Durable:
             ancestry=ancestry,
         )  # fmt: skip
         self._adopt(manifest)
+        if self._keep is None and self._retained == generation:
+            return  # what was left goes with the generation's first commit: nobody looks through all that is kept each time
         apply_retention(self._storage, self._keep)
-        self._forget_old_entries()
+        if self._keep is not None:  # else the oldest checkpoint stays, and the journal back to it
+            self._forget_old_entries()
+        self._retained = generation
 
     def _forget_old_entries(self) -> None:
         """What is older than the oldest checkpoint that stays tells of nothing that anybody may want."""

@@ -162,6 +162,10 @@ class DataSection:
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
+DEFAULT_NUM_KEPT = 3
+"""Checkpoints: the newest, one before it that may be read just now, and one more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     """Durable checkpoints, and the snapshots in host memory and on local disk from which most recoveries are served."""
@@ -171,8 +175,8 @@ class CheckpointSection:
     every_steps: int = 100
     """Steps between durable checkpoints, one of which waits while the one before is still being stored; one more is made when the
     run ends or is told to stop."""
-    keep: int = 3
-    """Newest committed checkpoints that retention leaves."""
+    keep: int | Literal["all"] | None = None
+    """Newest committed checkpoints that retention leaves; null: 3."""
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
     replicate_every_steps: int | None = None
@@ -188,7 +192,7 @@ class CheckpointSection:
     def __post_init__(self) -> None:
         require(self.storage != "", "checkpoint.storage is empty; give an s3:// URI or a directory, or leave it out")
         require_at_least("checkpoint.every_steps", self.every_steps, 1)
-        require_at_least("checkpoint.keep", self.keep, 1)
+        require_at_least("checkpoint.keep", self.num_kept, 1)
         require_at_least("checkpoint.snapshot_every_steps", self.snapshot_every_steps, 0)
         require_at_least("checkpoint.replicate_every_steps", self.replicate_every_steps, 0)
         require(
@@ -198,6 +202,11 @@ class CheckpointSection:
         )
         share = self.replicate_bandwidth_share
         require(0 < share <= 1, f"checkpoint.replicate_bandwidth_share is {share}, but must be in (0, 1]")
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many checkpoints stay; None: all."""
+        return None if self.keep == "all" else DEFAULT_NUM_KEPT if self.keep is None else self.keep
 
     @property
     def replication_steps(self) -> int:
