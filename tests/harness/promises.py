@@ -9,6 +9,7 @@ from typing import Any
 from autohet.driver.control import policy
 from autohet.driver.control.controller import Controller
 from autohet.driver.control.observation import Observation
+from autohet.driver.control.outlook import gather_s
 from autohet.driver.control.planning import Planning, Proposal, Search
 from autohet.driver.control.states import Building, Closing, Ended, Quiescing, Sourcing, Training
 from planner.cluster import Fleet
@@ -210,7 +211,7 @@ class Promises:
         self._changes = len(controller.ledger.changes)
 
     def _no_node_is_overlooked(self, seen: Observation) -> None:
-        """While all train, a node that may be planned on is asked about before long."""
+        """While all train, a node that may be planned on is asked about soon after the last one that it is gathered with."""
         controller = self.controller
         if not isinstance(controller.state, Training):
             self._overlooked = {}
@@ -218,8 +219,10 @@ class Promises:
         known = controller.considered | controller.planning.considered
         new = [name for name in policy.usable_nodes(seen) if name not in known]
         self._overlooked = {name: self._overlooked.get(name, 0) + 1 for name in new}
-        limit_s = controller.timeouts.worker_start_s + 2.0
-        late = [name for name, ticks in self._overlooked.items() if ticks * TICK_S > limit_s]
+        gathering_s = gather_s(controller.ledger.changes, controller.job.elastic.arrivals_debounce_s)
+        limit_s = max(controller.timeouts.worker_start_s, gathering_s) + 2.0
+        newest = max((seen.nodes[name].joined_at for name in new), default=seen.now)
+        late = [name for name, ticks in self._overlooked.items() if min(ticks * TICK_S, seen.now - newest) > limit_s]
         assert not late, f"{late} could be planned on, and nobody asked"
 
     def _reason(self, ended: Ended) -> None:
