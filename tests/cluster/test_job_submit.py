@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 STEPS = 40
 RAYS_STOP_WAIT_S = 3
 """After so many seconds `ray job stop` kills, unless the job's environment says otherwise."""
-STOP_WAIT = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}
-"""The README's --runtime-env-json."""
+STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
+"""What the cluster files give the head's Ray; elsewhere a job brings it by --runtime-env-json (cluster_configs/README.md)."""
 
 
 def losses_of(events: Path) -> dict[int, float]:
@@ -43,12 +43,13 @@ def losses_of(events: Path) -> dict[int, float]:
 class Submissions:
     """The job server of a fleet's head, and one job's documents."""
 
-    def __init__(self, port: int, job: Path) -> None:
+    def __init__(self, port: int, job: Path, **job_environment: str) -> None:
         self.client, self._job = JobSubmissionClient(f"http://127.0.0.1:{port}"), job
+        self._environment = job_environment
 
     def submit(self, events: Path) -> str:
         command = f"{Path(sys.executable).parent / 'autohet'} train --job {self._job} --events {events} --json"
-        return self.client.submit_job(entrypoint=command, runtime_env=STOP_WAIT)
+        return self.client.submit_job(entrypoint=command, runtime_env={"env_vars": self._environment})
 
     def over(self, submitted: str) -> bool:
         return self.client.get_job_status(submitted).is_terminal()
@@ -78,6 +79,8 @@ def took_longer_than_ray_waits(proxy: MisbehavingProxy) -> bool:
 
 
 def test_submitted_stopped_while_s3_is_slow_and_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STOP_WAIT.items():
+        monkeypatch.setenv(name, value)  # the head's, from which a job's supervisor has it
     port = free_port()
     first_events, second_events = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     with s3_server() as server, proxy_before(server.endpoint) as proxy:
@@ -132,7 +135,7 @@ def test_two_gigabytes_of_state_are_committed_by_a_stop_while_s3_is_slow(
         write_plan(tmp_path / "plan.json")
         job_path, _ = write_documents(tmp_path, {}, **sections)
         with local_fleet(head_with_job_server(port), big=1, small=1):
-            jobs = Submissions(port, job_path)
+            jobs = Submissions(port, job_path, **STOP_WAIT)
             submitted = jobs.submit(events)
             until(lambda: len(losses_of(events)) >= 5 or jobs.over(submitted), "five steps", 240)
             assert not jobs.over(submitted), jobs.client.get_job_logs(submitted)[-3000:]

@@ -47,7 +47,7 @@ def test_aws_clusters_pass_rays_validation(path: Path) -> None:
 
 
 # Facts, with their sources: NVIDIA's CUDA 13.0 release notes (driver), AWS's Deep Learning AMI notes (driver and instance families
-# of the Ubuntu 24.04 base image, NVIDIA driver 580.105 from December 2025 on), EC2's user guide (EFA: p4d 4 interfaces, p5 32).
+# of the Ubuntu 24.04 base image, NVIDIA driver 580.105 from December 2025 on). EFA: cluster_configs/README.md.
 MINIMUM_DRIVER_OF_CUDA_13 = (580, 65, 6)
 DRIVER_OF_BASE_IMAGE = (580, 105)
 FAMILIES_OF_BASE_IMAGE = {"g4dn", "g5", "g6", "g6e", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200"}
@@ -128,10 +128,12 @@ def test_rays_validation_can_fail() -> None:
         validate_config(document)
 
 
-def test_aws_head_starts_with_fast_death_detection() -> None:
-    (start,) = [command for command in prepared(AWS)["head_start_ray_commands"] if "ray start" in command]
+@pytest.mark.parametrize("path", AWS_FILES, ids=lambda path: path.stem)
+def test_aws_heads_detect_deaths_fast_and_leave_a_stopped_job_time_for_its_checkpoint(path: Path) -> None:
+    (start,) = [command for command in prepared(path)["head_start_ray_commands"] if "ray start" in command]
     for setting in (
         "RAY_AUTH_MODE=token",
+        "RAY_JOB_STOP_WAIT_TIME_S=600",
         "RAY_health_check_period_ms=500",
         "RAY_health_check_failure_threshold=3",
     ):

@@ -161,6 +161,12 @@ def test_pods_have_accounts_by_which_they_reach_storage_and_those_are_explained(
     assert pods["Action"] == ["sts:AssumeRole", "sts:TagSession"], "as EKS's Pod Identity wants it"
 
 
+def test_a_stopped_job_has_time_for_its_checkpoint() -> None:
+    """A job's supervisor runs on the head and has the environment of its Ray."""
+    (head,) = load(CLUSTER)["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "600"} in head["env"]
+
+
 def test_the_token_is_in_no_programs_arguments() -> None:
     for path in (CONFIGS / "README.md", CLUSTER, JOB):
         text = path.read_text()
