@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from planner.catalogue import instance_types
+
 ROOT = Path(__file__).parents[2]
-MIXED = ROOT / "cluster_configs" / "aws-mixed-spot.yaml"
+CONFIGS = ROOT / "cluster_configs"
+MIXED = CONFIGS / "aws-mixed-spot.yaml"
 ALONE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -69,6 +72,64 @@ def test_ray_up_as_shipped_starts_head_and_floor_and_ray_down_ends_them(tmp_path
         line for line in (tmp_path / "commands.log").read_text().splitlines() if "baked with the same pins" in line
     ]
     assert setup
+
+
+NODE_TYPES = {
+    "aws-mixed-spot": {"p4d": "p4d.24xlarge", "g6e": "g6e.12xlarge", "g5": "g5.2xlarge", "g5-floor": "g5.2xlarge"},
+    "aws-p5-p4d": {"p5": "p5.48xlarge", "p4d": "p4d.24xlarge", "p4d-floor": "p4d.24xlarge"},
+    "aws-cheap-spot": {"g5": "g5.xlarge", "g6": "g6.xlarge", "g4dn": "g4dn.xlarge", "g6-floor": "g6.xlarge"},
+}
+
+
+def test_every_aws_file_is_launched() -> None:
+    assert {path.stem for path in CONFIGS.glob("aws-*.yaml")} == set(NODE_TYPES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", NODE_TYPES)
+def test_a_job_trains_on_the_floor_and_each_node_type_is_launched_as_its_labels_say(name: str, tmp_path: Path) -> None:
+    seen = launch(tmp_path, "whole", 800, CONFIGS / f"{name}.yaml")
+    check_whole(seen, NODE_TYPES[name])
+    assert len(seen["public_addresses"]) == len(seen["instances"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_of_the_file_with_efa_interfaces(tmp_path: Path) -> None:
+    seen = launch(tmp_path, "efa", 800, CONFIGS / "aws-p5-p4d.yaml")
+    check_whole(seen, NODE_TYPES["aws-p5-p4d"])
+    assert not seen["public_addresses"]
+
+
+def check_whole(seen: dict[str, Any], node_types: dict[str, str]) -> None:
+    """What the whole form saw, against the node types that the file is known to have."""
+    assert seen["ok"]
+    assert "8 steps" in seen["job_log"]
+    assert "will kill this job 3 s after" not in seen["job_log"], (
+        "the head leaves a stopped job time for its checkpoint"
+    )
+    assert any("step-00000008" in key for key in seen["checkpoints"]), seen["checkpoints"]
+    instances = {instance["node_type"]: instance for instance in seen["instances"]}
+    assert {name: i["type"] for name, i in instances.items()} == {"head": "m6i.2xlarge", **node_types}
+    assert len(seen["instances"]) == len(instances), "one node of each type was asked for"
+    assert {i["state"] for i in seen["instances"]} == {"terminated"}
+    assert {name for name, i in instances.items() if i["market"] != "spot"} == {"head", seen["floor"]}
+    nodes = {node["ip"]: node for node in seen["nodes"]}
+    for instance in instances.values():
+        check_node(nodes[instance["ip"]], instance)
+
+
+def check_node(node: dict[str, Any], instance: dict[str, Any]) -> None:
+    """The file's labels and resources, as the node in the cluster has them, are true of the instance that EC2 launched."""
+    labels, known = node["labels"], instance_types().get(instance["type"])
+    assert labels["ray.io/node-group"] == instance["node_type"]
+    assert labels["ray.io/market-type"] == instance["market"]
+    if known is not None:
+        assert known.gpu_type.startswith(labels["ray.io/accelerator-type"])
+        assert node["gpus"] == known.num_gpus
+    else:
+        assert node["gpus"] == 0
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """`ray up` and what follows, from a cluster file as it is shipped: run inside namespaces of its own, tells what it saw as JSON.
 
-unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.harness.aws_launch DIRECTORY FILE short|long
+unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.harness.aws_launch DIRECTORY FILE short|whole|efa|long
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,11 +19,17 @@ from typing import Any
 
 import yaml
 
+from planner.catalogue import instance_types
+from tests.harness import aws_readme
 from tests.harness.aws_machines import ROOT, Cloud
-from tests.harness.local_fleet import free_port, job_document
+from tests.harness.aws_network import make_private_subnet
+from tests.harness.local_fleet import job_document
 
 BIN = Path(sys.executable).parent
 BUCKET = "autohet-tests"
+STEPS = 8
+ADDRESS = "http://127.0.0.1:8265"
+"""The README's; this scenario has a network of its own."""
 
 
 class Scenario:
@@ -67,31 +75,36 @@ class Scenario:
 
     # the README's lines
 
+    def line(self, start: str) -> str:
+        """README.md's command that begins so, with this file, bucket and job."""
+        (found,) = [command for command in aws_readme.readme_commands() if command.startswith(start)]
+        found = found.replace("cluster_configs/aws-mixed-spot.yaml", str(self.file)).replace(aws_readme.BUCKET, BUCKET)
+        return re.sub(r"--job \S+", "--job job.yaml", found).removesuffix("&")
+
+    def run_line(self, start: str, **options: Any) -> str:
+        return self.run("bash", "-c", self.line(start), **options)
+
     def prepare(self) -> None:
-        self.seen["prepared"] = json.loads(self.run(sys.executable, "scripts/aws/prepare", "--bucket", BUCKET))
-        self.run("bash", "-c", "ray get-auth-token --generate > /dev/null")  # it prints the token
+        self.seen["prepared"] = json.loads(self.run_line("scripts/aws/prepare"))
+        self.run_line("ray get-auth-token")
         self.token = (self.home / ".ray" / "auth_token").read_text().strip()
         self.mark("prepared")
 
     def up(self) -> None:
-        self.run("ray", "up", "-y", "--no-config-cache", str(self.file), timeout_s=400)
+        self.run_line("ray up", timeout_s=400)
         self.mark("ray up")
         (head,) = self.cloud.living("head")
         self.head = head
 
     def tunnel(self) -> None:
-        self.port = free_port()
         self._tunnel = subprocess.Popen(
-            ["ray", "dashboard", "--no-config-cache", "-p", str(self.port), str(self.file)], cwd=ROOT, env=self.environment,
+            shlex.split(self.line("ray dashboard")), cwd=ROOT, env=self.environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        self.until("dashboard", lambda: self.run("ray", "job", "list", "--address", self.address))
+        self.until("dashboard", lambda: self.run("ray", "job", "list", "--address", ADDRESS))
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def submit(self, **sections: Any) -> None:
+    def write_job(self, **sections: Any) -> Path:
+        """The directory from which it is submitted."""
         place = self.directory / "project"
         place.mkdir()
         document = job_document(place, **sections)
@@ -99,16 +112,17 @@ class Scenario:
         for section, key in (("checkpoint", "memory_directory"), ("checkpoint", "local_directory")):
             del document[section][key]
         (place / "job.yaml").write_text(yaml.safe_dump(document))
-        self.run(
-            "ray", "job", "submit", "--address", self.address, "--working-dir", ".", "--no-wait", "--submission-id", "job",
-            "--runtime-env-json", '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}', "--",
-            "autohet", "train", "--job", "job.yaml", "--storage", f"s3://{BUCKET}/runs/job", "--events",
-            "/home/ubuntu/events.jsonl", "--json", cwd=place,
-        )  # fmt: skip
+        return place
+
+    def submit(self, **sections: Any) -> None:
+        """And go on at once, with the driver's events on the head."""
+        options = "ray job submit --no-wait --submission-id job"
+        line = self.line("ray job submit").replace("ray job submit", options)
+        self.run("bash", "-c", f"{line} --events /home/ubuntu/events.jsonl --json", cwd=self.write_job(**sections))
         self.mark("submitted")
 
     def logs(self) -> str:
-        return self.run("ray", "job", "logs", "--address", self.address, "job")
+        return self.run("ray", "job", "logs", "--address", ADDRESS, "job")
 
     def events(self) -> list[dict[str, Any]]:
         """What the driver has said so far; its file lies in the head's home."""
@@ -141,12 +155,12 @@ class Scenario:
         return sum(len(stage["workers"]) for stage in stages)
 
     def on_head(self, command: str) -> str:
-        return self.run("ray", "exec", "--no-config-cache", str(self.file), command)
+        return self.run("ray", "exec", str(self.file), command)
 
     def down(self) -> None:
         with suppress(AttributeError):
             self._tunnel.terminate()
-        self.run("ray", "down", "-y", str(self.file))
+        self.run_line("ray down")
         self.until("all instances are gone", lambda: not self.cloud.living(), 60)
 
 
@@ -154,13 +168,51 @@ def short(scenario: Scenario) -> None:
     """The launch itself: head and floor, the token, and the end."""
     scenario.prepare()
     scenario.up()
-    floor = scenario.until("the floor is launched", lambda: scenario.cloud.living("g5-floor"), 60)[0]
+    floor = floor_of(scenario)
     scenario.seen["status"] = scenario.on_head(
-        f"until ray status | sed -n '/Active/,/Pending/p' | grep -q {floor.node_type}; do sleep 1; done; ray status"
+        f"until ray status | sed -n '/Active/,/Pending/p' | grep -q {floor}; do sleep 1; done; ray status"
     )
     scenario.mark("the floor is in the cluster")
     scenario.seen["token_wanted"] = scenario.on_head("RAY_AUTH_MODE=disabled ray status 2>&1 || true")
     scenario.seen["token_told"] = scenario.token in (scenario.directory / "commands.log").read_text()
+
+
+def floor_of(scenario: Scenario) -> str:
+    """The node type that stands without any job."""
+    workers = lambda: [machine for machine in scenario.cloud.living() if machine is not scenario.head]  # noqa: E731
+    return str(scenario.until("the floor is launched", workers, 60)[0].node_type)
+
+
+def whole(scenario: Scenario) -> None:
+    """A few steps of a job on the floor, by the README's lines alone; then each node type of the file is launched once."""
+    scenario.prepare()
+    scenario.up()
+    scenario.tunnel()
+    scenario.seen["floor"] = floor_of(scenario)
+    place = scenario.write_job(
+        training={"steps": STEPS, "device": "cpu"}, checkpoint={"storage": None, "every_steps": 1000},
+        elastic={"request_nodes": {scenario.seen["floor"]: 1}, "step_timeout_s": 120, "wait_for_fleet_s": 200},
+        parallelism={"min_pipelines": 1},
+        emulation={"relative_speed_by_gpu_type": {kind.gpu_type: 1.0 for kind in instance_types().values()}},
+    )  # fmt: skip
+    scenario.seen["job_log"] = scenario.run_line("ray job submit", cwd=place)
+    scenario.mark("trained")
+    scenario.seen["checkpoints"] = [key for key in scenario.cloud.objects(BUCKET, "") if "manifest" in key]
+    said = scenario.on_head("cd ~/autohet && python -m tests.harness.aws_every_type")
+    scenario.mark("each node type is in the cluster")
+    scenario.seen["nodes"] = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))
+    scenario.seen["public_addresses"] = [
+        i["PublicIpAddress"] for i in scenario.cloud.instances() if "PublicIpAddress" in i
+    ]
+
+
+def efa(scenario: Scenario) -> None:
+    """The whole form, of what scripts/aws/efa makes of the file."""
+    subnet = make_private_subnet(scenario.cloud.ec2)
+    written = scenario.run("scripts/aws/efa", str(scenario.file), "--subnet", subnet)
+    scenario.file = scenario.directory / "efa.yaml"
+    scenario.file.write_text(written)
+    whole(scenario)
 
 
 def long(scenario: Scenario) -> None:
@@ -195,30 +247,35 @@ def long(scenario: Scenario) -> None:
     scenario.until("the death is known", lambda: scenario.told("death"), 60)
     scenario.until("another one is launched", lambda: [m for m in newer() if m is not second], 180)
     scenario.until("the second replacement trains", scenario.trains_on(2, before), 240)
-    scenario.run("ray", "job", "stop", "--address", scenario.address, "job", timeout_s=120)
+    scenario.run("ray", "job", "stop", "--address", ADDRESS, "job", timeout_s=120)
     scenario.mark("stopped")
     found = [line for line in scenario.logs().splitlines() if line.startswith('{"steps"')]
     scenario.seen["summary"] = json.loads(found[-1])
-    listed = scenario.cloud.objects(BUCKET, "runs/job")
+    listed = scenario.cloud.objects(BUCKET, "")
     scenario.seen["manifests"] = [key for key in listed if "manifest" in key]
+
+
+def facts_of(instance: dict[str, Any]) -> dict[str, Any]:
+    """What EC2 says of an instance; its node type is Ray's tag."""
+    tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
+    return {
+        "node_type": tags.get("ray-user-node-type", ""), "type": instance["InstanceType"], "state": instance["State"]["Name"],
+        "market": instance.get("InstanceLifecycle", "on-demand"), "image": instance["ImageId"], "ip": instance["PrivateIpAddress"],
+    }  # fmt: skip
 
 
 def main() -> None:
     directory, file, form = Path(sys.argv[1]), Path(sys.argv[2]).absolute(), sys.argv[3]
     scenario = Scenario(directory, file)
     try:
-        {"short": short, "long": long}[form](scenario)
+        {"short": short, "whole": whole, "efa": efa, "long": long}[form](scenario)
         scenario.down()
         scenario.seen["ok"] = True
     finally:
-        with suppress(Exception):
-            scenario.seen["job_log"] = (
-                scenario.logs() if "submitted" in scenario.seen["seconds"] and not scenario.seen.get("ok") else ""
-            )
-        scenario.seen["instances"] = [
-            {"type": i["InstanceType"], "state": i["State"]["Name"], "image": i["ImageId"]}
-            for i in scenario.cloud.instances()
-        ]
+        if "submitted" in scenario.seen["seconds"] and not scenario.seen.get("ok"):
+            with suppress(Exception):
+                scenario.seen["job_log"] = scenario.logs()
+        scenario.seen["instances"] = [facts_of(instance) for instance in scenario.cloud.instances()]
         scenario.seen["cloud_log"] = scenario.cloud.log
         (directory / "seen.json").write_text(json.dumps(scenario.seen, indent=1))
         scenario.cloud.close()

@@ -147,6 +147,7 @@ class Cloud:
         settings = self.environment | {
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{METADATA}",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": "/home/ubuntu/autohet",  # as an editable installation has it
         }
         environment = " ".join(f'"{key}={value}"' for key, value in settings.items())
         config = place / "sshd_config"
@@ -188,7 +189,8 @@ class Cloud:
         """What scripts/aws/bake leaves on an image: an environment with everything in it, and the pins that it was made from."""
         environment = home / "autohet-env"
         environment.mkdir()
-        (environment / "bin").symlink_to(ENVIRONMENT / "bin")
+        for name in ("bin", "lib", "pyvenv.cfg"):
+            (environment / name).symlink_to(ENVIRONMENT / name)
         pins = ("constraints.txt", "constraints-cuda.txt", "pyproject.toml", "cluster_configs/aws/setup.sh")
         content = b"".join((ROOT / name).read_bytes() for name in pins)
         done = subprocess.run(["sha256sum"], input=content, capture_output=True, check=True)
@@ -201,9 +203,10 @@ class Cloud:
         _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(process))
         _ip("link", "set", port, "master", BRIDGE, "up")
         inside = ["nsenter", "--net", "--target", str(process), "ip"]
+        public = [instance["PublicIpAddress"]] if "PublicIpAddress" in instance else []
         for arguments in (
             ["addr", "add", f"{instance['PrivateIpAddress']}/16", "dev", "eth0"],
-            ["addr", "add", f"{instance['PublicIpAddress']}/32", "dev", "eth0"],
+            *(["addr", "add", f"{address}/32", "dev", "eth0"] for address in public),
             ["addr", "add", f"{METADATA}/32", "dev", "lo"],
             ["link", "set", "lo", "up"],
             ["link", "set", "eth0", "up"],

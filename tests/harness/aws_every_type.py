@@ -1,0 +1,43 @@
+"""On a head that `ray up` started: asks for one node of each type of its file, as a driver asks, and prints the nodes once all are there.
+
+python -m tests.harness.aws_every_type
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import ray
+
+from autohet.driver.ray.scaling import FleetRequest, launched_from
+from planner.cluster import cluster_from_document
+
+TIMEOUT_S = 240
+
+
+def main() -> None:
+    ray.init(address="auto", log_to_driver=False)
+    document = launched_from()
+    assert document is not None
+    cluster = cluster_from_document(document)
+    request = FleetRequest(cluster, document, {kind.name: 1 for kind in cluster.node_types})
+    request.ask()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(nodes := [node for node in ray.nodes() if node["Alive"]]) <= len(cluster.node_types):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {TIMEOUT_S} s there are {[node['Labels'] for node in nodes]}")
+        time.sleep(1)
+    request.withdraw()
+    print(
+        json.dumps(
+            [
+                {"ip": n["NodeManagerAddress"], "labels": n["Labels"], "gpus": n["Resources"].get("GPU", 0)}
+                for n in nodes
+            ]
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
