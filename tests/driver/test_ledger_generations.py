@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.harness.fake_job import fake_job
 
 
 def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
-    ledger = Ledger(None, EventLog(None))  # type: ignore[arg-type]
+    ledger = Ledger(fake_job(), EventLog(None))
     record = StepRecord(16, 1.0, 1.0, 64, 0.01, 2, 10.0)
     report = WorkerReport("a/0", 1, 2, Phase.TRAINING, 17, 2, steps=(record,))
     ledger.take(Observation(10.0, {}, reports={"a/0": report}), 2)
@@ -27,7 +28,7 @@ def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
 
 
 def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forward() -> None:
-    ledger = Ledger(None, EventLog(None))  # type: ignore[arg-type]
+    ledger = Ledger(fake_job(), EventLog(None))
     older = WorkerReport("b/0", 1, 3, Phase.BUILDING, 18, 2, vote=(17, "of generation 2"))
     seer = WorkerReport("a/0", 1, 3, Phase.TRAINING, 17, 3, vote=(16, "of generation 3"))
     ledger.take(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), 3)
@@ -92,3 +93,25 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
 def with_transfers(found: dict[str, WorkerReport], *transfers: Transfer) -> dict[str, WorkerReport]:
     worker = min(found)
     return found | {worker: replace(found[worker], transfers=transfers)}
+
+
+def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -> None:
+    ledger = Ledger(fake_job(checkpoint={"every_steps": 10}), EventLog(None))
+    ledger.orders = orders()
+
+    def take(now: float, step: int, written: Mapping[str, int]) -> None:
+        record = StepRecord(step - 1, 1.0, 1.0, 64, 0.01, 2, now)
+        said = reports((step, None), (step, None))
+        receipts = {worker: ((2, of, ("written",)),) for worker, of in written.items()}
+        said = {w: replace(r, steps=(record,), receipts=receipts.get(w, ())) for w, r in said.items()}
+        ledger.take(Observation(now, {}, reports=said), 2)
+
+    writers = reports((1, None), (1, None))  # of a layout without workers one part is all
+    take(50.0, 20, {})
+    take(53.0, 21, {})
+    assert ledger.upload_s is None
+    take(54.0, 22, dict.fromkeys(writers, 20))
+    assert ledger.upload_s == 4.0
+    take(60.0, 30, {})
+    take(62.0, 31, dict.fromkeys(writers, 30))
+    assert ledger.upload_s == 4.0

@@ -105,6 +105,18 @@ def test_notices_cost_no_step_and_time_adds_up(tmp_path):
     assert result["usd"] == pytest.approx(sum(hours.values()), rel=0.01)  # one dollar an hour each
 
 
+def test_notices_some_seconds_apart_are_one_change_that_is_over_in_time(tmp_path):
+    """As a live run gathers them: once it has changed before, and has made a checkpoint, it knows how long it may."""
+    text = "time_s,event,node\n0,arrival,big-0\n" + "".join(f"0,arrival,small-{n}\n" for n in range(4))
+    text += "1000,notice,small-3\n2000,notice,small-0\n2003,notice,small-1\n2005,notice,small-2\n"
+    result = run(tmp_path, text, min_pipelines=1)
+    changes = [change for change in result["reconfigurations"] if change["cause"] == "notice"]
+    assert [change["nodes"] for change in changes] == [["small-3"], ["small-0", "small-1", "small-2"]]
+    assert result["changes_by_cause"].get("death", 0) == result["steps_lost"] == 0
+    (begins_s,) = (s["begin_s"] for s in result["stretches"] if s["begin_s"] > 2000)
+    assert begins_s < 2000 + 120
+
+
 def test_the_same_trace_gives_the_same_run(tmp_path):
     assert run(tmp_path, COUNTS) == run(tmp_path, COUNTS)
 

@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Dismiss, Hire, Interrupt, RequestStop, RollForward, execute
+from autohet.driver.control.actions import Dismiss, Hire, Interrupt, RollForward, execute
 from autohet.driver.control.change import Change
+from autohet.driver.control.gathering import gathers_until
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.outlook import gather_s
 from autohet.driver.control.rebuild import Rebuild
@@ -156,10 +157,11 @@ class Controller(Rebuild):
             return Closing(
                 "trained to the last step", True, seen.now + self.timeouts.checkpoint_s, self.job.training.steps
             )
+        self._release_idle_leavers(seen)
         leaving = policy.find_leavers(seen, self.members)
         if leaving is not None:
-            return self._on_notice(leaving, seen)
-        self._release_idle_leavers(seen)
+            return self._on_notice(state, leaving, seen)
+        state.leaving = None
         state.declined &= seen.nodes.keys()  # who comes again by its old name is asked about again
         gathering_s = gather_s(self.ledger.changes, self.job.elastic.arrivals_debounce_s)
         arrived = policy.find_arrivals(
@@ -195,20 +197,19 @@ class Controller(Rebuild):
         self._act(Interrupt(tuple(survivors)))
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
-    def _on_notice(self, trouble: policy.Trouble, seen: Observation) -> State:
-        """Plan first, while training goes on; then stop after the current step."""
-        change = self._change(trouble, seen)
-        usable = [name for name in policy.usable_nodes(seen) if name not in trouble.nodes]
-        proposal, why = self._try_plan(seen, usable, change)
-        if proposal is None:
-            self.events.emit(
-                "decision", self.generation, f"Deciding to stop and wait, since {trouble.reason} and {why}"
-            )
-            self.pending = change
-            return self._stop(seen, f"{trouble.reason} and {why}", ok=False, then_wait=why)
-        self._say(proposal, trouble.reason)
-        self._act(RequestStop(self._survivors(seen), checkpoint=False))
-        return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
+    def _on_notice(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
+        """Plan first, while training goes on; wait for further notices for as long as that is safe; then stop after the current step."""
+        leaving = state.leaving
+        if leaving is None or leaving.change.nodes != trouble.nodes:
+            return self._plan_without(state, trouble, seen)
+        leaving.until = gathers_until(
+            [seen.notices[name] for name in trouble.nodes], leaving.patience_s, leaving.needs_s
+        )
+        if seen.now < leaving.until:
+            return state
+        if leaving.usable != policy.usable_nodes(seen):
+            return self._plan_without(state, trouble, seen)
+        return self._move(leaving.change, leaving.proposal, seen)
 
     def _on_arrival(self, state: Training, arrived: tuple[str, ...], seen: Observation) -> State:
         state.declined = state.declined | frozenset(arrived)
@@ -270,8 +271,7 @@ class Controller(Rebuild):
         change = self._change(trouble, seen)
         change.replan_s = seen.now - considering.since
         self._say(proposal, trouble.reason)
-        self._act(RequestStop(self._survivors(seen), checkpoint=False))
-        return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
+        return self._move(change, proposal, seen)
 
     def _stay(self, state: Training, trouble: policy.Trouble, why: str) -> State:
         self.proposal = self.proposal and replace(self.proposal, searched=True)

@@ -47,6 +47,10 @@ class Ledger:
         self._pace_is_new = False
         self._compute_s: dict[str, deque[tuple[float, float]]] = {}
         self._receipts: dict[tuple[int, int], dict[str, Any]] = {}
+        self._due_at: dict[int, float] = {}
+        """When each step was seen at which a checkpoint is due, and of which not all parts are written."""
+        self.upload_s: float | None = None
+        """The longest from such a step until all parts were."""
         self._committed: set[tuple[int, int]] = set()
         self._transfers = EndedTransfers()
 
@@ -123,7 +127,7 @@ class Ledger:
                 self._take_pace(report.worker, record, self._first_step)
                 self._take_step(record, generation, seen.now)
             for receipt in report.receipts:
-                whole += self._take_receipt(report.worker, receipt, generation)
+                whole += self._take_receipt(report.worker, receipt, generation, seen.now)
         self._transfers.take(seen)
         if self._take_snapshots(seen) | self._take_checkpoints(seen, generation):
             self.tell_of_transfers(generation)
@@ -172,6 +176,9 @@ class Ledger:
         if record.step in self.records and self.records[record.step].generation >= record.generation:
             return
         self._keep(record)
+        due = record.step + 1 - (record.step + 1) % self.job.checkpoint.every_steps
+        if due == record.step + 1 or due not in self._due_at:
+            self._due_at[due] = now
         self.step_seconds.setdefault(record.generation, []).append(record.seconds)
         if record.generation == generation:
             self.failures_in_a_row = 0
@@ -201,7 +208,7 @@ class Ledger:
         if change.cause != "start":
             self.events.emit("reconfigure", generation, **change.to_document())
 
-    def _take_receipt(self, worker: str, receipt: Any, present: int) -> list[CommitCheckpoint]:
+    def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> list[CommitCheckpoint]:
         """Collect one worker's part of a checkpoint; once all are in, its manifest can be written. They may all be in before the
         generation is known to be ready: one that begins at the last step has nothing else to do.
         """
@@ -217,6 +224,9 @@ class Ledger:
         if not got.keys() >= set(layout.workers):
             return []
         self._committed.add((generation, step))
+        if step in self._due_at:
+            self.upload_s = max(self.upload_s or 0.0, now - self._due_at[step])
+        self._due_at = {due: at for due, at in self._due_at.items() if due > step}
         self._receipts = {key: value for key, value in self._receipts.items() if key > (generation, step)}
         return [CommitCheckpoint(step, generation, layout, tuple(got.values()))]
 

@@ -77,4 +77,9 @@ def gather_s(changes: Sequence[Change], debounce_s: float) -> float:
     """How long arrivals are gathered before one change takes them all: as long as a change costs, once that is known, since another one may
     be needed for the next node (the break-even of renting and buying)."""
     known = [change for change in changes if change.cause != "start" and change.first_step_at is not None]
-    return max(debounce_s, min(PATIENCE_S, move_s(known))) if known else debounce_s
+    return max(debounce_s, patience_s(known)) if known else debounce_s
+
+
+def patience_s(changes: Sequence[Change]) -> float:
+    """How long something is waited for that another change would be needed for."""
+    return min(PATIENCE_S, move_s(changes))

@@ -11,13 +11,16 @@ from autohet.driver.control.actions import (
     Dismiss,
     Interrupt,
     RequestInventories,
+    RequestStop,
 )
 from autohet.driver.control.change import Change
 from autohet.driver.control.desk import Desk
+from autohet.driver.control.gathering import gathers_until, needed_s, slowest_move_s
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import Book
+from autohet.driver.control.outlook import patience_s
 from autohet.driver.control.planning import Proposal
-from autohet.driver.control.states import Building, Quiescing, Sourcing, State, Training
+from autohet.driver.control.states import Building, Leaving, Quiescing, Sourcing, State, Training, drop_search
 from autohet.runtime.messages import QUIET, Phase, WorkerReport
 from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
@@ -30,7 +33,43 @@ CLAIM_S = (
 
 
 class Rebuild(Desk):
-    """The states Sourcing and Building of a job's controller."""
+    """What leads from Training to Sourcing and Building, and these states, of a job's controller."""
+
+    def _plan_without(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
+        """A plan for those who stay, asked for at once. All move to it when no further notices are waited for; where there is none, they
+        stop with a checkpoint."""
+        drop_search(state)
+        state.considering, change, usable = None, self._change(trouble, seen), policy.usable_nodes(seen)
+        proposal, why = self._try_plan(seen, usable, change)
+        if proposal is None:
+            why_stop = f"Deciding to stop and wait, since {trouble.reason} and {why}"
+            self.events.emit("decision", self.generation, why_stop)
+            self.pending = change
+            return self._stop(seen, f"{trouble.reason} and {why}", ok=False, then_wait=why)
+        self._say(proposal, trouble.reason)
+        waits_s, needs_s = patience_s(self.ledger.changes), self._needed_s(seen)
+        until = gathers_until([seen.notices[name] for name in trouble.nodes], waits_s, needs_s)
+        if seen.now >= until:
+            return self._move(change, proposal, seen)
+        state.leaving = Leaving(change, proposal, usable, waits_s, needs_s, until)
+        go_on = f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers all notices that come until then"
+        self.events.emit("decision", self.generation, go_on)
+        return state
+
+    def _needed_s(self, seen: Observation) -> float:
+        """Before the first deadline, for a change to be over in time, as far as this run can know."""
+        assert self.proposal is not None
+        layouts = [order.layout for order in self.ledger.orders.values()]
+        return needed_s(
+            self.ledger.changes, self.timeouts, search_s=self.job.parallelism.search_time_limit_s,
+            step_s=self.proposal.predicted_step_s, state_s=slowest_move_s(layouts[0], seen) if layouts else 0.0,
+            upload_s=self.ledger.upload_s,
+        )  # fmt: skip
+
+    def _move(self, change: Change, proposal: Proposal, seen: Observation) -> State:
+        """All stop after the current step, to go on under this plan."""
+        self._act(RequestStop(self._survivors(seen), checkpoint=False))
+        return Quiescing(change, seen.now + self.timeouts.step_s, interrupted=False, proposal=proposal)
 
     def _adopt(self, change: Change, proposal: Proposal, seen: Observation) -> State:
         change.plan_after, change.predicted_step_s = proposal.plan, proposal.predicted_step_s

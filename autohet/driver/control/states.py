@@ -81,14 +81,30 @@ class Considering:
 
 
 @dataclass
+class Leaving:
+    """Where all move to once no further notices are waited for: the plan without `change.nodes`, chosen among `usable` nodes.
+    patience_s, needs_s: as in `gathering.gathers_until`, of which `until` came."""
+
+    change: Change
+    proposal: Proposal
+    usable: tuple[str, ...]
+    patience_s: float
+    needs_s: float
+    until: float
+
+
+@dataclass
 class Training:
     generation: int
     since: float
     declined: frozenset[str] = field(default_factory=frozenset)
     considering: Considering | None = None
+    leaving: Leaving | None = None
 
     @property
     def reason(self) -> str:
+        if self.leaving is not None:
+            return f"waiting for further notices, since {self.leaving.change.reason}"
         return "" if self.considering is None else f"looking for a better plan, since {self.considering.trouble.reason}"
 
 

@@ -11,6 +11,7 @@ from autohet.driver.control.controller import Controller
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import MOST_S
+from autohet.driver.control.states import Training
 from autohet.driver.simulate.baselines import Choose, Habits, RestartingTrainer, departures, paid_usd
 from autohet.driver.simulate.coarse_layout import CoarseLayouts
 from autohet.driver.simulate.costs import Costs
@@ -104,6 +105,8 @@ class Simulation:
         told = 0.0
         while workforce.now < scenario.end_s and controller.ended is None:
             controller.tick()
+            if isinstance(controller.state, Training) and controller.state.leaving is not None:
+                workforce.wake_at(controller.state.leaving.until)
             if progress is not None and workforce.now - told > scenario.end_s / 200:
                 told = workforce.now
                 progress(min(1.0, told / scenario.end_s))

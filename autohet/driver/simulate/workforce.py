@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autohet.driver.control.observation import CheckpointState, Loss, NodeView, Notice, Observation
+from autohet.driver.control.policy import QUIET_S
 from autohet.driver.simulate.bill import Bill
 from autohet.driver.simulate.costs import Costs
 from autohet.driver.simulate.manifest import SimulatedManifest
@@ -32,7 +33,7 @@ MOVING = (Phase.BUILDING, Phase.TRAINING)
 CALM_TICK_S = 60.0
 MOST_UPLOADS = 2
 """Checkpoints that may be on their way or newly done between two looks; of older ones nobody needs to know."""
-NOTICES_GATHER_S = 0.25
+NOTICES_GATHER_S = QUIET_S + 1e-3
 """Just longer than the controller waits for further notices."""
 Pace = Callable[[Plan], tuple[float, float]]
 """Plan -> predicted (step, exposed gradient sync of it), seconds."""
