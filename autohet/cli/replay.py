@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(replayed)))
     elif replayed.difference is None:
         print(
-            f"the same {replayed.decisions} events and {replayed.actions} actions from {replayed.ticks} observations, bit for bit"
+            f"the same {replayed.decisions} events and {replayed.actions} actions from {replayed.ticks} observations"
+            f"{f' of {replayed.drivers} drivers' if replayed.drivers > 1 else ''}, bit for bit"
         )
     else:
         print(f"another decision: {replayed.difference}")

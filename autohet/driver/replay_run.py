@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import make_planning
-from autohet.driver.control.replay import AnsweredPlanning, Replayed, controller_at_start, load_header, replay
+from autohet.driver.control.replay import (
+    AnsweredPlanning,
+    Replayed,
+    controller_at_start,
+    documents_of,
+    header_of,
+    lives_of,
+    replay,
+)
 from autohet.driver.emulate.pacing import paces_of
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 
 
 def replay_run(path: Path, *, paced: bool | None = None) -> Replayed:
-    """What comes of the observations recorded at `path`. paced: whether workers were slowed to their types' speeds; None: as the
-    job's emulation says, like in every run of the product.
+    """What comes of the observations recorded at `path`, of one driver after the other until one decides otherwise. paced: whether workers
+    were slowed to their types' speeds; None: as the job's emulation says, like in every run of the product.
 
     Raises:
         ConfigError: the file is no such record, or the model or profile that the job names is not here any more.
     """
-    header = load_header(path)
+    found = [Replayed(0, 0, 0, None, drivers=0)]
+    for life in lives_of(path):
+        if found[-1].difference is None:
+            found.append(found[-1].followed_by(_replay_driver(documents_of(life, path), path, paced)))
+    return found[-1]
+
+
+def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool | None) -> Replayed:
+    first = next(documents, None)
+    if first is None:
+        return Replayed(0, 0, 0, None)  # it was killed while it wrote that line
+    header = header_of(first, path)
     job: Job = header["job"]
     planning = AnsweredPlanning(make_planning(job))
     pace = paces_of if (job.emulation is not None if paced is None else paced) else None
     orders = OrderBook(job, load_config(job.model), pace, header["driver"])
-    return replay(controller_at_start(header, planning, orders), planning, path)
+    return replay(controller_at_start(header, planning, orders), planning, documents)

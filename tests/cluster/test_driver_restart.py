@@ -96,8 +96,8 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
     assert [lines[index]["restart"] for index in began] == [False, True]
     assert "goes on only once it is submitted again" not in logs
     replayed = replay_run(tmp_path / "observations.jsonl")
-    assert replayed.difference is None, "the second driver, decided anew"
-    assert replayed.decisions >= len([event for event in lines[began[1] :] if event["kind"] == "step"])
+    assert (replayed.difference, replayed.drivers) == (None, 2), "both drivers, decided anew"
+    assert replayed.decisions > len([event for event in lines[began[1] :] if event["kind"] == "step"])
     assert AGENTS_SECRET not in (tmp_path / "observations.jsonl").read_text()
     first, second = lines[: began[1]], lines[began[1] :]
     done = [event["step"] for event in first if event["kind"] == "step"][-1]

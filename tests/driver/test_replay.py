@@ -28,6 +28,7 @@ from autohet.driver.replay_run import replay_run
 from autohet.runtime.messages import AgentEndpoint, DataState, Phase, StepRecord, WorkerReport
 from autohet.runtime.models import load_config
 from planner.cluster import Cluster, Node
+from planner.errors import ConfigError
 from recovery.state.layout import ShardId
 from tests.driver.test_controller import KIND, causes, run, trained
 from tests.harness.fake_job import fake_job
@@ -85,7 +86,9 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
     assert found["actions"] == sum(len(line["actions"]) for line in lines)
     kinds = {action["do"] for line in lines for action in line["actions"]}
     assert kinds >= {"Hire", "ClaimGeneration", "Begin", "RequestStop", "Interrupt", "ReleaseNode", "CommitCheckpoint"}
-    assert {"notice", "death", "departure", "arrival", "price"} <= {event["kind"] for line in lines for event in line["decided"]}
+    assert {"notice", "death", "departure", "arrival", "price"} <= {
+        event["kind"] for line in lines for event in line["decided"]
+    }
 
 
 def difference_shown(record: Path) -> str:
@@ -195,6 +198,58 @@ def test_a_buyer_that_decides_otherwise_is_shown(
 ) -> None:
     monkeypatch.setattr(where, name, wrong)
     difference_shown(bought)
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three drivers' records in one file: the first was killed while it wrote a line, the second while it wrote its first."""
+    path = tmp_path_factory.mktemp("restarted") / "observations.jsonl"
+    recorded(path, steps=60)[2].close()
+    whole = path.read_text()
+    path.write_text(whole[:-100] + "\n" + whole[:500])
+    controller, _, recorder = recorded(path, steps=8)
+    run(controller, lambda: controller.ended is not None)
+    recorder.close()
+    return path
+
+
+def test_a_driver_that_is_started_again_leaves_the_killed_ones_record_and_both_are_replayed(restarted: Path) -> None:
+    found = replay_run(restarted)
+    assert (found.difference, found.drivers) == (None, 3)
+    lines = restarted.read_text().splitlines()
+    assert found.ticks == sum(line.startswith('{"seen"') for line in lines) - 1
+
+
+@pytest.mark.parametrize(("driver", "told"), [(0, "tick"), (2, "driver 3, tick")])
+def test_what_is_changed_in_any_drivers_record_is_shown(
+    restarted: Path, tmp_path: Path, driver: int, told: str
+) -> None:
+    lines = restarted.read_text().splitlines()
+    begins = [number for number, line in enumerate(lines) if line.startswith('{"version"')]
+    at = next(n for n, line in enumerate(lines) if n > begins[driver] and '"Begin"' in line)
+    lines[at] = lines[at].replace('"Begin"', '"Interrupt"')
+    changed = tmp_path / "observations.jsonl"
+    changed.write_text("\n".join(lines))
+    difference = replay_run(changed).difference
+    assert difference is not None
+    assert difference.startswith(told)
+
+
+@pytest.mark.parametrize("broken", ["", "{}\n", '{"seen": {}}\n', '{"version": 1}\n'])
+def test_what_is_no_record_is_refused(broken: str, tmp_path: Path) -> None:
+    path = tmp_path / "observations.jsonl"
+    path.write_text(broken)
+    with pytest.raises(ConfigError, match="no record of a run's observations"):
+        replay_run(path)
+
+
+def test_a_line_that_is_cut_off_in_the_middle_is_an_error(restarted: Path, tmp_path: Path) -> None:
+    lines = restarted.read_text().splitlines()
+    lines[3] = lines[3][:-1]
+    path = tmp_path / "observations.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="line 4 of"):
+        replay_run(path)
 
 
 def test_a_record_holds_no_secret(record: Path) -> None:

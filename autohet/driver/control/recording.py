@@ -1,7 +1,8 @@
 """`observations.jsonl`: what a run's controller has seen, tick by tick, what the planner has answered, and what was decided. From the first
 two the third follows, which `autohet replay` shows.
 
-The first line is the run (`job`, where it went on from, the `market` in which nodes may be bought). Every other line is a tick: `seen` has
+The first line is the run (`job`, where it went on from, the `market` in which nodes may be bought). A driver that is started again writes
+such a line anew, below what the killed one has left. Every other line is a tick: `seen` has
 the fields of the observation that are other than in the tick before (of mappings the keys that are other, and which are `gone`), `answers`
 those of the planner in order, `decided` the events without their time, `actions` with a SHA-256 of each one's whole content, and the
 `state` that follows.
@@ -51,16 +52,17 @@ class RecordedResult:
 
 
 class Recorder:
-    """Writes one run's file. What it cannot write ends the recording with a warning, never the run."""
+    """Writes one driver's part of a file. What it cannot write ends the recording with a warning, never the run."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._before: Observation | None = None
         self._tick: dict[str, Any] | None = None
 
     def begin(self, **facts: Any) -> None:
-        """The first line: what the controller is made from."""
-        self._write({"version": VERSION, **{name: encode(fact) for name, fact in facts.items()}})
+        """The first line of this driver: what the controller is made from. The line before may be cut off."""
+        first = {"version": VERSION, **{name: encode(fact) for name, fact in facts.items()}}
+        self._write(first, before="\n" if self._file.tell() else "")
 
     def observed(self, seen: Observation) -> None:
         """A tick begins."""
@@ -90,10 +92,10 @@ class Recorder:
                 self._end(failure)
         self._tick = None
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: Mapping[str, Any], before: str = "") -> None:
         try:
             if not self._file.closed:
-                self._file.write(json.dumps(line) + "\n")
+                self._file.write(before + json.dumps(line) + "\n")
         except OSError as error:
             self._end(error)
 

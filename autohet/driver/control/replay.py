@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,15 +19,25 @@ from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
 
+FIRST = '{"version": '
+"""How a driver's first line begins, and no other."""
+
 
 @dataclass(frozen=True)
 class Replayed:
-    """How far a replay came: `difference` is None where every decision was the recorded one."""
+    """How far a replay came: `difference` is None where every decision was the recorded one. drivers: how many recorded, one after the
+    other, what was replayed."""
 
     ticks: int
     decisions: int
     actions: int
     difference: str | None
+    drivers: int = 1
+
+    def followed_by(self, other: Replayed) -> Replayed:
+        difference = other.difference and f"{f'driver {self.drivers + 1}, ' if self.drivers else ''}{other.difference}"
+        ticks, decisions = self.ticks + other.ticks, self.decisions + other.decisions
+        return Replayed(ticks, decisions, self.actions + other.actions, difference, self.drivers + other.drivers)
 
 
 class OtherQuestion(Exception):
@@ -110,18 +120,35 @@ class _AnsweredSearch:
         """Nothing goes on."""
 
 
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a record. Raises ConfigError where the file cannot be read; a last line that is cut off (its driver was killed) counts
-    as not there."""
+def no_record(path: Path) -> ConfigError:
+    return ConfigError(f"'{path}' is no record of a run's observations (version {VERSION})")
+
+
+def lives_of(path: Path) -> list[list[tuple[int, str]]]:
+    """The lines of a record, with their numbers, by the driver that wrote them. Raises ConfigError where the file cannot be read, or begins
+    with no driver's first line."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the observations '{path}': {error.strerror}") from None
+    if not lines or not lines[0].startswith(FIRST):
+        raise no_record(path)
+    lives: list[list[tuple[int, str]]] = []
     for number, line in enumerate(lines, 1):
+        if line.startswith(FIRST):
+            lives.append([])
+        if line:
+            lives[-1].append((number, line))
+    return lives
+
+
+def documents_of(life: Sequence[tuple[int, str]], path: Path) -> Iterator[dict[str, Any]]:
+    """What one driver's lines say. A last line that is cut off (its driver was killed) counts as not there; another raises ConfigError."""
+    for number, line in life:
         try:
             yield json.loads(line)
         except ValueError:
-            if number < len(lines):
+            if number < life[-1][0]:
                 raise ConfigError(f"line {number} of '{path}' is not JSON") from None
 
 
@@ -139,17 +166,15 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
     return Observation(**found) if before is None else replace(before, **found)
 
 
-def replay(controller: Controller, planning: AnsweredPlanning, path: Path) -> Replayed:
-    """Feed the ticks of a record to a controller that stands as the recorded one did at its start; stops at the first difference."""
+def replay(controller: Controller, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]) -> Replayed:
+    """Feed one driver's recorded ticks to a controller that stands as the recorded one did at its start; stops at the first difference."""
     log: list[dict[str, Any]] = []
     controller.events = controller.ledger.events = EventLog(
         None, listener=lambda event: log.append(without_time(event))
     )
     seen: Observation | None = None
     ticks = decisions = actions = 0
-    for line in lines_of(path):
-        if "seen" not in line:
-            continue
+    for line in documents:
         seen, planning.answers = next_observation(seen, line["seen"]), [decode(answer) for answer in line["answers"]]
         log.clear()
         made = _decided(controller, seen, log)
@@ -184,12 +209,11 @@ def first_difference(then: Any, now: Any) -> str:
     return f"{json.dumps(then)} then, {json.dumps(now)} now"
 
 
-def load_header(path: Path) -> dict[str, Any]:
-    """The first line's facts. Raises ConfigError where the file is none of this version."""
-    first = next(lines_of(path), {})
-    if first.get("version") != VERSION:
-        raise ConfigError(f"'{path}' is no record of a run's observations (version {VERSION})")
-    return {name: decode(fact) for name, fact in first.items() if name != "version"}
+def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A first line's facts. Raises ConfigError where it is none of this version."""
+    if document.get("version") != VERSION:
+        raise no_record(path)
+    return {name: decode(fact) for name, fact in document.items() if name != "version"}
 
 
 class Nobody:
