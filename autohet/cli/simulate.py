@@ -70,8 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = {"all": ",".join(BASELINES), "none": ""}.get(arguments.baselines, arguments.baselines)
     baselines = _names(wanted, "--baselines", BASELINES) if wanted else []
     described = read_cluster_yaml(arguments.cluster)
-    scenario = _scenario(arguments, described)
-    simulation = Simulation(scenario)
+    given = _scenario(arguments, described)
+    simulation = Simulation(given)
+    scenario = simulation.scenario
     results = [simulation.run(policy, _progress(policy)) for policy in policies]
     others = [simulation.run(name) for name in baselines]
     sources = price_sources(scenario.cluster, described, scenario.prices)
@@ -79,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         "simulated": True,
         "trace": arguments.trace,
         "seconds": scenario.end_s,
+        "left_out": sorted(given.kinds.keys() - scenario.kinds.keys()),
         "results": results,
         "baselines": others,
         "comparison": compare(results[0], others),

@@ -195,6 +195,7 @@ def job_of(case: Case) -> Job:
     if case.global_batch_sequences:
         job["training"]["global_batch_sequences"] = case.global_batch_sequences
     job["parallelism"]["horizon_s"] = 1800.0
+    job["training"]["precision"] = "fp32"  # a V100 computes no bf16
     return Job.from_document(job)
 
 

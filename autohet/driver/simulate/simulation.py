@@ -25,6 +25,7 @@ from autohet.driver.simulate.workforce import SimulatedWorkforce
 from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import PlanningInputs, planning_inputs
+from autohet.runtime.precision import able_part
 from planner.catalogue import instance_types
 from planner.cluster import Cluster, NodeType
 from planner.errors import ConfigError
@@ -60,15 +61,26 @@ class Scenario:
     def kinds(self) -> dict[str, NodeType]:
         return {kind.name: kind for kind in self.cluster.node_types}
 
+    def able(self) -> Scenario:
+        """As a real job takes it: without nodes whose GPUs cannot compute its precision, which are not bought either.
+
+        Raises:
+            ConfigError: no other type is left, or the job asks for nodes of one of them.
+        """
+        cluster = able_part(self.cluster, self.job)
+        kinds = {kind.name for kind in cluster.node_types}
+        return replace(self, cluster=cluster, trace=[event for event in self.trace if event.node_type in kinds])
+
 
 @dataclass
 class Simulation:
-    """The policies of one scenario; what one of them has searched, the others know."""
+    """The policies of one scenario, with the nodes that can compute its job; what one of them has searched, the others know."""
 
     scenario: Scenario
     memory: PlanMemory = field(default_factory=PlanMemory)
 
     def __post_init__(self) -> None:
+        self.scenario = self.scenario.able()
         self.job = _endless(self.scenario.job)
         self.inputs: PlanningInputs = planning_inputs(self.job)
         self.prices = Prices(self.scenario.kinds, self.scenario.prices.rows)
