@@ -1,11 +1,14 @@
 """What is asked of Ray's autoscaler: the whole nodes that the best plan uses, or what the job wishes."""
 
+import logging
+
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config
 
 from autohet.driver.control.buying import best_counts, capped, standing_first, with_min_workers
 from autohet.driver.control.planning import make_planning
+from autohet.driver.ray import scaling
 from autohet.driver.ray.scaling import (
     bundles_of,
     check_wish,
@@ -55,6 +58,27 @@ def test_the_shortest_job_buys_what_its_plan_uses(aws):
     assert gpus == used < 41
     assert len(request.selectors) == len(request.bundles)
     assert {selector["ray.io/market-type"] for selector in request.selectors} <= {"spot", "on-demand"}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "said"),
+    [({}, True), ({"objective": "cost"}, False), ({"max_usd_per_hour": 50.0}, False)],
+)
+def test_what_is_asked_for_is_told_with_its_price_and_that_nothing_bounds_it(
+    aws, caplog, monkeypatch, parallelism, said
+):
+    document, cluster = aws
+    monkeypatch.setattr(scaling, "request_resources", lambda **request: None)
+    request = fleet_request(shortest_job(parallelism=parallelism), cluster, document, None, {"p4d": 1, "g6e": 2})
+    with caplog.at_level(logging.INFO, "autohet"):
+        request.ask()
+    prices = {kind.name: kind.usd_per_hour for kind in cluster.node_types}
+    assert f"for 2 g6e, 1 p4d: ${prices['p4d'] + 2 * prices['g6e']:.2f} an hour" in caplog.text
+    assert ("at any price" in caplog.text) is said
+
+
+def test_the_first_job_of_the_readme_buys_what_costs_least_a_token():
+    assert Job.from_yaml("cluster_configs/jobs/gpt2.yaml").parallelism.objective == "cost"
 
 
 def test_min_workers_are_bought_too_the_cheapest_first(aws):

@@ -213,7 +213,7 @@ class Promises:
     def _no_node_is_overlooked(self, seen: Observation) -> None:
         """While all train, a node that may be planned on is asked about soon after the last one that it is gathered with."""
         controller = self.controller
-        if not isinstance(controller.state, Training):
+        if not isinstance(controller.state, Training) or controller.state.leaving is not None:  # who leaves, and who came, is one change
             self._overlooked = {}
             return
         known = controller.considered | controller.planning.considered

@@ -17,7 +17,7 @@ import yaml
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from autohet.driver.control.buying import Market, completed
+from autohet.driver.control.buying import Market, completed, usd_per_hour
 from autohet.driver.emulate.fleet import is_emulated
 from autohet.driver.sources.spot_prices import SpotType, spot_types
 from autohet.runtime.job import Job
@@ -25,6 +25,7 @@ from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
+ANY_PRICE = ", for the fastest plan at any price; parallelism.objective: cost asks for the least $ a token, max_usd_per_hour bounds them"
 LAUNCHED_FROM = Path("~/ray_bootstrap_config.yaml")  # where `ray up` leaves its file on the head node
 
 
@@ -89,11 +90,14 @@ def standing_nodes(cluster: Cluster, document: Mapping[str, Any]) -> dict[str, i
 class FleetRequest:
     """The standing request of one job; `withdraw` lets the autoscaler take idle nodes down after its own time-out.
 
-    A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite each other's. counts: nodes by type.
+    A Ray cluster has one such request: two jobs with wishes of their own on one cluster overwrite each other's. counts: nodes by type;
+    hint: what is said of them besides.
     """
 
-    def __init__(self, cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-        self.cluster, self.counts = cluster, dict(counts)
+    def __init__(
+        self, cluster: Cluster, document: Mapping[str, Any], counts: Mapping[str, int], hint: str = ""
+    ) -> None:
+        self.cluster, self.counts, self.hint = cluster, dict(counts), hint
         self._document = document
 
     @property
@@ -115,7 +119,9 @@ class FleetRequest:
 
     def ask(self) -> None:
         if bundles := self.bundles:
-            logger.info("Asking Ray's autoscaler for %d nodes", len(bundles))
+            what = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()) if count)
+            usd = usd_per_hour(self.counts, self.cluster)
+            logger.info("Asking Ray's autoscaler for %s: $%.2f an hour by the file's prices%s", what, usd, self.hint)
             request_resources(bundles=bundles, bundle_label_selectors=self.selectors or None)
 
     def change(self, counts: Mapping[str, int]) -> None:
@@ -139,7 +145,9 @@ def fleet_request(
     """
     if cluster is None or (is_emulated(document) and address is None):
         return FleetRequest(Cluster("", ()), {}, {})
-    counts = job.elastic.request_nodes or {}
+    counts, wishes = job.elastic.request_nodes or {}, job.parallelism
     if job.elastic.request_nodes is None and best is not None:
         counts = completed(best, cluster, standing_nodes(cluster, document), job.elastic.min_workers)
+        if wishes.objective == "time" and wishes.max_usd_per_hour is None:
+            return FleetRequest(cluster, document, counts, ANY_PRICE)
     return FleetRequest(cluster, document, counts)
