@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -18,6 +19,23 @@ WAKE_S = 0.05
 T = TypeVar("T")
 
 
+class ChildEvent(threading.Event):
+    """Set by itself, or with its parent."""
+
+    def __init__(self, parent: threading.Event | None) -> None:
+        super().__init__()
+        self._parent = parent
+
+    def is_set(self) -> bool:
+        return super().is_set() or (self._parent is not None and self._parent.is_set())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left := until - time.monotonic()) > 0:
+            super().wait(min(left, WAKE_S))
+        return self.is_set()
+
+
 def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: str) -> T:
     """`call()`; with `cancelled`, in a thread of its own, which is left to end at the call's own deadline if the event comes first:
     nothing wakes a thread in a connect, a handshake or a file server's silence. What it brings then is dropped.
@@ -28,6 +46,11 @@ def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: s
     if cancelled is None:
         return call()
     check(cancelled, what)
+    return result_until(cancelled, in_thread(call, what), what)
+
+
+def in_thread(call: Callable[[], T], what: str) -> Future[T]:
+    """What `call` brings, from a thread that keeps nobody waiting, not even the end of the process."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -37,6 +60,11 @@ def call_until(cancelled: threading.Event | None, call: Callable[[], T], what: s
             done.set_exception(error)
 
     threading.Thread(target=run, name=f"call {what}", daemon=True).start()
+    return done
+
+
+def result_until(cancelled: threading.Event | None, done: Future[T], what: str) -> T:
+    """The future's result, or what it raises; Cancelled if the event comes first."""
     while not wait([done], WAKE_S).done:
         check(cancelled, what)
     return done.result()

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
+from recovery.cancellation import ChildEvent
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.read import READ_MEMORY_BYTES, read_shards
 from recovery.checkpoint.retention import reading_checkpoint
@@ -21,14 +22,13 @@ READERS = 4  # that may read ahead at once: `recovery.transfer.restore` fetches 
 class DurableReads:
     """A `recovery.transfer.tiers.ReadDurable` for any number of threads. Contacts nothing before the first read.
 
-    At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends leases and threads, once
-    nobody reads any more; the storage is its owner's. Once `cancelled` is set, every read ends with Cancelled and `close` waits
-    for no answer of the storage.
+    At most `storage.options.concurrency` requests are under way, whoever asked. `close` ends reads, leases and threads; the
+    storage is its owner's. Once `cancelled` is set, every read ends with Cancelled and `close` waits for no answer of the storage.
     """
 
     def __init__(self, storage: Storage, cancelled: threading.Event | None = None) -> None:
-        self._storage, self._cancelled = storage, cancelled
-        self._read_from = storage if cancelled is None else storage.until(cancelled)
+        self._storage, self._cancelled, self._over = storage, cancelled, ChildEvent(cancelled)
+        self._read_from = storage.until(self._over)
         self._lock = threading.Lock()
         self._leases = ExitStack()
         self._manifest_by_step: dict[int, Manifest] = {}
@@ -53,7 +53,8 @@ class DurableReads:
             return self._manifest_by_step[step]
 
     def close(self) -> None:
-        """Bounded by the storage's own deadlines; idempotent."""
+        """A read that is late and not wanted any more is not waited for; leases end within the storage's deadlines. Idempotent."""
+        self._over.set()
         self._requests.shutdown(wait=True, cancel_futures=True)
         self._leases.close()
         self._manifest_by_step.clear()

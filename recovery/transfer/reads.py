@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
-from recovery.cancellation import check
+from recovery.cancellation import ChildEvent, call_until, check, in_thread, result_until
 from recovery.errors import Cancelled, RecoveryError
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
@@ -31,6 +32,9 @@ LATE_RATIO = 3.0
 LATE_AT_LEAST_S = 2.0
 """Nothing is late before: connections, and a busy machine, take their time."""
 WATCH_S = 0.05
+UNSTOPPABLE = ("disk", "s3")
+"""Tiers whose reads may stay in a system call for as long as a device or a server likes. Where another source could overtake one, it gets
+memory and a thread of its own, so that nobody waits for it then; agents' clients look at `cancelled`."""
 
 
 class Shelf(Protocol):
@@ -45,21 +49,24 @@ class Shelf(Protocol):
         ...
 
 
-class _Attempt(threading.Event):
-    """Shards asked of one source; set to stop it. `left` is what it has not given yet."""
+class _Attempt(ChildEvent):
+    """Shards asked of one source; set to stop it, after which nothing more is put. `left` is what it has not given yet; `ended`: it
+    writes to no memory but its own any more.
+    """
 
     def __init__(
         self, source: Source, shards: Sequence[ShardId], late_at: float, parent: threading.Event | None
     ) -> None:
-        super().__init__()
+        super().__init__(parent)
         self.source, self.left, self.late_at = source, dict.fromkeys(shards), late_at
         self.began, self.num_bytes = time.monotonic(), 0
-        self.ended = threading.Event()
-        self.hedge: Future[list[ShardId]] | None = None
-        self._parent = parent
+        self.ended, self.putting = threading.Event(), threading.Lock()
+        self.hedge: Future[tuple[list[ShardId], list[Source]]] | None = None
 
-    def is_set(self) -> bool:
-        return super().is_set() or (self._parent is not None and self._parent.is_set())
+    def let_go(self) -> None:
+        """Until what is being put just now is put."""
+        with self.putting:
+            pass
 
 
 @dataclass
@@ -85,6 +92,7 @@ class Reads:
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self._watched: dict[_Attempt, Fetch] = {}
+        self._too_slow: set[tuple[str, str]] = set()  # tier and node of what was too slow
         self._over = threading.Event()
         self._stack = ExitStack()
         self._pools: dict[str, ThreadPoolExecutor] = {}
@@ -142,7 +150,7 @@ class Reads:
         """Get these shards from the first source that gives each of them; those that none gives are missing."""
         left, sources = list(fetch.shards), list(fetch.sources)
         with self._lock:
-            sources.sort(key=lambda source: source.node in self.slow)  # stable: known to be slow comes last
+            sources.sort(key=self._is_slow)  # stable: known to be slow comes last
         while left and sources:
             source = sources.pop(0)
             left, sources = self._read_from(source, left, Fetch(tuple(sources), (), fetch.expected_s))
@@ -153,10 +161,10 @@ class Reads:
     def _read_from(self, source: Source, shards: list[ShardId], rest: Fetch) -> tuple[list[ShardId], list[Source]]:
         """Read what `source` gives; returns what it does not, and the sources to ask for that."""
         attempt = _Attempt(source, shards, self._late_at(source, rest), self.cancelled)
+        apart = bool(rest.sources) and self.tier(source) in UNSTOPPABLE
         if rest.sources:
             self._watch(attempt, rest)
-        into = {shard: memory for shard in shards if (memory := self.shelf.memory_of(shard)) is not None}
-        problems = self._read(attempt, into)
+        problems = self._read_apart(attempt) if apart else self._read(attempt, self._memory_of(shards))
         with self._lock:
             self._watched.pop(attempt, None)
             attempt.ended.set()
@@ -164,9 +172,22 @@ class Reads:
         if not attempt.left:
             return [], []
         if hedge is not None:
-            return hedge.result(), list(rest.sources[1:])
+            return self._hedged(hedge, attempt)
         self.note(source, list(attempt.left), problems)
         return list(attempt.left), list(rest.sources)
+
+    def _memory_of(self, shards: Sequence[ShardId]) -> dict[ShardId, memoryview]:
+        return {shard: memory for shard in shards if (memory := self.shelf.memory_of(shard)) is not None}
+
+    def _read_apart(self, attempt: _Attempt) -> list[str]:
+        """As `_read`, into memory of its own, in a thread of its own, which is left behind once the attempt is stopped."""
+        try:
+            return call_until(attempt, lambda: self._read(attempt, {}), str(attempt.source))
+        except Cancelled:
+            check(self.cancelled, str(attempt.source))
+            return []
+        finally:
+            attempt.let_go()
 
     def _read(self, attempt: _Attempt, into: Mapping[ShardId, memoryview]) -> list[str]:
         """One source's shards to the shelf; returns what was wrong. Ends early, without an error, if the attempt is set."""
@@ -180,15 +201,21 @@ class Reads:
                 elif data.nbytes != self.layout.shard_bytes(shard):
                     problems.append(f"{shard} from {source} has {data.nbytes} bytes")
                 else:
-                    self.shelf.put(shard, data, tier)
-                    attempt.num_bytes += data.nbytes
-                    del attempt.left[shard]
+                    self._put(attempt, shard, data, tier)
                 check(attempt, str(source))
         except Cancelled:
             check(self.cancelled, str(source))
         except (RecoveryError, OSError) as error:
             problems.append(f"{source}: {error}")
         return problems
+
+    def _put(self, attempt: _Attempt, shard: ShardId, data: Tensor, tier: str) -> None:
+        """To the shelf. Raises Cancelled once the attempt is stopped."""
+        with attempt.putting:
+            check(attempt, str(attempt.source))
+            self.shelf.put(shard, data, tier)
+            attempt.num_bytes += data.nbytes
+            del attempt.left[shard]
 
     def note(self, source: Source, shards: Sequence[ShardId], problems: Sequence[str]) -> None:
         """What `source` did not give, and why."""
@@ -202,8 +229,11 @@ class Reads:
     def _late_at(self, source: Source, rest: Fetch) -> float:
         after = max(LATE_AT_LEAST_S, LATE_RATIO * rest.expected_s)
         with self._lock:
-            began = time.monotonic() if source.node in self.slow else self._began
+            began = time.monotonic() if self._is_slow(source) else self._began
         return began + after
+
+    def _is_slow(self, source: Source) -> bool:
+        return source.node in self.slow or (self.tier(source), source.node) in self._too_slow
 
     def _watch(self, attempt: _Attempt, rest: Fetch) -> None:
         with self._lock:
@@ -221,27 +251,38 @@ class Reads:
                 ]
                 for attempt, rest in late:
                     del self._watched[attempt]
-                    attempt.hedge = self._pool("hedge").submit(self._hedge, attempt, rest.sources[0])
+                    attempt.hedge = in_thread(partial(self._hedge, attempt, rest.sources), f"{attempt.source}'s hedge")
             for attempt, rest in late:
                 logger.warning(
                     "%s is late with %d shards: %s is asked, too", attempt.source, len(attempt.left), rest.sources[0]
                 )
 
-    def _hedge(self, late: _Attempt, source: Source) -> list[ShardId]:
-        """Ask `source` for what is left of a late attempt, the last shard first. Once it gives one before the late one has, the late
-        one is stopped, and only then written to the same memory. Returns what neither gave.
+    def _hedged(
+        self, hedge: Future[tuple[list[ShardId], list[Source]]], late: _Attempt
+    ) -> tuple[list[ShardId], list[Source]]:
+        try:
+            return result_until(self.cancelled, hedge, f"{late.source}'s hedge")
+        finally:
+            late.let_go()
+
+    def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> tuple[list[ShardId], list[Source]]:
+        """Ask one source after the other for what is left of a late attempt, the last shard first. Once one gives a shard before the late
+        one has, the late one is stopped, and only then written to the same memory. Returns what nobody gave, and who was not asked.
         """
-        attempt = _Attempt(source, list(late.left)[::-1], float("inf"), self.cancelled)
-        self._hedged_read(attempt, late)
-        late.ended.wait()
-        left = [shard for shard in late.left if shard in attempt.left]
-        if left:
+        left, sources = list(late.left)[::-1], list(sources)
+        while left and sources:
+            attempt = _Attempt(sources.pop(0), left, float("inf"), self.cancelled)
+            self._hedged_read(attempt, late)
+            left = [shard for shard in attempt.left if shard in late.left]
             with self._lock:
-                self.bad += [(source, shard) for shard in left]
-        return left
+                self.bad += [(attempt.source, shard) for shard in left]
+            if late.ended.is_set():
+                break
+        late.ended.wait()
+        return [shard for shard in left if shard in late.left], sources
 
     def _hedged_read(self, attempt: _Attempt, late: _Attempt) -> None:
-        """As `_read`, at the same time as a late attempt: into memory of its own until that one has stopped."""
+        """As `_read`, at the same time as a late attempt: into memory of its own until that one writes nothing any more."""
         source = attempt.source
         try:
             tier = self.tier_of(source, attempt)
@@ -253,8 +294,10 @@ class Reads:
                 if not late.is_set():
                     self._overtaken(late, source)
                 late.ended.wait()
-                if shard in late.left:
-                    self.shelf.put(shard, data, self.tier(source))
+                with late.putting:
+                    check(self.cancelled, str(source))
+                    if shard in late.left:
+                        self.shelf.put(shard, data, self.tier(source))
                 del attempt.left[shard]
         except (RecoveryError, OSError) as error:
             with self._lock:
@@ -268,7 +311,9 @@ class Reads:
         with self._lock:
             self.bad += [(late.source, shard) for shard in late.left]
             if not failed and late.left:
-                self.slow[late.source.node] = max(late.num_bytes / seconds, 1.0)
+                self._too_slow.add((self.tier(late.source), late.source.node))
+                if self.tier(late.source) == "peer":  # a slow disk of its own says nothing of a node's links
+                    self.slow[late.source.node] = max(late.num_bytes / seconds, 1.0)
             self.failures.append(
                 f"{late.source} gave {late.num_bytes} bytes in {seconds:.1f} s and was overtaken by {by}"
             )

@@ -57,7 +57,7 @@ class ReadDurable(Protocol):
 
 @dataclass(frozen=True)
 class NodeTier:
-    """The reader's own node: snapshots mapped from its host memory and its disk."""
+    """The reader's own node: snapshots mapped from its host memory, and read from its disk."""
 
     store: AgentStore
 
@@ -67,11 +67,14 @@ class NodeTier:
         for shard in shards:
             try:
                 memory, expected = into.get(shard), checksums.get(shard)
-                if memory is None:
+                if memory is None and source.kind == "memory":
                     yield shard, _as_tensor(self.store.read(source, shard, expected))
-                else:
-                    self.store.file_of(source, shard).read_into(shard, memory, expected)
-                    yield shard, _as_tensor(memory)
+                    continue
+                file = self.store.file_of(source, shard)
+                if memory is None:  # page by page, a mapping would be slower
+                    memory = torch.empty(file.extent(shard).num_bytes, dtype=torch.uint8).numpy().data
+                file.read_into(shard, memory, expected)
+                yield shard, _as_tensor(memory)
             except (ShardUnavailable, ShardCorrupt) as error:
                 yield shard, error
 

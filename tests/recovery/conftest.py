@@ -1,4 +1,4 @@
-"""Fixtures of the durable tier: one S3 server for each module, and every storage that the conformance suite runs on."""
+"""Fixtures of restores and of the durable tier: one S3 server for each module, and every storage that the conformance suite runs on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from recovery.peers import server as shard_server
 from recovery.storage.open import open_storage
 from recovery.storage.protocol import Storage, StorageOptions
+from tests.harness.restore_fleet import Fleet, restore_fleet
 from tests.harness.s3_server import S3Server, s3_server
 
 SMALL = StorageOptions(concurrency=4, part_bytes=5 << 20, attempts=3, backoff_s=0.001, request_timeout_s=20)
@@ -54,3 +55,9 @@ def greetings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(shard_server._Handler, "_greet", counted)
     return seen
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with restore_fleet(tmp_path) as nodes:
+        yield nodes

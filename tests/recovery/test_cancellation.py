@@ -106,6 +106,23 @@ def test_a_read_of_storage_that_says_nothing_is_cancelled(
     assert proxy.refused == refused, "no further try"
 
 
+def test_the_end_waits_for_no_read_that_nobody_wants_any_more(proxy: MisbehavingProxy, storage: Storage) -> None:
+    """Another source has overtaken it: nobody cancels anything."""
+    with ThreadPoolExecutor(1) as pool:
+        with DurableReads(storage) as durable:
+            durable._manifest(STEP)
+            proxy.mode = "silent"
+            reading = pool.submit(lambda: list(durable(storage.uri, STEP, sorted(SHARDS))))
+            until = time.monotonic() + 20
+            while not proxy.silent:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            proxy.mode, began = "good", time.monotonic()
+        assert time.monotonic() - began < SOON_S
+        with pytest.raises(Cancelled):
+            reading.result(SOON_S)
+
+
 def test_a_lease_ends_although_its_reader_gave_up(storage: Storage) -> None:
     cancelled = threading.Event()
 

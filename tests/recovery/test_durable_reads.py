@@ -68,6 +68,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def until(self, cancelled: threading.Event) -> Watched:
+        return self
+
     def put(self, name: str, *data: Any, **given: Any) -> None:
         self.calls["lease" if name.endswith(".lease") else "put"] += 1
         self._inner.put(name, *data, **given)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import pickle
-import queue
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,129 +18,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recovery.errors import RestoreError
-from recovery.local.agent_store import AgentStore
-from recovery.local.snapshot import SnapshotWriter
-from recovery.local.snapshot_file import SnapshotFile
-from recovery.peers.pool import ClientPool
-from recovery.peers.server import ShardServer
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer import exchange
 from recovery.transfer import restore as restore_module
-from recovery.transfer.links import Links
 from recovery.transfer.messages import Message
-from recovery.transfer.restore import Access, LiveState, Restored, restore
-from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
-from recovery.transfer.tiers import Tier
+from recovery.transfer.restore import LiveState, Restored, restore
+from recovery.transfer.schedule import TransferSchedule, schedule
 from tests.harness.faulty_tier import FAULTS, FaultyTier
-from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, state_of, tensors_of, unit
-
-LAYERS, STEP, TOKEN = 3, 7, "token"
-TENSORS = tensors_of(LAYERS)
-LINKS = Links(memory_bytes_per_s=1000, disk_bytes_per_s=300, network_bytes_per_s=100, s3_bytes_per_s=20)
-WHOLE = Layout(TENSORS, {}).shards
-
-
-@dataclass
-class Fleet:
-    """Nodes with a store and a server each, under one directory; durable storage as a function that counts."""
-
-    directory: Path
-    servers: dict[str, ShardServer]
-    stores: dict[str, AgentStore]
-    read_from_s3: Counter[ShardId] = field(default_factory=Counter)
-    faults: dict[str, FaultyTier] = field(default_factory=dict)
-
-    def access(self, node: str) -> Access:
-        agents = {name: ("127.0.0.1", server.port, TOKEN) for name, server in self.servers.items()}
-        return Faulty(self.stores[node], agents, self.durable, 20.0, self.faults)
-
-    def durable(self, uri: str, step: int, shards: Sequence[ShardId], into: object) -> Iterator[tuple[ShardId, Tensor]]:
-        assert (uri, step) == ("s3://bucket/job", STEP)
-        for shard in shards:
-            self.read_from_s3[shard] += 1
-            yield shard, unit(TENSORS[shard.tensor], shard, step).contiguous()
-
-    def keep(self, case: Placed, kind: str, workers: Iterable[str], step: int = STEP) -> list[Holding]:
-        """Real snapshots of these workers on their nodes."""
-        for worker in workers:
-            node = case.node_by_worker[worker]
-            writer = SnapshotWriter(self.directory / node / kind, worker, case.layout, 1)
-            writer.start(step, state_of(case.layout, worker, step))
-            writer.wait(20)
-            writer.close(20)
-        return [holding for store in self.stores.values() for holding in store.inventory()]
-
-
-@dataclass(frozen=True)
-class Faulty(Access):
-    faults: Mapping[str, FaultyTier]
-
-    def tier(self, source: Source, cancelled: threading.Event | None = None, *, node: str, pool: ClientPool) -> Tier:
-        real = super().tier(source, cancelled, node=node, pool=pool)
-        kind = "s3" if source.kind == "s3" else source.kind if source.node == node else "peer"
-        faulty = self.faults.get(kind)
-        if faulty is None:
-            return real
-        faulty.inner = real
-        return faulty
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    nodes = [f"n{number}" for number in range(4)]
-    stores = {node: AgentStore(tmp_path / node / "memory", tmp_path / node / "disk", node) for node in nodes}
-    servers = {node: ShardServer(store, TOKEN, host="127.0.0.1") for node, store in stores.items()}
-    yield Fleet(tmp_path, dict(servers), stores)
-    with ThreadPoolExecutor(len(servers)) as pool:
-        list(pool.map(ShardServer.close, servers.values()))
-    for store in stores.values():
-        store.close()
-
-
-def live(case: Placed, workers: Iterable[str], step: int = STEP) -> tuple[list[Holding], dict[str, LiveState]]:
-    holdings, states = [], {}
-    for worker in workers:
-        source = Source("worker", case.node_by_worker[worker], worker, step, 1)
-        holdings.append(Holding(source, case.layout.shards_by_worker[worker]))
-        states[worker] = LiveState(case.layout, state_of(case.layout, worker, step))
-    return holdings, states
-
-
-def run(
-    plan: TransferSchedule,
-    after: Placed,
-    states: Mapping[str, LiveState],
-    fleet: Fleet,
-    office: PostOffice | None = None,
-) -> dict[str, Restored]:
-    """Every worker's part in a thread of its own; the first error is raised."""
-    office = office or PostOffice()
-
-    def one(worker: str) -> Restored:
-        node = plan.parts[worker].node
-        return restore(plan, worker, after.layout, states.get(worker), office.member(worker), fleet.access(node))
-
-    with ThreadPoolExecutor(max(1, len(plan.parts))) as pool:
-        return dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
-
-
-def check(results: Mapping[str, Restored], after: Placed) -> None:
-    for worker in after.layout.workers:
-        expected = state_of(after.layout, worker, STEP)
-        assert results[worker].state.keys() == expected.keys()
-        for name, tensor in results[worker].state.items():
-            assert torch.equal(tensor, expected[name]), f"{name} of {worker}"
-
-
-def moved(results: Mapping[str, Restored]) -> dict[str, int]:
-    return {
-        tier: sum(result.bytes_by_tier[tier] for result in results.values())
-        for tier in ("memory", "disk", "peer", "s3")
-    }
-
-
-S3 = Holding(Source("s3", "", "s3://bucket/job", STEP), WHOLE)
+from tests.harness.restore_fleet import (
+    LAYERS,
+    LINKS,
+    S3,
+    STEP,
+    TENSORS,
+    TWO,
+    WHOLE,
+    Fleet,
+    check,
+    live,
+    moved,
+    run,
+)
+from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, tensors_of, unit
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -166,9 +63,6 @@ def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, data: st.DataObjec
     needed = frozenset().union(*after.layout.shards_by_worker.values())
     assert fleet.read_from_s3 == Counter(needed - somewhere)
     assert all(not result.failures for result in results.values())
-
-
-TWO = placed(TENSORS, LAYERS, [[(3, ["n0/0"])], [(3, ["n1/0"])]])
 
 
 def test_unchanged_tensors_are_taken_over_and_the_old_state_is_untouched(fleet: Fleet) -> None:
@@ -533,88 +427,3 @@ def test_a_shard_that_arrived_counts_before_the_one_in_place(fleet: Fleet) -> No
     arrived = {s: unit(TENSORS[s.tensor], s, STEP) for s in WHOLE if s.tensor == shard.tensor}
     results = run(plan, case, {"n0/0": LiveState(case.layout, states["n0/0"].state, arrived)}, fleet)
     check(results, case)
-
-
-class GreyStore(AgentStore):
-    """Gives what it holds, but each shard takes it long: a node whose network or disk is ill."""
-
-    def file_of(self, source: Source, shard: ShardId) -> SnapshotFile:
-        time.sleep(0.4)
-        return super().file_of(source, shard)
-
-
-@pytest.mark.parametrize("other", ["peer", "s3"])
-def test_a_grey_peer_is_overtaken_by_the_next_source_and_blamed(
-    fleet: Fleet, other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It never times out. Were it waited for, each of its shards would come from it, right, and nobody be blamed."""
-    monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.3)
-    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
-    spare = fleet.keep(TWO, "disk", ["n1/0"]) if other == "peer" else [S3]
-    both = placed(TENSORS, LAYERS, [[(3, ["n2/0"])]])
-    kept = fleet.keep(both, "memory", ["n2/0"])
-    grey = [holding for holding in kept if holding.source.node == "n2"]
-    with ShardServer(
-        GreyStore(fleet.directory / "n2/memory", fleet.directory / "n2/disk", "n2"), TOKEN, host="127.0.0.1"
-    ) as slow:
-        fleet.servers["n2"] = slow
-        plan = schedule(after.layout, after.node_by_worker, [*grey, *spare], STEP, LINKS)
-        for fetch in plan.parts["n0/0"].fetches:
-            assert fetch.sources[0].node == "n2" or other == "peer"
-        plan = only_from(plan, "n0/0", (grey[0].source, spare[0].source))
-        results = run(plan, after, {}, fleet)
-    check(results, after)
-    assert set(results["n0/0"].slow) == {"n2"}
-    assert moved(results)["s3" if other == "s3" else "peer"] > 0
-    assert {source.node for source, _ in results["n0/0"].bad} == {"n2"}
-    assert len(results["n0/0"].bad) > 1
-
-
-def test_a_grey_live_worker_is_known_when_the_restore_breaks_off(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody overtakes its messages. Those who hand on what comes from it wait themselves, and are not blamed."""
-    monkeypatch.setattr("recovery.transfer.senders.LATE_AT_LEAST_S", 0.2)
-    monkeypatch.setattr("recovery.transfer.messages.make_messages.__defaults__", (64,))
-    after = placed(TENSORS, LAYERS, [[(3, [f"n{number}/0"])] for number in (1, 2, 3)])
-    holdings, states = live(TWO, ["n0/0"])
-    plan = schedule(after.layout, after.node_by_worker, holdings, STEP, Links(network_bytes_per_s=1e9))
-    messages = {m.position: m for part in plan.parts.values() for m in part.messages}.values()
-    from_grey = [message for message in messages if message.source == "n0/0"]
-    assert len(from_grey) < len(messages), "some hand on"
-    office, left = PostOffice(deadline_s=2), [len(from_grey) - 3]
-
-    class Grey(Member):
-        def send(self, tensor: Tensor, to: str, tag: int) -> object:
-            left[0] -= 1
-            if left[0] < 0:
-                raise ConnectionError("n0 is gone")
-            time.sleep(0.05)
-            return super().send(tensor, to, tag)
-
-    def slow_for(worker: str) -> dict[str, float]:
-        slow: dict[str, float] = {}
-        member, access = (Grey if worker == "n0/0" else Member)(office, worker), fleet.access(plan.parts[worker].node)
-        with pytest.raises((ConnectionError, TimeoutError, queue.Empty)):
-            restore(plan, worker, after.layout, states.get(worker), member, access, slow=slow)
-        return slow
-
-    with ThreadPoolExecutor(len(plan.parts)) as pool:
-        found = list(pool.map(slow_for, plan.parts))
-    assert {node for slow in found for node in slow} == {"n0"}
-    assert all(1 < speed < 1e5 for slow in found for speed in slow.values())
-
-
-def test_a_late_source_that_has_no_other_is_waited_for(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.1)
-    after = placed(TENSORS, LAYERS, [[(3, ["n0/0"])]])
-    kept = fleet.keep(placed(TENSORS, LAYERS, [[(3, ["n2/0"])]]), "memory", ["n2/0"])
-    plan = schedule(after.layout, after.node_by_worker, kept, STEP, LINKS)
-    results = run(plan, after, {}, fleet)
-    check(results, after)
-    assert not results["n0/0"].bad
-
-
-def only_from(plan: TransferSchedule, worker: str, sources: tuple[Source, ...]) -> TransferSchedule:
-    """The plan with all that the worker fetches taken from these sources, in this order."""
-    part = plan.parts[worker]
-    shards = tuple(shard for fetch in part.fetches for shard in fetch.shards)
-    return replace(plan, parts={worker: replace(part, fetches=(Fetch(sources, shards, 1e-3),))})
