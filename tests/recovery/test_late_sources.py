@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from recovery.peers.server import ShardServer
 from recovery.state.holdings import Source
 from recovery.state.layout import ShardId
 from recovery.transfer.links import Links
+from recovery.transfer.reads import Reads
 from recovery.transfer.restore import Access, Restored, restore
 from recovery.transfer.schedule import TransferSchedule, schedule
 from recovery.transfer.tiers import Into, Piece, Tier
@@ -223,6 +226,31 @@ def test_a_read_that_never_comes_back_is_left_behind_and_writes_nowhere(
     stuck.wake.set()
     assert stuck.ended.wait(20)
     assert not any(tensor.any() for tensor in result.state.values())
+
+
+def test_what_wakes_while_others_are_still_read_is_dropped(
+    fleet: Fleet, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.3)
+    plan, puts = plan_from(fleet, "disk", "peer"), Counter[ShardId]()
+
+    class Counting:
+        def memory_of(self, shard: ShardId) -> None:
+            return None
+
+        def put(self, shard: ShardId, data: Tensor, tier: str) -> None:
+            puts[shard] += 1
+
+    known = fleet.access("n0")
+    access = WithStuck(known.store, known.agents, fleet.durable, 20.0, {"disk": stuck})
+    with ClientPool() as pool:
+        tier_of = partial(access.tier, node="n0", pool=pool)
+        with Reads("n0", AFTER.layout, plan, tier_of, Counting(), None) as reads:
+            for done in [reads.start(fetch) for fetch in plan.parts["n0/0"].fetches]:
+                done.result(20)
+            stuck.wake.set()
+            assert stuck.ended.wait(20)
+    assert puts == Counter(AFTER.layout.shards_by_worker["n0/0"])
 
 
 def test_a_hedge_that_fails_is_followed_by_the_next(
