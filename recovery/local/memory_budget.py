@@ -3,8 +3,8 @@
 All workers of a node come to the same answer by themselves: it follows from the layout and from what does not change (the sizes of the
 memory file system and of the machine's memory), never from what happens to be free. In this order, as long as there is room:
 snapshots of what this node alone holds (they are the only second copy); copies of what other nodes alone hold; snapshots of everything.
-What is left out is left out at each step: taken at every tenth, a snapshot could be restored only beside the others' of that same step, which
-keep the newest two; and one file in the place of two is no copy while it is being written. Durable checkpoints are the less frequent tier.
+What is left out is left out at each step: taken at every tenth, a snapshot could be restored only beside the others' of that same step,
+which keep the newest two; and one file in the place of two is no copy while it is being written. The less frequent tier is durable storage.
 """
 
 from __future__ import annotations
