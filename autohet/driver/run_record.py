@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from autohet.driver.report.write import report_paths
+from autohet.driver.supervise import is_restart
 from autohet.runtime.job import Job
 from autohet.runtime.process_log import ProcessLog, RunRecord
 from autohet.runtime.stored_copies import StoredCopies, tail_of
 
 
 class RunCopies:
-    """The driver's part: its events from here on, and its log; at the end the report too. Workers and agents copy their own logs.
+    """The driver's part: the run's events, those of a killed driver that this one stands for too, and its own log; at the end the report.
+    Workers and agents copy their own logs.
 
     Nothing is copied before `begin`: a job that is refused leaves nothing in a storage that may be another's.
     """
@@ -26,7 +28,7 @@ class RunCopies:
         started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.record = RunRecord(job.checkpoint_storage, f"runs/{started}-{secrets.token_hex(3)}")
         self._events = events
-        self._start = events.stat().st_size if events is not None and events.exists() else 0
+        self._start = 0 if events is None or not events.exists() else begin_of_run(events, goes_on=is_restart())
         self._log: ProcessLog | None = None
         self._copies: StoredCopies | None = None
 
@@ -54,3 +56,17 @@ class RunCopies:
         if self._log is not None:
             logging.getLogger("autohet").removeHandler(self._log)
             self._log.close()
+
+
+def begin_of_run(events: Path, *, goes_on: bool) -> int:
+    """The byte at which a run's part of this file begins: its end, or, where the run goes on with that of a killed driver, the last line
+    that begins a run anew."""
+    content = events.read_bytes()
+    if not goes_on:
+        return len(content)
+    position = begin = 0
+    for line in content.splitlines(keepends=True):
+        if b'"kind": "started"' in line and b'"restart": true' not in line:
+            begin = position
+        position += len(line)
+    return begin

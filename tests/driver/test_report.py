@@ -111,6 +111,23 @@ def test_a_run_whose_driver_died_has_a_report_too(tmp_path):
     assert "The run has not ended, or its driver died." in page.read_text()
 
 
+def test_half_a_line_of_a_killed_driver_costs_no_event_of_the_next_one(tmp_path):
+    """A long line is written in pieces."""
+    path = write_events(tmp_path / "events.jsonl", run_events()[:6])
+    with path.open("a") as file:
+        file.write('{"time": 103.0, "kind": "st')
+    log = EventLog(path)
+    log.emit("started", 1, job="toy", restart=True)
+    log.close()
+    EventLog(path).close()
+    assert [event["kind"] for event in read_events(path)] == [*(event["kind"] for event in run_events()[:6]), "started"]
+    assert path.read_text().endswith("}\n")
+    with path.open("a") as file:
+        file.write("{\n" + json.dumps(step(104.0, 3, 1.0)) + "\n")
+    with pytest.raises(ConfigError, match="line 9 of"):
+        read_events(path)
+
+
 def started(time, restart=False):
     return {"time": time, "generation": 0, "kind": "started", "job": "toy", "step": 0, "checkpoint": None, "restart": restart}
 

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 
+from autohet.driver import supervise
+from autohet.driver.control.events import EventLog
 from autohet.driver.run_record import RunCopies
 from autohet.runtime import stored_copies
 from autohet.runtime.job import Job
@@ -76,17 +78,20 @@ def test_of_a_long_log_the_newest_lines_are_kept():
     assert log.text().splitlines()[-1].split(b": ")[1].startswith(b"39")
 
 
-def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("autohet"), "level", logging.NOTSET)  # as where nobody has set up logging
-    job = Job.from_document(
+def toy_job(tmp_path):
+    return Job.from_document(
         {
             "name": "toy", "model": {"config": {"model_type": "gpt2"}}, "training": {"global_batch_sequences": 8, "sequence_length": 8},
             "checkpoint": {"storage": str(tmp_path / "store")},
         }
     )  # fmt: skip
+
+
+def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("autohet"), "level", logging.NOTSET)  # as where nobody has set up logging
     events = tmp_path / "events.jsonl"
     events.write_text('{"earlier": "run"}\n')
-    copies = RunCopies(job, events)
+    copies = RunCopies(toy_job(tmp_path), events)
     copies.begin()
     copies.note({"generation": 2})
     logging.getLogger("autohet").info("Deciding to wait")
@@ -100,12 +105,21 @@ def test_a_run_copies_its_own_events_its_log_and_its_report(tmp_path, monkeypatc
     assert "driver generation 2 INFO autohet: Deciding to wait" in (folder / "logs" / "driver.log").read_text()
 
 
+def test_events_of_a_run_whose_driver_was_started_again_are_of_all_its_drivers(tmp_path, monkeypatch):
+    """Else what is copied tells of half a run, beside a report of the whole."""
+    events = tmp_path / "events.jsonl"
+    log = EventLog(events)
+    for restart in (False, False, True):
+        log.emit("started", 1, restart=restart)
+        log.emit("decision", 1, reason="…")
+    log.close()
+    lines = events.read_text().splitlines(keepends=True)
+    for before, kept in ((None, []), (0, []), (1, lines[2:])):
+        monkeypatch.setattr(supervise, "_restarts", before)
+        start = RunCopies(toy_job(tmp_path), events)._start
+        assert events.read_bytes()[start:].decode() == "".join(kept)
+
+
 def test_a_job_that_is_refused_leaves_nothing(tmp_path):
-    job = Job.from_document(
-        {
-            "model": {"config": {"model_type": "gpt2"}}, "training": {"global_batch_sequences": 8, "sequence_length": 8},
-            "checkpoint": {"storage": str(tmp_path / "store")},
-        }
-    )  # fmt: skip
-    RunCopies(job, tmp_path / "events.jsonl").close()
+    RunCopies(toy_job(tmp_path), tmp_path / "events.jsonl").close()
     assert not (tmp_path / "store").exists()

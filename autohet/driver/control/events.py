@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,10 +36,12 @@ class EventLog:
         self.records: list[dict[str, Any]] = []
         self._wall_clock = wall_clock
         self._listener = listener
+        self._has_warned = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file = None if path is None else open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self._has_warned = False
+        if path is not None and _is_cut_off(path):
+            self._write("\n")
 
     def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
         """Record one event; `sentence`, if given, goes to the log and into `reason` unless one is given."""
@@ -70,6 +73,15 @@ class EventLog:
             with suppress(OSError):  # of what could not be written
                 self._file.close()
             self._file = None
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether the file ends in the middle of a line, as a driver that was killed may leave it."""
+    with suppress(OSError), open(path, "rb") as file:  # what has no end to look at, a pipe say, has none
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    return False
 
 
 def finite(value: Any) -> Any:

@@ -16,7 +16,8 @@ Points = list[tuple[float, float]]
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """Every event of the file, in order; a last line that was cut off, as a killed driver leaves it, is left out.
+    """Every event of the file, in order; a line that was cut off, as a killed driver leaves it, at the end or before the next driver's
+    first event, is left out.
 
     Raises:
         ConfigError: the file cannot be read, or is no file of events.
@@ -32,8 +33,8 @@ def read_events(path: str | Path) -> list[Event]:
             if not isinstance(event, dict) or "kind" not in event or "time" not in event:
                 raise ValueError("no 'kind' and 'time'")
         except ValueError as error:
-            if number == len(lines):
-                break
+            if number == len(lines) or '"kind": "started"' in lines[number]:
+                continue
             raise ConfigError(f"line {number} of '{path}' is no event: {error}") from None
         found.append(event)
     if not found:
