@@ -176,7 +176,7 @@ class CheckpointSection:
     """Steps between durable checkpoints, one of which waits while the one before is still being stored; one more is made when the
     run ends or is told to stop."""
     keep: int | Literal["all"] | None = None
-    """Newest committed checkpoints that retention leaves; null: 3."""
+    """Newest committed checkpoints that retention leaves; `all`: every one, and who looks for the newest lists them all; null: 3."""
     snapshot_every_steps: int = 1
     """Steps between snapshots to the node's host memory; 0: none."""
     replicate_every_steps: int | None = None
