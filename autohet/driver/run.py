@@ -322,8 +322,6 @@ def train_on(
 
     def tell(event: Mapping[str, Any]) -> None:
         copies.note(event)
-        if recorder is not None:
-            recorder.note(event)
         dispatch(event)
 
     events = EventLog(events_path, listener=tell)

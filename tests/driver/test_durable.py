@@ -10,8 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from autohet.driver.control.decisions import Untold
 from autohet.driver.control.durable import Durable
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Observation
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
@@ -50,15 +50,15 @@ def test_a_job_clears_up_when_it_starts_and_once(tmp_path):
 
 def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
     directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
-    durable, events = Durable(directory, "job", {}, {}, keep=5), EventLog(None)
-    ledger, controller = Ledger(fake_job(), events), SimpleNamespace(generation=1, members=())
+    durable, untold = Durable(directory, "job", {}, {}, keep=5), Untold()
+    ledger, controller = Ledger(fake_job(), untold), SimpleNamespace(generation=1, members=())
     for step in (4, 8):
         durable.commit(step, 1, layout, write_all(directory, step, layout, full_state(layout.tensors)))
     durable.refresh()
     durable.close()  # all that was asked for is done
     for _ in range(2):
         ledger.take(Observation(10.0, {}, checkpoint=durable.state()), controller)
-    assert [event["step"] for event in events.records if event["kind"] == "checkpoint"] == [4, 8]
+    assert [each.fields["step"] for each in untold if each.kind == "checkpoint"] == [4, 8]
     assert ledger.checkpoint_step == 8
 
 

@@ -147,6 +147,7 @@ def test_replicas_that_parted_are_an_event_of_their_step():
     controller, _ = make(nodes=1)
     parted = Parted(7, "exp_avg/model.layers.3.mlp.up_proj.weight", 0, 3, ("a/0",), "b/0", 100)
     controller.ledger._keep(StepRecord(7, 1.0, 1.0, 64, 0.1, 1, 0.0, parted=(parted,)))
+    controller.tell()
     (event,) = [event for event in controller.events.records if event["kind"] == "parted"]
     assert (event["step"], event["layer"], event["workers"], event["owner"]) == (7, 3, ("a/0",), "b/0")
     assert "up_proj.weight[0] of layer 3" in event["reason"]

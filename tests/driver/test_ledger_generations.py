@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from autohet.driver.control.change import Change
-from autohet.driver.control.events import EventLog
+from autohet.driver.control.decisions import Decision, Untold
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import CheckpointState, Observation
 from autohet.runtime.messages import Phase, StepRecord, Transfer, WorkerReport
@@ -18,7 +16,7 @@ from tests.harness.fake_job import fake_job
 
 
 def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
-    ledger = Ledger(fake_job(), EventLog(None))
+    ledger = Ledger(fake_job(), Untold())
     record = StepRecord(16, 1.0, 1.0, 64, 0.01, 2, 10.0)
     report = WorkerReport("a/0", 1, 2, Phase.TRAINING, 17, 2, steps=(record,))
     ledger.take(Observation(10.0, {}, reports={"a/0": report}), 2)
@@ -28,7 +26,7 @@ def test_steps_that_come_with_the_news_of_readiness_are_kept() -> None:
 
 
 def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forward() -> None:
-    ledger = Ledger(fake_job(), EventLog(None))
+    ledger = Ledger(fake_job(), Untold())
     older = WorkerReport("b/0", 1, 3, Phase.BUILDING, 18, 2, vote=(17, "of generation 2"))
     seer = WorkerReport("a/0", 1, 3, Phase.TRAINING, 17, 3, vote=(16, "of generation 3"))
     ledger.take(Observation(10.0, {}, reports={"a/0": seer, "b/0": older}), 3)
@@ -37,43 +35,44 @@ def test_a_vote_that_came_before_the_news_of_readiness_can_roll_the_others_forwa
 
 
 def test_a_step_that_only_a_snapshot_proves_keeps_its_place_among_the_losses() -> None:
-    ledger = Ledger(fake_job(), EventLog(None))
+    ledger = Ledger(fake_job(), Untold())
     steps = (StepRecord(0, 3.0, 1.0, 64, 0.01, 1, 10.0), StepRecord(1, 2.0, 1.0, 64, 0.01, 1, 10.0))
     report = WorkerReport("a/0", 1, 1, Phase.TRAINING, 2, 1, steps=steps)
     ledger.take(Observation(10.0, {}, reports={"a/0": report}), 1)
     ledger.begin_generation(2, Change("death", ("a",), 10.0, 10.0, 2, None, restore_step=3))
     assert ledger.committed_steps == 3
-    summary = ledger.summary(2, [])
+    summary = ledger.summary(2, [], None)
     assert (summary["steps"], summary["losses"], summary["final_loss"]) == (3, [3.0, 2.0, None], 2.0)
 
 
-def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies(tmp_path: Path) -> None:
-    events = EventLog(tmp_path / "events.jsonl")
-    ledger = Ledger(fake_job(), events)
+def test_a_snapshot_is_told_once_every_worker_has_it_and_its_copies() -> None:
+    untold = Untold()
+    ledger = Ledger(fake_job(), untold)
     ledger.orders = orders()
     for a, b in (((12, None), (12, 11)), ((12, 11), (13, 12)), ((13, 11), (13, 12)), ((14, 13), (14, 13))):
         ledger.take(Observation(10.0, {}, reports=reports(a, b)), 2)
     ledger.orders = orders(3, start=12)  # gone back
     ledger.take(Observation(11.0, {}, reports=reports((12, 12), (12, 12), generation=3)), 3)
-    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [each.document() for each in untold if isinstance(each, Decision)]
     assert [(e["generation"], e["step"]) for e in told if e["kind"] == "snapshot"] == [(2, 11), (2, 13), (3, 12)]
 
 
 def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_by_node() -> None:
-    told: list[list[dict[str, Any]]] = []
-    events = EventLog(
-        None, listener=lambda event: told.append(event["transfers"]) if event["kind"] == "transfers" else None
-    )
-    ledger = Ledger(fake_job(), events)
+    untold = Untold()
+    ledger = Ledger(fake_job(), untold)
+
+    def told() -> list[list[dict[str, Any]]]:
+        return [each.fields["transfers"] for each in untold if isinstance(each, Decision) and each.kind == "transfers"]
+
     ledger.orders = orders()
     upload, spill = Transfer("s3", "a/0", 2, 10, 700, 3.0, 0.5), Transfer("disk", "a/0", 2, 10, 50, 1.0)
     copies = (Transfer("peer", "a/0", 2, 11, 300, 1.0, 1.5), Transfer("peer", "a/1", 2, 11, 200, 0.5, 0.25))
     found = reports((12, 11), (12, None))
     ledger.take(Observation(10.0, {}, reports=with_transfers(found, upload, copies[0])), 2)
-    assert told == [], "not every worker has the snapshot"
+    assert told() == [], "not every worker has the snapshot"
     ledger.take(Observation(11.0, {}, reports=with_transfers(reports((12, 11), (12, 11)), spill, copies[1])), 2)
     ledger.take(Observation(12.0, {}, reports=reports((13, 12), (13, 12))), 2)
-    assert told == [
+    assert told() == [
         [
             {"tier": "s3", "source": "a/0", "step": 10, "bytes": 700, "seconds": 3.0, "ended_ago_s": 1.5},
             {"tier": "peer", "source": "a", "step": 11, "bytes": 500, "seconds": 3.25, "ended_ago_s": 0.25},
@@ -84,10 +83,10 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
     ledger.take(Observation(13.0, {}, reports={}, transfers=(handed_over,)), 2)
     committed = CheckpointState(step=12, uri="there", committed=((12, "there"),))
     ledger.take(Observation(14.0, {}, reports={}, checkpoint=committed), 2)
-    assert told[1:] == [[{"tier": "peer", "source": "b", "step": 12, "bytes": 40, "seconds": 2.0, "ended_ago_s": 1.0}]]
+    assert told()[1:] == [[{"tier": "peer", "source": "b", "step": 12, "bytes": 40, "seconds": 2.0, "ended_ago_s": 1.0}]]
     ledger.take(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2)
     ledger.tell_of_transfers(2)
-    assert len(told) == 3
+    assert len(told()) == 3
 
 
 def with_transfers(found: dict[str, WorkerReport], *transfers: Transfer) -> dict[str, WorkerReport]:
@@ -96,7 +95,7 @@ def with_transfers(found: dict[str, WorkerReport], *transfers: Transfer) -> dict
 
 
 def test_the_longest_upload_counts_from_its_step_until_all_parts_are_written() -> None:
-    ledger = Ledger(fake_job(checkpoint={"every_steps": 10}), EventLog(None))
+    ledger = Ledger(fake_job(checkpoint={"every_steps": 10}), Untold())
     ledger.orders = orders()
 
     def take(now: float, step: int, written: Mapping[str, int]) -> None:

@@ -42,8 +42,8 @@ def recorded(path: Path, steps: int) -> tuple[Controller, ScriptedWorkforce, Rec
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    events = EventLog(None, listener=recorder.note)
-    controller = Controller(job, workforce, planning, OrderBook(job, load_config(job.model), paces_of, "me"), events)
+    orders = OrderBook(job, load_config(job.model), paces_of, "me")
+    controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder = recorder
     recorder.begin(job=job, driver="me", generation=0, first_step=0)
     run(controller, trained(controller, 5))
@@ -89,6 +89,50 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
     assert {"notice", "death", "departure", "arrival", "price"} <= {
         event["kind"] for line in lines for event in line["decided"]
     }
+
+
+WATCHED = """
+import logging, sys, time
+from pathlib import Path
+from autohet.driver.control.controller import Controller
+from autohet.driver.replay_run import replay_run
+
+EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
+effects, deciding, decide = [], False, Controller.decide
+
+def note(effect):
+    if deciding:
+        effects.append(effect)
+        raise AssertionError(effect)
+
+def watched(self, seen):
+    global deciding
+    deciding = True
+    try:
+        decide(self, seen)
+    finally:
+        deciding = False
+
+def noted(name, clock):
+    return lambda *arguments: (note("time." + name), clock(*arguments))[1]
+
+Controller.decide = watched
+logging.getLogger().setLevel(logging.DEBUG)  # whatever is logged has a time
+for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "process_time", "sleep", "localtime"):
+    setattr(time, name, noted(name, getattr(time, name)))
+sys.addaudithook(lambda event, _: note(event) if event.split(".")[0] in EFFECTS else None)
+for path in sys.argv[1:]:
+    found = replay_run(Path(path))
+    assert not effects and found.difference is None, (path, effects, found)
+    print(found.decisions)
+"""
+
+
+def test_deciding_reads_and_writes_no_file_no_network_and_no_clock(record: Path, failed: Path, bought: Path) -> None:
+    command = [sys.executable, "-c", WATCHED, str(record), str(failed), str(bought)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all(int(decisions) > 10 for decisions in done.stdout.split()), done.stdout
 
 
 def difference_shown(record: Path) -> str:
@@ -157,8 +201,8 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    events = EventLog(None, listener=recorder.note)
-    controller = Controller(job, workforce, planning, OrderBook(job, load_config(job.model), paces_of, "me"), events)
+    orders = OrderBook(job, load_config(job.model), paces_of, "me")
+    controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder, controller.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)
     run(controller, trained(controller, 5))

@@ -12,7 +12,7 @@ import ray
 import torch
 
 from autohet.cli.main import main
-from autohet.driver.control.events import EventLog
+from autohet.driver.control.decisions import Untold
 from autohet.driver.control.ledger import Ledger
 from autohet.runtime.job import Job
 from autohet.runtime.layout import tensor_specs
@@ -96,10 +96,10 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_with_the_remedy(
 
 
 def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
-    ledger = Ledger(fake_job(), EventLog(None))
+    ledger = Ledger(fake_job(), Untold())
     ledger.go_on_from(20)
     assert ledger.committed_steps == 20
-    assert ledger.summary(0, [])["first_step"] == 20
+    assert ledger.summary(0, [], None)["first_step"] == 20
 
 
 def test_a_checkpoint_cut_into_other_units_is_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

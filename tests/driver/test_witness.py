@@ -14,7 +14,7 @@ from tests.driver.test_controller import make, run, trained
 
 def test_the_loss_of_a_step_whose_only_witness_dies_is_that_of_its_vote(tmp_path):
     controller, force = make(steps=20)
-    controller.events = controller.ledger.events = EventLog(tmp_path / "events.jsonl")
+    controller.events = EventLog(tmp_path / "events.jsonl")
     run(controller, trained(controller, 5))
     step = controller.ledger.committed_steps
     witness = controller.members[-1]

@@ -102,7 +102,7 @@ class StruckRun:
         )
         self.observations = directory / f"observations-{time.monotonic_ns()}.jsonl"
         recorder = Recorder(self.observations)
-        self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl", listener=recorder.note)
+        self.events = EventLog(directory / f"events-{time.monotonic_ns()}.jsonl")
         self.planning = make_planning(job)
         self.orders = OrderBook(job, config, driver=self.durable.lease.driver)
         asked = RecordedPlanning(self.planning, recorder)

@@ -1,4 +1,5 @@
-"""The controller: wait, observe, decide, execute, one tick at a time. All that is decided goes into `actions`, and nowhere else."""
+"""The controller: wait, observe, decide, tell, execute, one tick at a time. What is decided goes into `actions` and `untold`, and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Dismiss, Hire, Interrupt, RollForward, execute
+from autohet.driver.control.actions import Dismiss, Hire, Interrupt, RollForward
 from autohet.driver.control.change import Change
 from autohet.driver.control.gathering import gathers_until
 from autohet.driver.control.observation import Observation
@@ -33,25 +34,19 @@ class Controller(Rebuild):
     """The state machine of one job. `tick` is the only thing that moves it."""
 
     def tick(self) -> Observation:
-        """One round: wait, observe, decide, execute. Returns what was seen, for whoever shows it."""
+        """One round: wait, observe, decide, tell, execute. Returns what was seen, for whoever shows it."""
         self.workforce.wait()
         seen = replace(self.workforce.observe(), failures=self.failures)
         try:
             with self._recorded(seen):
                 self.decide(seen)
-        finally:
-            self.execute()  # what was decided before an error came is done, too
+        finally:  # what was decided before an error came is told and done, too
+            self.tell_and_execute()
         return seen
 
-    def execute(self) -> None:
-        """Carry out what was decided, in order; what raises stays the first to be tried in the next tick."""
-        while self.actions:
-            execute(self.actions[0], self.workforce)
-            self.actions.popleft()
-
     def decide(self, seen: Observation) -> None:
-        """What follows from an observation, for this state: the next state, `actions` to execute, and events that say why. It depends
-        on nothing else but the planner's answers."""
+        """What follows from an observation, for this state: the next state, `actions` to execute, and what to tell (`untold`). It depends
+        on nothing else but the planner's answers, and has no effect: it reads and writes no file, no network, no clock."""
         seen = self._heed_failures(seen)
         self.take(seen)
         if isinstance(self.state, Saving):
@@ -228,7 +223,7 @@ class Controller(Rebuild):
             for name, factor in sorted(slowed.items())
         ]
         trouble = policy.Trouble("slow", tuple(sorted(slowed)), (), seen.now, ", ".join(said))
-        self.events.emit("slow", self.generation, nodes=list(trouble.nodes), slowdowns=slowed, reason=trouble.reason)
+        self.untold.add("slow", self.generation, nodes=list(trouble.nodes), slowdowns=slowed, reason=trouble.reason)
         return self._reconsider(state, trouble, seen)
 
     def _think_again(self, state: Training, seen: Observation) -> State:
@@ -275,7 +270,7 @@ class Controller(Rebuild):
 
     def _stay(self, state: Training, trouble: policy.Trouble, why: str) -> State:
         self.proposal = self.proposal and replace(self.proposal, searched=True)
-        self.events.emit(
+        self.untold.add(
             "decision", self.generation, f"Deciding to stay as it is although {trouble.reason}, since {why}"
         )
         return state
@@ -392,7 +387,7 @@ class Controller(Rebuild):
         """The fleet is too small: what there is of it keeps the state until more come, made durable or not."""
         assert state.then_wait is not None
         if trouble:
-            self.events.emit(
+            self.untold.add(
                 "decision", self.generation, f"Deciding to wait although {trouble}, since {state.then_wait}"
             )
         return Waiting(state.then_wait, seen.now, self.pending)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Action, CommitCheckpoint, Dismiss, RequestStop, StartAgents
+from autohet.driver.control.actions import Action, CommitCheckpoint, Dismiss, RequestStop, StartAgents, execute
 from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.change import Change
+from autohet.driver.control.decisions import Untold
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.driver.control.observation import Failures, Notice, Observation, Workforce
@@ -40,8 +41,9 @@ class Desk:
         self.planning = planning
         self.orders = orders
         self.events = events
+        self.untold = Untold()
         self.timeouts = job.elastic.timeouts()
-        self.ledger = Ledger(job, events)
+        self.ledger = Ledger(job, self.untold)
         self.outlook = Outlook()
         self.upkeep = Upkeep()
         self.script = Script(job)
@@ -81,10 +83,24 @@ class Desk:
     def _act(self, action: Action) -> None:
         self.actions.append(action)
 
+    def tell(self) -> None:
+        """Write down what was decided, in order, once: what cannot be told is gone."""
+        while self.untold:
+            self.events.tell(self.untold.popleft())
+
+    def tell_and_execute(self) -> None:
+        """Carry out what was decided, in order; an action that raises stays the first to be tried in the next tick."""
+        try:
+            self.tell()
+        finally:
+            while self.actions:
+                execute(self.actions[0], self.workforce)
+                self.actions.popleft()
+
     @contextmanager
     def _recorded(self, seen: Observation) -> Iterator[None]:
         """What is decided in the block is recorded, with the error that ends it, where this run is recorded at all."""
-        before, error = list(self.actions), None
+        before, error = {id(each) for each in (*self.actions, *self.untold)}, None
         if self.recorder is not None:
             self.recorder.observed(seen)
         try:
@@ -94,8 +110,9 @@ class Desk:
             raise
         finally:
             if self.recorder is not None:
-                new = [action for action in self.actions if not any(action is old for old in before)]
-                self.recorder.decided(new, type(self.state).__name__, error)
+                decisions = [each for each in self.untold if id(each) not in before]
+                actions = [each for each in self.actions if id(each) not in before]
+                self.recorder.decided(decisions, actions, type(self.state).__name__, error)
 
     def take(self, seen: Observation) -> None:
         """What the observation adds to the record of the run, and the checkpoints that it completes."""
@@ -115,7 +132,7 @@ class Desk:
             if known is None or notice.deadline != known.deadline:
                 deadline_s = None if notice.deadline is None else round(notice.deadline - seen.now, 3)
                 updated: dict[str, Any] = {} if known is None else {"updated": True}
-                self.events.emit(
+                self.untold.add(
                     "notice", self.generation, node=name, source=notice.source, deadline_s=deadline_s, **updated
                 )
             self._known_notices[name] = notice
@@ -132,13 +149,13 @@ class Desk:
             price = view.node.node_type.usd_per_hour
             if name in self._known_nodes and price != self._known_nodes[name]:
                 self._known_nodes[name] = price
-                self.events.emit("price", self.generation, node=name, usd_per_hour=price)
+                self.untold.add("price", self.generation, node=name, usd_per_hour=price)
 
     def _announce_departures(self, seen: Observation) -> None:
         """Every node that is told to live and does not is told of once: here where no death has told."""
         for name in sorted(self._known_nodes.keys() - seen.nodes.keys()):
             del self._known_nodes[name]
-            self.events.emit("departure", self.generation, node=name, reason=f"{name} is gone")
+            self.untold.add("departure", self.generation, node=name, reason=f"{name} is gone")
 
     def _gone(self, nodes: Collection[str], seen: Observation) -> list[str]:
         """Those that are told to live and do not, which a death is about to tell."""
@@ -149,7 +166,7 @@ class Desk:
 
     def _announce_arrival(self, name: str, kind: NodeType) -> None:
         self._known_nodes[name] = kind.usd_per_hour
-        self.events.emit(
+        self.untold.add(
             "arrival", self.generation, node=name, node_type=kind.name, gpu_type=kind.gpu_type, num_gpus=kind.num_gpus,
             usd_per_hour=kind.usd_per_hour, zone=kind.zone, spot=kind.spot,
         )  # fmt: skip
@@ -163,7 +180,7 @@ class Desk:
             sentence = (
                 f"Deciding to go on with {name} and to copy what it holds elsewhere, since it is at risk ({source})"
             )
-            self.events.emit("risk", self.generation, sentence, node=name, source=source)
+            self.untold.add("risk", self.generation, sentence, node=name, source=source)
 
     def _announce_wait(self, state: Waiting, seen: Observation, *, late: bool, short: bool) -> None:
         """At once after a change; at the start when it takes longer than arrivals do to settle; again when the fleet that is
@@ -172,14 +189,14 @@ class Desk:
         news = not state.announced or (short and state.reason != state.said and seen.now - state.said_at >= settle_s)
         if news and (late or state.change is not None or (short and seen.now - state.since >= settle_s)):
             state.announced, state.said, state.said_at = True, state.reason, seen.now
-            self.events.emit("decision", self.generation, f"Deciding to wait, since {state.reason}")
+            self.untold.add("decision", self.generation, f"Deciding to wait, since {state.reason}")
 
     def _buy(self, seen: Observation) -> None:
         if self.buyer is not None:
             actions, said = self.buyer.decide(seen, self.members, training=isinstance(self.state, Training))
             self.actions.extend(actions)
             for sentence in said:
-                self.events.emit("decision", self.generation, sentence)
+                self.untold.add("decision", self.generation, sentence)
 
     def _try_plan(self, seen: Observation, usable: Collection[str], change: Change) -> tuple[Proposal | None, str]:
         """The plan for these nodes, or why there is none."""
@@ -210,11 +227,11 @@ class Desk:
         return max(1.0, min(horizon_s, left_s))
 
     def _say(self, proposal: Proposal, reason: str) -> None:
-        self.events.emit("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
+        self.untold.add("decision", self.generation, f"Deciding to {proposal.headline}, since {reason}", cause=reason)
 
     def _tell_of_death(self, trouble: policy.Trouble, seen: Observation) -> None:
         """Once of each worker; what may be left of its process is ended."""
-        self.events.emit(
+        self.untold.add(
             "death", self.generation, nodes=list(trouble.nodes), workers=list(trouble.workers), reason=trouble.reason,
             gone=self._gone(trouble.nodes, seen),
         )  # fmt: skip
@@ -230,7 +247,7 @@ class Desk:
             reasons = sorted({loss.reason for worker, loss in seen.losses.items() if seen.node_of(worker) == name})
             reason = f"{name}, which was idle, is gone{': ' if reasons else ''}{'; '.join(reasons)}"
             gone = self._gone([name], seen)
-            self.events.emit("death", self.generation, nodes=[name], workers=[], reason=reason, gone=gone)
+            self.untold.add("death", self.generation, nodes=[name], workers=[], reason=reason, gone=gone)
 
     def _tell_of_unheeded_deaths(self, seen: Observation) -> None:
         """Members whose end changes nothing just now: while all wait, or a generation without them is being built."""
@@ -253,7 +270,7 @@ class Desk:
             return self._fail(f"worker {worker} on node {seen.node_of(worker)}{others} cannot take part: {why}")
         for worker in sorted(new):
             left_out = f"Deciding to leave out node {seen.node_of(worker)}, since its worker {worker} cannot take part"
-            self.events.emit("decision", self.generation, f"{left_out}: {unfit[worker]}")
+            self.untold.add("decision", self.generation, f"{left_out}: {unfit[worker]}")
         return None
 
     def _judge_superseded(self, seen: Observation) -> State | None:
@@ -268,7 +285,7 @@ class Desk:
             saving = isinstance(self.state, Saving)
             answer = policy.answer_failures(times, stopping=self._stopping is not None, saving=saving)
             often = f", {times} times in a row" if times > 1 else ""
-            self.events.emit("decision", self.generation, f"Deciding to {answer}, since there was {cause}{often}")
+            self.untold.add("decision", self.generation, f"Deciding to {answer}, since there was {cause}{often}")
             if answer is policy.FailureAnswer.STOP:
                 self._stopping = cause
             elif answer is policy.FailureAnswer.SAVE:
@@ -342,21 +359,22 @@ class Desk:
 
     def _ended(self, reason: str, *, ok: bool) -> Ended:
         self.ledger.tell_of_transfers(self.generation)
-        self.events.emit("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
+        self.untold.add("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
         return Ended(ok, reason)
 
     def give_up(self, reason: str) -> None:
         """End the job from outside, whatever its state."""
         self.state = self._fail(reason)
+        self.tell()
 
     def _fail(self, reason: str) -> Ended:
         self.ledger.tell_of_transfers(self.generation)
-        self.events.emit("failed", self.generation, f"The job failed: {reason}", reason=reason)
+        self.untold.add("failed", self.generation, f"The job failed: {reason}", reason=reason)
         return Ended(False, reason)
 
     def summary(self) -> dict[str, Any]:
         """The document that `autohet train --json` prints."""
-        return self.ledger.summary(len(self.plans), self.plans)
+        return self.ledger.summary(len(self.plans), self.plans, self.events.path)
 
     def status(self) -> dict[str, Any]:
         """What `autohet status` shows."""

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from autohet.driver.control.decisions import Decision, Remark
+
 logger = logging.getLogger("autohet")
 
 KINDS = (
@@ -44,12 +46,21 @@ class EventLog:
             self._write("\n")
 
     def emit(self, kind: str, generation: int, sentence: str | None = None, **fields: Any) -> None:
-        """Record one event; `sentence`, if given, goes to the log and into `reason` unless one is given."""
+        """Record what nobody had to decide."""
+        self.tell(Decision(kind, generation, sentence, fields))
+
+    def tell(self, what: Decision | Remark) -> None:
+        """Record it, and log its sentence, if it has one."""
+        if what.sentence is not None:
+            logger.log(
+                logging.WARNING if isinstance(what, Remark) and what.warning else logging.INFO, "%s", what.sentence
+            )
+        if isinstance(what, Decision):
+            self._record({"time": self._wall_clock(), **what.document()})
+
+    def _record(self, record: dict[str, Any]) -> None:
+        kind = record["kind"]
         assert kind in KINDS, kind
-        record: dict[str, Any] = {"time": self._wall_clock(), "generation": generation, "kind": kind, **fields}
-        if sentence is not None:
-            logger.info(sentence)
-            record.setdefault("reason", sentence)
         if kind not in FREQUENT:
             self.records.append(record)
         if self._file is not None:

@@ -39,7 +39,9 @@ class Guard:
         cause = f"an error in the driver: {type(error).__name__}: {str(error).strip()[:500]}"
         before = self._controller.failures
         failures = self._controller.failures = Failures(1 if before is None else before.in_a_row + 1, cause)
-        if failures.in_a_row > MOST_FAILURES + 1 and not self._controller.ended:  # a tick that saw as many would have decided on them
+        if (
+            failures.in_a_row > MOST_FAILURES + 1 and not self._controller.ended
+        ):  # a tick that saw as many would have decided on them
             self._controller.give_up(f"{cause}; its newest step is not in durable storage: no decision is possible")
         else:
             self._pause(PAUSE_S * min(failures.in_a_row, RETRIES))

@@ -6,11 +6,12 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from autohet.driver.control.actions import CommitCheckpoint
 from autohet.driver.control.change import Change
-from autohet.driver.control.events import EventLog
+from autohet.driver.control.decisions import Untold
 from autohet.driver.control.observation import Age, Observation
 from autohet.driver.control.transfers import EndedTransfers
 from autohet.driver.control.upkeep import settled_age
@@ -22,11 +23,13 @@ WARM_STEPS = 1  # the first step of a generation pays for what later ones do not
 
 
 class Ledger:
-    """The driver's memory of a run. `take` reads it out of each observation; but for the orders nothing else writes it."""
+    """The driver's memory of a run. `take` reads it out of each observation; but for the orders nothing else writes it. What there is to
+    tell of it goes into `untold`.
+    """
 
-    def __init__(self, job: Job, events: EventLog) -> None:
+    def __init__(self, job: Job, untold: Untold) -> None:
         self.job = job
-        self.events = events
+        self._untold = untold
         self.records: dict[int, StepRecord] = {}
         self.step_seconds: dict[int, list[float]] = {}
         self.changes: list[Change] = []
@@ -136,7 +139,7 @@ class Ledger:
     def tell_of_transfers(self, generation: int) -> None:
         """Of all that has ended since the last event of this kind: with each snapshot and checkpoint, and at the run's end."""
         if told := self._transfers.told():
-            self.events.emit("transfers", generation, transfers=told)
+            self._untold.add("transfers", generation, transfers=told)
 
     def _take_snapshots(self, seen: Observation) -> bool:
         """The newest step that all keep in host memory, with copies on other nodes where they are asked for; whether it is a new one."""
@@ -144,7 +147,7 @@ class Ledger:
         if age is None or age <= self._snapshot:
             return False
         self._snapshot = age
-        self.events.emit("snapshot", age[0], step=age[1])
+        self._untold.add("snapshot", age[0], step=age[1])
         return True
 
     def _take_checkpoints(self, seen: Observation, generation: int) -> bool:
@@ -152,7 +155,7 @@ class Ledger:
         new = seen.checkpoint.committed[self._checkpoints_taken :]
         for step, uri in new:
             self.checkpoint_step, self.checkpoint_uri = step, uri
-            self.events.emit("checkpoint", generation, step=step, uri=uri)
+            self._untold.add("checkpoint", generation, step=step, uri=uri)
         self._checkpoints_taken += len(new)
         return bool(new)
 
@@ -187,9 +190,9 @@ class Ledger:
     def _keep(self, record: StepRecord) -> None:
         self.records[record.step] = record
         for parted in record.parted:
-            self.events.emit("parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted))
+            self._untold.add("parted", record.generation, f"Replicas had parted: {parted}", **asdict(parted))
         seconds = round(record.seconds, 6) if record.seconds else None  # None: nobody measured it
-        self.events.emit(
+        self._untold.add(
             "step", record.generation, step=record.step, loss=record.loss, gradient_norm=record.gradient_norm, tokens=record.tokens,
             seconds=seconds,
         )  # fmt: skip
@@ -206,7 +209,7 @@ class Ledger:
     def _record(self, change: Change, generation: int) -> None:
         self.changes.append(change)
         if change.cause != "start":
-            self.events.emit("reconfigure", generation, **change.to_document())
+            self._untold.add("reconfigure", generation, **change.to_document())
 
     def _take_receipt(self, worker: str, receipt: Any, present: int, now: float) -> list[CommitCheckpoint]:
         """Collect one worker's part of a checkpoint; once all are in, its manifest can be written. They may all be in before the
@@ -247,8 +250,10 @@ class Ledger:
             "reconfigurations": len([c for c in self.changes if c.cause != "start"]),
         }
 
-    def summary(self, generations: int, plans: Iterable[tuple[int, Plan, float | None]]) -> dict[str, Any]:
-        """The document that `autohet train --json` prints."""
+    def summary(
+        self, generations: int, plans: Iterable[tuple[int, Plan, float | None]], events: Path | None
+    ) -> dict[str, Any]:
+        """The document that `autohet train --json` prints. events: the file that the run's events are in, if any."""
         first = min(self.records, default=self._resumed_at)
         # A step that nobody alive saw and that only a snapshot proves has its place, and no loss.
         steps = range(first, max(self.committed_steps, first))
@@ -272,5 +277,5 @@ class Ledger:
                 for generation, plan, predicted in plans
             ],
             "checkpoint": self.checkpoint_uri,
-            "events": None if self.events.path is None else str(self.events.path),
+            "events": None if events is None else str(events),
         }

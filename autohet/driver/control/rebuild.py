@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from autohet.driver.control import policy
 from autohet.driver.control.actions import (
     Begin,
@@ -26,7 +24,6 @@ from planner.cost.host_memory import sentences
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
-logger = logging.getLogger("autohet")
 CLAIM_S = (
     2.0  # a conditional put takes a storage tens of milliseconds; no recovery waits longer for one that is out of order
 )
@@ -43,7 +40,7 @@ class Rebuild(Desk):
         proposal, why = self._try_plan(seen, usable, change)
         if proposal is None:
             why_stop = f"Deciding to stop and wait, since {trouble.reason} and {why}"
-            self.events.emit("decision", self.generation, why_stop)
+            self.untold.add("decision", self.generation, why_stop)
             self.pending = change
             return self._stop(seen, f"{trouble.reason} and {why}", ok=False, then_wait=why)
         self._say(proposal, trouble.reason)
@@ -53,7 +50,7 @@ class Rebuild(Desk):
             return self._move(change, proposal, seen)
         state.leaving = Leaving(change, proposal, usable, waits_s, needs_s, until)
         go_on = f"Deciding to go on for {until - seen.now:.1f} s before that, since one change answers all notices that come until then"
-        self.events.emit("decision", self.generation, go_on)
+        self.untold.add("decision", self.generation, go_on)
         return state
 
     def _needed_s(self, seen: Observation) -> float:
@@ -75,7 +72,7 @@ class Rebuild(Desk):
         change.plan_after, change.predicted_step_s = proposal.plan, proposal.predicted_step_s
         limits = self.job.elastic.timeouts(proposal.predicted_step_s)
         if not self.plans or limits != self.timeouts:
-            logger.info("Time limits under a predicted step of %.2f s: %s", proposal.predicted_step_s, limits)
+            self.untold.remark(f"Time limits under a predicted step of {proposal.predicted_step_s:.2f} s: {limits}")
         self.timeouts = limits
         return self._source(Sourcing(change, proposal, seen.now + self.timeouts.quiesce_s), seen)
 
@@ -122,7 +119,7 @@ class Rebuild(Desk):
             return state
         if checkpoint.claimed < generation or checkpoint.unclaimed == generation:
             what = f"Deciding to begin generation {generation} without its entry in the journal, since the storage does not take it"
-            self.events.emit(
+            self.untold.add(
                 "decision", generation, f"{what}: a restarted driver cannot go on from what it keeps in memory"
             )
         state.change.step_before = max(state.change.step_before, self.ledger.committed_steps)  # all stand now
@@ -140,9 +137,9 @@ class Rebuild(Desk):
         proposal = state.proposal
         lacks = sentences(proposal.cost.memory_of.host_memory(proposal.plan, self.planning.inputs.kept))
         for sentence in lacks if lacks != self.lacks_host_memory else ():
-            logger.warning("%s", sentence)
+            self.untold.remark(sentence, warning=True)
         self.lacks_host_memory = lacks
-        self.events.emit(
+        self.untold.add(
             "plan", self.generation, plan=proposal.plan.to_document(), predicted_step_s=proposal.predicted_step_s, cause=state.change.cause,
             reason=state.change.reason, step=start_step, idle=list(proposal.idle), step_timeout_s=self.timeouts.step_s,
             usd_per_hour=proposal.cost.fleet.usd_per_hour(),
@@ -193,7 +190,7 @@ class Rebuild(Desk):
         self.plans.append((state.generation, state.proposal.plan, state.proposal.predicted_step_s))
         self.orders.confirm()
         self.ledger.begin_generation(state.generation, change)
-        self.events.emit(
+        self.untold.add(
             "restore",
             self.generation,
             step=change.restore_step,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from autohet.driver.control.actions import Action
+from autohet.driver.control.decisions import Decision, Remark
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
 from autohet.driver.control.value_codec import encode
@@ -67,7 +68,7 @@ class Recorder:
     def observed(self, seen: Observation) -> None:
         """A tick begins."""
         try:
-            self._tick = {"seen": difference(self._before, seen), "answers": [], "decided": []}
+            self._tick = {"seen": difference(self._before, seen), "answers": []}
         except TypeError as error:
             self._end(error)
         self._before = seen
@@ -78,16 +79,14 @@ class Recorder:
         if self._tick is not None:
             self._tick["answers"].append(encode(answer))
 
-    def note(self, event: Mapping[str, Any]) -> None:
-        """An event of the run's log: a decision where it comes from within a tick."""
-        if self._tick is not None:
-            self._tick["decided"].append(without_time(event))
-
-    def decided(self, actions: Iterable[Action], state: str, error: str | None) -> None:
+    def decided(
+        self, decisions: Iterable[Decision | Remark], actions: Iterable[Action], state: str, error: str | None
+    ) -> None:
         """A tick ends. error: the class of the exception that ended it."""
         if self._tick is not None:
             try:
-                self._write({**self._tick, "actions": [shown(a) for a in actions], "state": state, "error": error})
+                made = {"decided": told(decisions), "actions": [shown(a) for a in actions]}
+                self._write({**self._tick, **made, "state": state, "error": error})
             except TypeError as failure:
                 self._end(failure)
         self._tick = None
@@ -138,9 +137,9 @@ def difference(before: Observation | None, seen: Observation) -> dict[str, Any]:
     return found
 
 
-def without_time(event: Mapping[str, Any]) -> dict[str, Any]:
-    """As it is read back from JSON."""
-    return dict(json.loads(json.dumps({name: value for name, value in event.items() if name != "time"})))
+def told(decisions: Iterable[Decision | Remark]) -> list[dict[str, Any]]:
+    """The decisions as they are read back from JSON."""
+    return [json.loads(json.dumps(each.document())) for each in decisions if isinstance(each, Decision)]
 
 
 def shown(action: Action) -> dict[str, Any]:

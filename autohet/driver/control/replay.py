@@ -14,7 +14,7 @@ from autohet.driver.control.events import EventLog
 from autohet.driver.control.observation import Observation, Workforce
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
-from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, RecordedResult, shown, without_time
+from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, RecordedResult, shown, told
 from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -168,17 +168,12 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
 
 def replay(controller: Controller, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]) -> Replayed:
     """Feed one driver's recorded ticks to a controller that stands as the recorded one did at its start; stops at the first difference."""
-    log: list[dict[str, Any]] = []
-    controller.events = controller.ledger.events = EventLog(
-        None, listener=lambda event: log.append(without_time(event))
-    )
     seen: Observation | None = None
     ticks = decisions = actions = 0
     for line in documents:
         seen, planning.answers = next_observation(seen, line["seen"]), [decode(answer) for answer in line["answers"]]
-        log.clear()
-        made = _decided(controller, seen, log)
-        ticks, decisions, actions = ticks + 1, decisions + len(log), actions + len(made["actions"])
+        made = _decided(controller, seen)
+        ticks, decisions, actions = ticks + 1, decisions + len(made["decided"]), actions + len(made["actions"])
         for name in ("error", "decided", "actions", "state"):
             if made[name] != line[name]:
                 what = f"tick {ticks} (at {seen.now:.3f} s): {name} {first_difference(line[name], made[name])}"
@@ -188,15 +183,16 @@ def replay(controller: Controller, planning: AnsweredPlanning, documents: Iterab
     return Replayed(ticks, decisions, actions, None)
 
 
-def _decided(controller: Controller, seen: Observation, log: list[dict[str, Any]]) -> dict[str, Any]:
+def _decided(controller: Controller, seen: Observation) -> dict[str, Any]:
     error = None
     try:
         controller.decide(seen)
     except Exception as failure:  # noqa: BLE001  (a recorded tick may have failed: then this one must, too)
         error = type(failure).__name__ if not isinstance(failure, OtherQuestion) else str(failure)
-    made = [shown(action) for action in controller.actions]
+    made = {"decided": told(controller.untold), "actions": [shown(action) for action in controller.actions]}
+    controller.untold.clear()
     controller.actions.clear()
-    return {"error": error, "decided": list(log), "actions": made, "state": type(controller.state).__name__}
+    return {**made, "error": error, "state": type(controller.state).__name__}
 
 
 def first_difference(then: Any, now: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from autohet.driver.control.decisions import Untold
 from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
 from autohet.runtime.job import Job
@@ -74,9 +75,9 @@ def summary_of_finished(job: Job, found: CheckpointInfo, events_path: Path | Non
     try:
         events.emit("started", 0, job=job.name, step=found.step, checkpoint=found.uri)
         events.emit("finished", 0, f"Nothing to do: {reason}", reason=reason, ok=True, step=found.step)
-        ledger = Ledger(job, events)
+        ledger = Ledger(job, Untold())
         ledger.go_on_from(found.step)
         ledger.checkpoint_uri = found.uri
-        return reason, ledger.summary(0, [])
+        return reason, ledger.summary(0, [], events.path)
     finally:
         events.close()
