@@ -11,10 +11,10 @@ from autohet.driver.control.planning import make_planning
 from autohet.driver.control.replay import (
     AnsweredPlanning,
     Replayed,
-    controller_at_start,
     documents_of,
     header_of,
     lives_of,
+    machine_at_start,
     replay,
 )
 from autohet.driver.emulate.pacing import paces_of
@@ -45,4 +45,4 @@ def _replay_driver(documents: Iterator[dict[str, Any]], path: Path, paced: bool 
     planning = AnsweredPlanning(make_planning(job))
     pace = paces_of if (job.emulation is not None if paced is None else paced) else None
     orders = OrderBook(job, load_config(job.model), pace, header["driver"])
-    return replay(controller_at_start(header, planning, orders), planning, documents)
+    return replay(machine_at_start(header, planning, orders), planning, documents)

@@ -140,6 +140,19 @@ def test_an_action_that_always_fails_keeps_no_checkpoint_back(monkeypatch: pytes
     assert workforce.commits == [controller.ledger.committed_steps]
 
 
+def test_a_part_that_always_fails_keeps_no_recovery_back() -> None:
+    """What was decided before it failed is done, and stays remembered: to take that back would leave the dead node's peers as they are."""
+    controller, workforce = make(steps=4000)
+    run(controller, trained(controller, 5))
+    controller.buyer = Mock(released=frozenset(), decide=Mock(side_effect=RuntimeError("RpcError")))
+    workforce.kill(controller.members[0].split("/")[0])
+    ended = go_on(guarded(controller, workforce), controller)
+    assert controller.generation == 2
+    assert [event["kind"] for event in controller.events.records].count("death") == 1
+    assert "not in durable storage" not in ended.reason
+    assert workforce.commits == [controller.ledger.committed_steps]
+
+
 def test_a_checkpoint_whose_parts_are_written_is_committed_though_an_action_before_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

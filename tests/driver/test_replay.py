@@ -94,11 +94,11 @@ def test_a_replay_decides_the_same_bit_for_bit_in_another_process_with_other_has
 WATCHED = """
 import logging, sys, time
 from pathlib import Path
-from autohet.driver.control.controller import Controller
+from autohet.driver.control.state_machine import StateMachine
 from autohet.driver.replay_run import replay_run
 
 EFFECTS = ("open", "import", "os", "socket", "subprocess", "shutil", "tempfile", "sqlite3", "mmap", "fcntl", "http", "urllib")
-effects, deciding, decide = [], False, Controller.decide
+effects, deciding, decide = [], False, StateMachine.decide
 
 def note(effect):
     if deciding:
@@ -116,7 +116,7 @@ def watched(self, seen):
 def noted(name, clock):
     return lambda *arguments: (note("time." + name), clock(*arguments))[1]
 
-Controller.decide = watched
+StateMachine.decide = watched
 logging.getLogger().setLevel(logging.DEBUG)  # whatever is logged has a time
 for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "process_time", "sleep", "localtime"):
     setattr(time, name, noted(name, getattr(time, name)))

@@ -1,4 +1,4 @@
-"""What the controller decides to have done: frozen values, and `execute`, which alone carries them out."""
+"""What the controller decides to have done: frozen values, which the controller alone carries out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autohet.driver.control.observation import Part, Prune, Workforce
+from autohet.driver.control.observation import Part, Prune
 from autohet.runtime.job import ScriptedEvent
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder
 from recovery.state.ancestry import Descent
@@ -152,46 +152,3 @@ Action = (
     | CommitCheckpoint | ReleaseNode | EndAgent | StartAgents | Drain | Prune | AskHoldings | HandOver
     | AskForNodes | GiveBack | Rehearse
 )  # fmt: skip
-
-
-def execute(action: Action, workforce: Workforce) -> None:
-    """Carry out one action. Returns at once; the effect shows in a later observation."""
-    match action:
-        case Hire(workers):
-            workforce.hire(workers)
-        case Dismiss(workers):
-            workforce.dismiss(workers)
-        case ClaimGeneration(entry):
-            workforce.claim_generation(entry)
-        case Begin(orders):
-            workforce.begin(orders)
-        case RequestStop(workers, checkpoint):
-            workforce.request_stop(workers, checkpoint=checkpoint)
-        case Interrupt(workers):
-            workforce.interrupt(workers)
-        case RollForward(workers, generation, vote):
-            workforce.roll_forward(workers, generation, vote)
-        case RequestInventories():
-            workforce.request_inventories()
-        case CommitCheckpoint(step, generation, layout, receipts):
-            workforce.commit_checkpoint(step, generation, layout, receipts)
-        case ReleaseNode(node):
-            workforce.release_node(node)
-        case EndAgent(node):
-            workforce.end_agent(node)
-        case StartAgents(nodes):
-            workforce.start_agents(nodes)
-        case Drain(node, reason, deadline):
-            workforce.drain(node, reason, deadline)
-        case Prune():
-            workforce.prune(action)
-        case AskHoldings():
-            workforce.ask_holdings()
-        case HandOver(parts, to):
-            workforce.hand_over(parts, to)
-        case AskForNodes(counts):
-            workforce.ask_for_nodes(counts)
-        case GiveBack(node):
-            workforce.give_back(node)
-        case Rehearse():
-            workforce.rehearse(action)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from autohet.driver.control import policy
-from autohet.driver.control.actions import Action, CommitCheckpoint, Dismiss, RequestStop, StartAgents, execute
+from autohet.driver.control.actions import Action, CommitCheckpoint, Dismiss, RequestStop, StartAgents
 from autohet.driver.control.buyer import Buyer
 from autohet.driver.control.change import Change
 from autohet.driver.control.decisions import Untold
-from autohet.driver.control.events import EventLog
 from autohet.driver.control.ledger import Ledger
-from autohet.driver.control.observation import Failures, Notice, Observation, Workforce
+from autohet.driver.control.observation import Notice, Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.outlook import Outlook, move_s
 from autohet.driver.control.planning import Planning, Proposal
-from autohet.driver.control.recording import Recorder
 from autohet.driver.control.script import Script
 from autohet.driver.control.states import Building, Closing, Ended, Saving, State, Training, Waiting, drop_search
 from autohet.driver.control.upkeep import Upkeep
@@ -33,15 +30,14 @@ AGENT_START_S = 10.0
 
 
 class Desk:
-    """Owns the generation, the plan and the record of one job; the states of `Controller` work at it."""
+    """All that is remembered of one job from one observation to the next; the states of `StateMachine` work at it."""
 
-    def __init__(self, job: Job, workforce: Workforce, planning: Planning, orders: OrderBook, events: EventLog) -> None:
+    def __init__(self, job: Job, planning: Planning, orders: OrderBook) -> None:
         self.job = job
-        self.workforce = workforce
         self.planning = planning
         self.orders = orders
-        self.events = events
         self.untold = Untold()
+        """Decided, and not told yet."""
         self.timeouts = job.elastic.timeouts()
         self.ledger = Ledger(job, self.untold)
         self.outlook = Outlook()
@@ -51,7 +47,6 @@ class Desk:
         """Where the autoscaler may be asked for other nodes than at first."""
         self.actions: deque[Action] = deque()
         """Decided, and not executed yet."""
-        self.recorder: Recorder | None = None
         self.generation = 0
         self.members: tuple[str, ...] = ()
         self.planned_nodes: frozenset[str] = frozenset()
@@ -63,8 +58,6 @@ class Desk:
         self.slowdowns: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self.ending: str | None = None
-        self.failures: Failures | None = None
-        """Ticks that raised until now, for the next one to see."""
         self._stopping: str | None = None
         """What went on failing, for which the job is to stop."""
         self.state: State = Waiting("the job has just started", since=0.0)
@@ -82,37 +75,6 @@ class Desk:
 
     def _act(self, action: Action) -> None:
         self.actions.append(action)
-
-    def tell(self) -> None:
-        """Write down what was decided, in order, once: what cannot be told is gone."""
-        while self.untold:
-            self.events.tell(self.untold.popleft())
-
-    def tell_and_execute(self) -> None:
-        """Carry out what was decided, in order; an action that raises stays the first to be tried in the next tick."""
-        try:
-            self.tell()
-        finally:
-            while self.actions:
-                execute(self.actions[0], self.workforce)
-                self.actions.popleft()
-
-    @contextmanager
-    def _recorded(self, seen: Observation) -> Iterator[None]:
-        """What is decided in the block is recorded, with the error that ends it, where this run is recorded at all."""
-        before, error = {id(each) for each in (*self.actions, *self.untold)}, None
-        if self.recorder is not None:
-            self.recorder.observed(seen)
-        try:
-            yield
-        except Exception as failure:
-            error = type(failure).__name__
-            raise
-        finally:
-            if self.recorder is not None:
-                decisions = [each for each in self.untold if id(each) not in before]
-                actions = [each for each in self.actions if id(each) not in before]
-                self.recorder.decided(decisions, actions, type(self.state).__name__, error)
 
     def take(self, seen: Observation) -> None:
         """What the observation adds to the record of the run, and the checkpoints that it completes."""
@@ -362,25 +324,7 @@ class Desk:
         self.untold.add("finished", self.generation, reason=reason, ok=ok, step=self.ledger.committed_steps)
         return Ended(ok, reason)
 
-    def give_up(self, reason: str) -> None:
-        """End the job from outside, whatever its state."""
-        self.state = self._fail(reason)
-        self.tell()
-
     def _fail(self, reason: str) -> Ended:
         self.ledger.tell_of_transfers(self.generation)
         self.untold.add("failed", self.generation, f"The job failed: {reason}", reason=reason)
         return Ended(False, reason)
-
-    def summary(self) -> dict[str, Any]:
-        """The document that `autohet train --json` prints."""
-        return self.ledger.summary(len(self.plans), self.plans, self.events.path)
-
-    def status(self) -> dict[str, Any]:
-        """What `autohet status` shows."""
-        return {
-            "name": self.job.name, "state": type(self.state).__name__.lower(), "reason": getattr(self.state, "reason", ""),
-            "generation": self.generation, "workers": list(self.members),
-            "plan": None if self.proposal is None else self.proposal.plan.to_document(),
-            "predicted_step_s": None if self.proposal is None else self.proposal.predicted_step_s, **self.ledger.status(),
-        }  # fmt: skip

@@ -6,15 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from autohet.driver.control.buyer import Buyer
-from autohet.driver.control.controller import Controller
-from autohet.driver.control.events import EventLog
-from autohet.driver.control.observation import Observation, Workforce
+from autohet.driver.control.observation import Observation
 from autohet.driver.control.orders import OrderBook
 from autohet.driver.control.planning import Answered, Pending, Planning, Proposal, Q, Search, T
 from autohet.driver.control.recording import MAPPINGS, VERSION, RecordedAnswer, RecordedResult, shown, told
+from autohet.driver.control.state_machine import StateMachine
 from autohet.driver.control.value_codec import decode
 from planner.cluster import Fleet
 from planner.errors import ConfigError
@@ -166,13 +165,13 @@ def next_observation(before: Observation | None, document: Mapping[str, Any]) ->
     return Observation(**found) if before is None else replace(before, **found)
 
 
-def replay(controller: Controller, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]) -> Replayed:
-    """Feed one driver's recorded ticks to a controller that stands as the recorded one did at its start; stops at the first difference."""
+def replay(machine: StateMachine, planning: AnsweredPlanning, documents: Iterable[Mapping[str, Any]]) -> Replayed:
+    """Feed one driver's recorded ticks to a state machine that stands as its own did at its start; stops at the first difference."""
     seen: Observation | None = None
     ticks = decisions = actions = 0
     for line in documents:
         seen, planning.answers = next_observation(seen, line["seen"]), [decode(answer) for answer in line["answers"]]
-        made = _decided(controller, seen)
+        made = _decided(machine, seen)
         ticks, decisions, actions = ticks + 1, decisions + len(made["decided"]), actions + len(made["actions"])
         for name in ("error", "decided", "actions", "state"):
             if made[name] != line[name]:
@@ -183,16 +182,16 @@ def replay(controller: Controller, planning: AnsweredPlanning, documents: Iterab
     return Replayed(ticks, decisions, actions, None)
 
 
-def _decided(controller: Controller, seen: Observation) -> dict[str, Any]:
+def _decided(machine: StateMachine, seen: Observation) -> dict[str, Any]:
     error = None
     try:
-        controller.decide(seen)
+        machine.decide(seen)
     except Exception as failure:  # noqa: BLE001  (a recorded tick may have failed: then this one must, too)
         error = type(failure).__name__ if not isinstance(failure, OtherQuestion) else str(failure)
-    made = {"decided": told(controller.untold), "actions": [shown(action) for action in controller.actions]}
-    controller.untold.clear()
-    controller.actions.clear()
-    return {**made, "error": error, "state": type(controller.state).__name__}
+    made = {"decided": told(machine.untold), "actions": [shown(action) for action in machine.actions]}
+    machine.untold.clear()
+    machine.actions.clear()
+    return {**made, "error": error, "state": type(machine.state).__name__}
 
 
 def first_difference(then: Any, now: Any) -> str:
@@ -212,19 +211,12 @@ def header_of(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {name: decode(fact) for name, fact in document.items() if name != "version"}
 
 
-class Nobody:
-    """In place of a workforce: deciding calls none."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"deciding called the workforce's {name}")
-
-
-def controller_at_start(header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook) -> Controller:
-    """The recorded run's controller as it stood before its first tick."""
-    controller = Controller(header["job"], cast(Workforce, Nobody()), planning, orders, EventLog(None))
+def machine_at_start(header: Mapping[str, Any], planning: AnsweredPlanning, orders: OrderBook) -> StateMachine:
+    """The recorded run's state machine as it stood before its first tick."""
+    machine = StateMachine(header["job"], planning, orders)
     if header.get("market") is not None:
-        controller.buyer = Buyer(header["job"], planning, header["market"])
-    controller.generation = header["generation"]
+        machine.buyer = Buyer(header["job"], planning, header["market"])
+    machine.generation = header["generation"]
     if header["first_step"]:
-        controller.ledger.go_on_from(header["first_step"])
-    return controller
+        machine.ledger.go_on_from(header["first_step"])
+    return machine
