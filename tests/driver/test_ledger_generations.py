@@ -83,7 +83,9 @@ def test_what_was_copied_is_told_once_with_the_next_snapshot_or_checkpoint_and_b
     ledger.take(Observation(13.0, {}, reports={}, transfers=(handed_over,)), 2)
     committed = CheckpointState(step=12, uri="there", committed=((12, "there"),))
     ledger.take(Observation(14.0, {}, reports={}, checkpoint=committed), 2)
-    assert told()[1:] == [[{"tier": "peer", "source": "b", "step": 12, "bytes": 40, "seconds": 2.0, "ended_ago_s": 1.0}]]
+    assert told()[1:] == [
+        [{"tier": "peer", "source": "b", "step": 12, "bytes": 40, "seconds": 2.0, "ended_ago_s": 1.0}]
+    ]
     ledger.take(Observation(15.0, {}, reports={}, transfers=(handed_over,)), 2)
     ledger.tell_of_transfers(2)
     assert len(told()) == 3
