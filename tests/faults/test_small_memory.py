@@ -17,6 +17,7 @@ from recovery.local.memory_budget import FILES, USABLE, Budget, share_out
 from recovery.local.snapshot_format import FileMap
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
+from tests.harness.fault_points import FaultPoint
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.struck_run import StruckRun, losses_by_step
@@ -25,6 +26,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
 DEADLINE_S = 60.0
 EVERY = 16
 """The checkpoint before the death is the only one before the end."""
+HOLD_AT = 24
+"""Where who is going to die waits until the checkpoint is committed."""
 ONE_NODE = {**CHAIN, "pipelines": [{"num_microbatches": 8, "stages": [
     {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]}, {"first_layer": 2, "num_layers": 2, "workers": ["b/1"]}]}],
 }  # fmt: skip
@@ -67,12 +70,20 @@ def test_a_death_where_host_memory_holds_half_of_the_snapshots(
     (kept,), (left_out,) = (
         [w for w, shards in budget.shards_by_worker.items() if bool(shards) is has] for has in (True, False)
     )
-    events = Interference()
-    events.when(has_gone_on, lambda run, seen: run.harm("kill", kept if which == "kept" else left_out))
+    victim, events, killed = kept if which == "kept" else left_out, Interference(), []
+
+    def kill(run: StruckRun, seen: Observation) -> None:
+        killed.append(victim)
+        run.harm("kill", victim)
+
+    events.when(has_gone_on, kill)
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
         job = exact_job(tmp_path, scene.shared, memory, ONE_NODE, checkpoint={"every_steps": EVERY})
-        result = StruckRun(job, tmp_path, nodes={"b": 2}).run(DEADLINE_S, events)
+        run = StruckRun(job, tmp_path, nodes={"b": 2})
+        run.fleet.points = (FaultPoint("forward", victim, HOLD_AT),)
+        run.fleet.act = lambda point: run.fleet.open_gate(point) if killed else None
+        result = run.run(DEADLINE_S, events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert losses_by_step(result.events) == list(scene.reference.losses)
