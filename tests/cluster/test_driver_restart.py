@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +91,11 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
         until(over, "the end", 150)
         logs = client.get_job_logs(submitted)
         assert client.get_job_status(submitted) is JobStatus.SUCCEEDED, logs[-2000:]
+        shown = subprocess.run(
+            [autohet, "status", "--address", cluster.address, "--json"], capture_output=True, check=True
+        )
+        (status,) = json.loads(shown.stdout)["jobs"].values()
+        assert (status["liveness"], status["step"], status["steps"]) == ("ended", STEPS, STEPS)
     assert "The driver was killed by SIGKILL; it is started again" in logs
     assert "RAY_JOB_STOP_WAIT_TIME_S" in logs, "a submission that leaves no time for a checkpoint is told so"
     lines = all_of(events)
@@ -111,3 +118,23 @@ def test_a_driver_that_is_killed_is_started_again_and_goes_on_from_its_nodes_mem
     told = [losses[step] for step in sorted(losses) if step >= steps[0]["step"]]
     job = make_job(tmp_path, **sections)
     assert largest_relative_difference(told, job, steps[0]["step"]) < 1e-3
+    assert_report_is_of_both_drivers(tmp_path, lines)
+
+
+def assert_report_is_of_both_drivers(directory: Path, events: list[dict[str, Any]]) -> None:
+    """Page and timeline have every step, and every byte of every checkpoint that still lies there; the storage has one copy of it all."""
+    assert f"<b>{STEPS}</b>steps" in (directory / "report.html").read_text()
+    spans = [span for span in json.loads((directory / "timeline.json").read_text())["traceEvents"] if span["ph"] == "X"]
+    length_us = (events[-1]["time"] - events[0]["time"]) * 1e6
+    assert all(span["dur"] >= 0 <= span["ts"] <= span["ts"] + span["dur"] <= length_us + 1 for span in spans)
+    assert {f"step {number}" for number in range(STEPS)} <= {span["name"] for span in spans}
+    uploaded: Counter[str] = Counter()
+    for span in spans:
+        uploaded[span["name"]] += span["args"].get("bytes", 0) if span["name"].startswith("upload: ") else 0
+    store = Path(make_job(directory).checkpoint_storage)
+    manifests = [json.loads(path.read_text()) for path in store.glob("step-*/manifest.json")]
+    assert {manifest["step"] for manifest in manifests} >= {25, STEPS}, "of each driver's time"
+    for manifest in manifests:
+        assert uploaded[f"upload: step {manifest['step']}"] == sum(file["num_bytes"] for file in manifest["files"])
+    stored = [path.read_text() for path in store.glob("runs/*/events.jsonl")]
+    assert "".join(json.dumps(event) + "\n" for event in events) in stored
