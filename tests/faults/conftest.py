@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
 from tests.harness.exact_job import Reference, train_alone
 from tests.harness.host_memory import memory_directory
 from tests.harness.remote_process import server_address
@@ -35,3 +36,12 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     path = memory_directory(tmp_path)
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def network() -> Iterator[NamespaceNetwork]:
+    """A namespace a node, where they can be made."""
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    with namespace_network() as made:
+        yield made

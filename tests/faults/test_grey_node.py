@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from autohet.driver.control.observation import Observation
 from autohet.driver.control.states import Training
-from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
+from autohet.driver.emulate.namespaces import NamespaceNetwork
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import BATCH, LENGTH, exact_job
 from tests.harness.leaks import nothing_left
@@ -49,14 +48,6 @@ def plan() -> dict[str, Any]:
 
 def trains_again(run: StruckRun, seen: Observation) -> bool:
     return isinstance(run.controller.state, Training) and run.controller.generation > 1
-
-
-@pytest.fixture
-def network() -> Iterator[NamespaceNetwork]:
-    if reason := why_no_namespaces():
-        pytest.skip(reason)
-    with namespace_network() as made:
-        yield made
 
 
 def test_a_grey_live_worker_is_asked_for_nothing_once_a_restore_has_broken_off_because_of_it(

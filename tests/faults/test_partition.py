@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from autohet.driver.control.observation import Observation
-from autohet.driver.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
+from autohet.driver.emulate.namespaces import NamespaceNetwork
 from autohet.runtime.messages import Phase, WorkerReport
 from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job
@@ -25,14 +24,6 @@ from tests.harness.struck_run import Result, StruckRun, losses_by_step
 pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(150)]
 DEADLINE_S = 60.0
 HEARTBEAT_S = 2.0
-
-
-@pytest.fixture
-def network() -> Iterator[NamespaceNetwork]:
-    if reason := why_no_namespaces():
-        pytest.skip(reason)
-    with namespace_network() as made:
-        yield made
 
 
 class Partition:
