@@ -32,6 +32,8 @@ LATE_RATIO = 3.0
 LATE_AT_LEAST_S = 2.0
 """Nothing is late before: connections, and a busy machine, take their time."""
 WATCH_S = 0.05
+Rest = tuple[list[ShardId], list[Source]]
+"""Shards that are still to be had, and the sources that may be asked for them."""
 UNSTOPPABLE = ("disk", "s3")
 """Tiers whose reads may stay in a system call for as long as a device or a server likes. Where another source could overtake one, it gets
 memory and a thread of its own, so that nobody waits for it then; agents' clients look at `cancelled`."""
@@ -61,7 +63,7 @@ class _Attempt(ChildEvent):
         self.source, self.left, self.late_at = source, dict.fromkeys(shards), late_at
         self.began, self.num_bytes = time.monotonic(), 0
         self.ended, self.putting = threading.Event(), threading.Lock()
-        self.hedge: Future[tuple[list[ShardId], list[Source]]] | None = None
+        self.hedge: Future[Rest] | None = None
 
     def let_go(self) -> None:
         """Until what is being put just now is put."""
@@ -158,7 +160,7 @@ class Reads:
             self.missing.update(left)
             self.failures += [f"{shard} has no source left" for shard in left]
 
-    def _read_from(self, source: Source, shards: list[ShardId], rest: Fetch) -> tuple[list[ShardId], list[Source]]:
+    def _read_from(self, source: Source, shards: list[ShardId], rest: Fetch) -> Rest:
         """Read what `source` gives; returns what it does not, and the sources to ask for that."""
         attempt = _Attempt(source, shards, self._late_at(source, rest), self.cancelled)
         apart = bool(rest.sources) and self.tier(source) in UNSTOPPABLE
@@ -257,15 +259,13 @@ class Reads:
                     "%s is late with %d shards: %s is asked, too", attempt.source, len(attempt.left), rest.sources[0]
                 )
 
-    def _hedged(
-        self, hedge: Future[tuple[list[ShardId], list[Source]]], late: _Attempt
-    ) -> tuple[list[ShardId], list[Source]]:
+    def _hedged(self, hedge: Future[Rest], late: _Attempt) -> Rest:
         try:
             return result_until(self.cancelled, hedge, f"{late.source}'s hedge")
         finally:
             late.let_go()
 
-    def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> tuple[list[ShardId], list[Source]]:
+    def _hedge(self, late: _Attempt, sources: Sequence[Source]) -> Rest:
         """Ask one source after the other for what is left of a late attempt, the last shard first. Once one gives a shard before the late
         one has, the late one is stopped, and only then written to the same memory. Returns what nobody gave, and who was not asked.
         """

@@ -43,6 +43,11 @@ def decisions(controller: Controller) -> list[str]:
     return [event["reason"] for event in controller.events.records if event["kind"] == "decision"]
 
 
+def has_left(controller: Controller) -> bool:
+    """Whether the first generation is over: nothing is waited for any more."""
+    return not isinstance(controller.state, Training) or controller.generation == 2
+
+
 def test_notices_some_seconds_apart_are_one_change() -> None:
     controller, workforce = fleet()
     for name in ("small-0", "small-1", "small-2"):
@@ -75,7 +80,7 @@ def test_a_short_notice_and_one_without_a_deadline_are_acted_on_at_once(deadline
     deadline = None if deadline_s is None else workforce.now + deadline_s
     workforce.notices["small-0"] = Notice("small-0", "test", workforce.now, deadline)
     passes(controller, workforce, 1.0)
-    assert not isinstance(controller.state, Training) or controller.generation == 2
+    assert has_left(controller)
 
 
 def test_a_notice_without_a_deadline_ends_the_waiting_for_others() -> None:
@@ -84,7 +89,7 @@ def test_a_notice_without_a_deadline_ends_the_waiting_for_others() -> None:
     passes(controller, workforce, 1.0)
     workforce.notices["small-1"] = Notice("small-1", "test", workforce.now)
     passes(controller, workforce, 0.5)
-    assert not isinstance(controller.state, Training) or controller.generation == 2
+    assert has_left(controller)
     run(controller, lambda: bool(causes(controller)))
     assert [change["nodes"] for change in controller.summary()["reconfigurations"]] == [["small-0", "small-1"]]
 
@@ -95,7 +100,7 @@ def test_a_deadline_that_is_moved_up_ends_the_waiting() -> None:
     passes(controller, workforce, 1.0)
     workforce.notices["small-0"] = Notice("small-0", "test", workforce.notices["small-0"].seen_at, workforce.now + 20)
     passes(controller, workforce, 0.5)
-    assert not isinstance(controller.state, Training) or controller.generation == 2
+    assert has_left(controller)
 
 
 def test_a_death_meanwhile_is_answered_at_once_with_all_notices() -> None:
@@ -106,7 +111,7 @@ def test_a_death_meanwhile_is_answered_at_once_with_all_notices() -> None:
     passes(controller, workforce, 0.1)
     workforce.kill("small-2")
     passes(controller, workforce, 0.5)
-    assert not isinstance(controller.state, Training) or controller.generation == 2
+    assert has_left(controller)
     run(controller, lambda: bool(causes(controller)))
     run(controller, trained(controller, controller.ledger.committed_steps + 100))
     assert causes(controller) == ["death"]
