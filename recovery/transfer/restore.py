@@ -24,6 +24,7 @@ from recovery.peers.pool import ClientPool
 from recovery.state.holdings import Source
 from recovery.state.layout import Layout, ShardId
 from recovery.state.slices import TORCH_DTYPES, empty_local, names_by_memory, shard_views
+from recovery.transfer.device_writes import writes_to
 from recovery.transfer.exchange import IN_FLIGHT_BYTES, Exchange, MessageGroup
 from recovery.transfer.messages import Message
 from recovery.transfer.reads import Reads
@@ -142,6 +143,7 @@ class _Restore:
             self._live.update(live.arrived)
         wanted = layout.shards_by_worker.get(part.worker, frozenset())
         self._targets = shard_views(layout.tensors, wanted, self._state) if wanted else {}
+        self._writes = writes_to(self._device)
         self._fetched: dict[ShardId, Future[None]] = {}
         self._received = {shard for fetch in part.message_fallbacks for shard in fetch.shards}
         self._node_by_worker = {name: each.node for name, each in schedule.parts.items()}
@@ -240,7 +242,7 @@ class _Restore:
         """Of the old state and the new one. This object and its reads refer to each other: both would stay in the device's memory until
         the garbage collector happens to come.
         """
-        self._live, self._targets, self._state = {}, {}, {}
+        self._live, self._targets, self._state, self._writes = {}, {}, {}, None
 
     # messages
 
@@ -300,8 +302,10 @@ class _Restore:
         self._fetched.update(dict.fromkeys(fetch.shards, done))
 
     def memory_of(self, shard: ShardId) -> memoryview | None:
-        """See `reads.Shelf`: where the target is one piece of host memory."""
+        """See `reads.Shelf`: the target itself where that is one piece of host memory; on the way to a device, pinned memory."""
         target = self._targets[shard]
+        if self._writes is not None:
+            return self._writes.memory_of(shard, target.nbytes)
         if target.device.type != "cpu" or not target.is_contiguous() or not target.numel():
             return None
         return target.view(-1).view(torch.uint8).numpy().data
@@ -311,7 +315,9 @@ class _Restore:
         target = self._targets[shard]
         if data.dtype == torch.uint8 and target.dtype != torch.uint8:
             data = data.view(TORCH_DTYPES[self._layout.tensors[shard.tensor].dtype])
-        if data.data_ptr() != target.data_ptr():
+        if self._writes is not None and data.device.type == "cpu":
+            self._writes.write(shard, target, data.view(target.shape))
+        elif data.data_ptr() != target.data_ptr():
             target.copy_(data.view(target.shape))
         with self._lock:
             self._arrived[shard] = target

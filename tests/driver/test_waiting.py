@@ -155,6 +155,16 @@ def test_the_dead_say_nothing(force: RayWorkforce) -> None:
     assert force._told(2.0) == {}, "nor whose silence is what is wrong"
 
 
+def test_last_words_of_one_found_dead_in_this_round_are_told_once(force: RayWorkforce) -> None:
+    last = replace(TRAINS, step=7, steps=(step(6),))
+    force._reports._fresh = [last]
+    force._reports.answers["a/0"].value = last
+    force._losses["a/0"] = Loss("a/0", "gone", 1.5, 0.0)
+    force._told_at = 1.0
+    assert force._told(1.5) == {"a/0": last}
+    assert force._told(2.0) == {}
+
+
 def seat(force: RayWorkforce) -> None:
     """Of the node a, which Ray does not know."""
     force._seats["a"] = Seat(

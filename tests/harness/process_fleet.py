@@ -7,6 +7,7 @@ started it can kill, freeze and thaw, and knows by id.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import shutil
 import signal
@@ -24,9 +25,10 @@ from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.agent_errands import AgentErrands
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.ray.told import told
 from autohet.driver.simulate.no_agents import NoAgents
 from autohet.runtime.job import Job
-from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace
+from autohet.runtime.messages import AgentEndpoint, GenerationOrder, Phase, WorkerPlace, WorkerReport
 from planner.cluster import Node, NodeType
 from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
@@ -76,6 +78,7 @@ class ProcessFleet(NoAgents):
         self._news: list[FaultPoint] = []
         self._rendezvous = Rendezvous(self.address_of(None))
         self._polled_at = self._waited_at = 0.0
+        self._told_at = -math.inf
         self._numbers = itertools.count()
         self.logs.mkdir(parents=True, exist_ok=True)
 
@@ -186,10 +189,11 @@ class ProcessFleet(NoAgents):
             self._listen_to_agent(name, seat)
         self._find_losses(now)
         self._act()
-        reports = {w: m.report for w, m in self._workers.items() if m.report is not None and w not in self._losses}
+        newest = {worker: member.report for worker, member in self._workers.items()}
+        reports = told(newest, fresh, self._losses, self._told_at)
+        self._told_at = now
         inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
-        reports = {w: r if w in fresh else r.without_news() for w, r in reports.items()}
         return Observation(
             now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
             losses=dict(self._losses), inventories=inventories, checkpoint=self.durable.state(),
@@ -212,19 +216,19 @@ class ProcessFleet(NoAgents):
             time.sleep(left)
         self._waited_at = time.monotonic()
 
-    def _listen(self) -> set[str]:
-        """Take what workers have said, waiting shortly for a first one; returns whose report is new."""
+    def _listen(self) -> list[WorkerReport]:
+        """Take what workers have said, waiting shortly for a first one; returns the reports."""
         there = {m.process.connection: w for w, m in self._workers.items() if not m.process.gone}
-        fresh = set()
+        fresh: list[WorkerReport] = []
         for connection in wait(list(there), 0.05) if there else ():
             worker = there[connection]  # type: ignore[index]
             member = self._workers.get(worker)
-            if member is not None and self._take(worker, member):
-                fresh.add(worker)
+            if member is not None:
+                fresh += self._take(worker, member)
         return fresh
 
-    def _take(self, worker: str, member: Member) -> bool:
-        new = False
+    def _take(self, worker: str, member: Member) -> list[WorkerReport]:
+        new = []
         for answer in member.process.take():
             if answer.number == NEWS:
                 self._news.append(answer.value)
@@ -233,7 +237,8 @@ class ProcessFleet(NoAgents):
                 if answer.number == member.call:
                     member.error = "its report failed"
             elif answer.number == member.call:
-                member.report, member.heard_at, new = answer.value, self.clock(), True
+                member.report, member.heard_at = answer.value.without_news(), self.clock()
+                new.append(answer.value)
                 member.call, member.asked_at = member.process.ask("report"), self.clock()
         if member.process.gone:
             member.error = "its process ended"

@@ -26,7 +26,9 @@ RESULTS = Path(__file__).parents[3] / "scripts" / "benchmarks" / "results"
 PARTS = {
     "parity": Part("losses in fp32 and bf16 beside plain fp32 on the CPU", 90.0, measures.parity),
     "aborts": Part("a peer that is killed, freezes or never comes; one generation after the other", 150.0, aborts.run),
-    "snapshots": Part("a snapshot to host memory after each step: one copy of the state", 60.0, measures.snapshots),
+    "snapshots": Part(
+        "a snapshot to host memory after each step: one copy of the state; and back", 60.0, measures.snapshots
+    ),
     "profile": Part("what autohet profile measures", 60.0, measures.profile),
     "step": Part("autohet bench step in bf16, the plain loop compiled", 150.0, measures.step),
     "predicted": Part("predicted step and peak memory beside measured ones", 80.0, measures.predicted),

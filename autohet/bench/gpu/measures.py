@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autohet.bench.gpu.part import Failed, Machine, Skipped, job_of
+from autohet.bench.gpu.restores import restored
 from autohet.bench.step.report import step_document
 from autohet.bench.step.sides import WORKER, one_worker_plan, our_trainer, plain, random_rows
 from autohet.runtime.job import Job
@@ -65,7 +66,9 @@ def _losses(machine: Machine, precision: str, device: torch.device, *, by_plain:
 
 
 def snapshots(machine: Machine) -> dict[str, Any]:
-    """Steps with a snapshot after each: what goes from the device to the host, and what the step takes beside one without."""
+    """Steps with a snapshot after each: what goes from the device to the host, and what the step takes beside one without; and the way
+    back, a restore from the snapshot.
+    """
     job = job_of(machine, "bf16" if machine.device_type == "cuda" else "fp32")
     rows, layout = random_rows(job, machine.device), layout_of_plan(one_worker_plan(job), load_config(job.model))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
@@ -84,6 +87,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
             newest = writer.newest
         finally:
             writer.close()
+        back = restored(machine, Path(directory) / "back", WORKER, layout, trainer.state)
     state_bytes = layout.bytes_of(WORKER)
     figures = {
         "state_bytes": state_bytes,
@@ -95,7 +99,9 @@ def snapshots(machine: Machine) -> dict[str, Any]:
         else None,
     }
     ratio = figures["copies_of_state_a_step"]
-    figures["pageable_bytes"] = copies.pageable_bytes
+    figures |= {"pageable_bytes": copies.pageable_bytes, **back}
+    if not back["restored"]:
+        raise Failed("what was restored is not what the snapshot was made of", figures)
     if newest != trainer.step - 1 or (ratio is not None and not 0.99 < ratio < 1.01) or copies.pageable_bytes:
         raise Failed("a step does not copy its state to pinned host memory exactly once", figures)
     return figures

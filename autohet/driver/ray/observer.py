@@ -23,13 +23,14 @@ from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.rendezvous import Rendezvous
 from autohet.driver.ray.reports import Reports
 from autohet.driver.ray.silence import Heard, Witnesses
+from autohet.driver.ray.told import told
 from autohet.driver.sources.choose import make_sources
 from autohet.driver.sources.merge import Board
 from autohet.driver.sources.protocol import WatchedNode
 from autohet.driver.sources.simple import RayDrains, Scripted
 from autohet.driver.sources.spot_prices import SpotPrices, SpotType, live_node_type
 from autohet.runtime.job import Job
-from autohet.runtime.messages import TOLD_ONCE, Phase, WorkerReport
+from autohet.runtime.messages import Phase, WorkerReport
 from autohet.runtime.precision import check_computes
 from planner.cluster import Cluster, Node
 from planner.errors import ConfigError
@@ -147,22 +148,12 @@ class RayObserver:
         return all(value is not None and value.phase is Phase.TRAINING for value in values)
 
     def _told(self, now: float) -> dict[str, WorkerReport]:
-        """What the living say of themselves, and of those found to be lost in this round their last words; what is told once
-        (`TOLD_ONCE`) of all that has come since the last one."""
-        said: dict[str, list[WorkerReport]] = {}
-        for report in self._reports.fresh():
-            said.setdefault(report.worker, []).append(report)
-        reports: dict[str, WorkerReport] = {}
-        for worker, answer in self._reports.answers.items():
-            if worker in said:
-                answer.value = answer.value.without_news()
-            loss = self._losses.get(worker)
-            if answer.value is not None and (loss is None or (worker in said and loss.seen_at > self._told_at)):
-                reports[worker] = answer.value
-        for worker, each in said.items():
-            if worker in reports:
-                told: dict[str, Any] = {part: sum((getattr(report, part) for report in each), ()) for part in TOLD_ONCE}
-                reports[worker] = replace(reports[worker], **told)
+        fresh = self._reports.fresh()
+        answers = self._reports.answers
+        newest: dict[str, WorkerReport | None] = {worker: answer.value for worker, answer in answers.items()}
+        reports = told(newest, fresh, self._losses, self._told_at)
+        for worker in reports.keys() & {report.worker for report in fresh}:
+            answers[worker].value = answers[worker].value.without_news()
         self._told_at = now
         return reports
 

@@ -1,0 +1,76 @@
+"""A device's state restored from a snapshot in its node's host memory, as after a change of the plan, beside one bare copy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohet.bench.gpu.part import Machine
+from recovery.local.agent_store import AgentStore
+from recovery.local.snapshot import SnapshotWriter
+from recovery.state.layout import Layout, ShardId
+from recovery.transfer.links import Links
+from recovery.transfer.restore import Access, Restored, restore
+from recovery.transfer.schedule import schedule
+
+ROUNDS = 5
+
+
+def restored(
+    machine: Machine, directory: Path, worker: str, layout: Layout, state: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Figures: the median seconds of a restore and of a bare copy of as many bytes from pinned memory; whether each restore gave all of
+    `state`, bit for bit, out of host memory.
+    """
+    writer = SnapshotWriter(directory, worker, layout, 1)
+    writer.start(0, state)
+    writer.wait()
+    writer.close()
+    with closing(AgentStore(directory, directory / "disk", "here")) as store:
+        found = [_restore(machine, worker, layout, store) for _ in range(ROUNDS)]
+    num_bytes = layout.bytes_of(worker)
+    same = all(torch.equal(each.state[name], tensor) for each in found for name, tensor in state.items())
+    return {
+        "restored": same and all(each.bytes_by_tier["memory"] == num_bytes for each in found),
+        "restore_s": statistics.median(each.seconds for each in found),
+        "bare_copy_s": _bare_copy_s(machine, num_bytes),
+    }
+
+
+def _restore(machine: Machine, worker: str, layout: Layout, store: AgentStore) -> Restored:
+    plan = schedule(layout, {worker: "here"}, store.inventory(), 0, Links())
+    return restore(plan, worker, layout, None, _Alone(), Access(store, {}, _no_storage, 60.0), machine.device)
+
+
+def _bare_copy_s(machine: Machine, num_bytes: int) -> float:
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=machine.device)
+    data = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=machine.device_type == "cuda")
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        target.copy_(data)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _no_storage(uri: str, step: int, shards: Sequence[ShardId], into: object) -> Iterable[tuple[ShardId, Tensor]]:
+    raise AssertionError("the snapshot has all")
+
+
+class _Alone:
+    """A group of one worker, which sends nothing."""
+
+    def send(self, tensor: Tensor, to: str, tag: int) -> Any:
+        raise AssertionError("there is nobody else")
+
+    recv = send
+
+    def wait_on_host(self, work: Any) -> None:
+        raise AssertionError("there is nobody else")

@@ -1,0 +1,32 @@
+"""What workers are heard to say in one round of observing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autohet.driver.control.observation import Loss
+from autohet.runtime.messages import TOLD_ONCE, WorkerReport
+
+
+def told(
+    newest: Mapping[str, WorkerReport | None],
+    fresh: Iterable[WorkerReport],
+    losses: Mapping[str, Loss],
+    last_round: float,
+) -> dict[str, WorkerReport]:
+    """What the living say of themselves, and of those found to be lost since `last_round` their last words; what is told once
+    (`TOLD_ONCE`) of all that is `fresh`. `newest`: each worker's last report, `without_news` where none of it is fresh.
+    """
+    said: dict[str, list[WorkerReport]] = {}
+    for report in fresh:
+        said.setdefault(report.worker, []).append(report)
+    reports: dict[str, WorkerReport] = {}
+    for worker, last in newest.items():
+        loss, words = losses.get(worker), said.get(worker, [])
+        if last is None or (loss is not None and not (words and loss.seen_at > last_round)):
+            continue
+        news: dict[str, Any] = {part: sum((getattr(report, part) for report in words), ()) for part in TOLD_ONCE}
+        reports[worker] = replace(last, **news) if words else last
+    return reports
