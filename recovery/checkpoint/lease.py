@@ -102,18 +102,22 @@ class DriverLease:
         return [info for info in there if info not in dead]
 
     def _is_dead(self, name: str) -> bool:
-        holder = self._holder(name)
-        return holder is not None and holder.is_dead
+        try:
+            return self._holder(name).is_dead
+        except (ObjectMissing, msgspec.DecodeError):
+            return False
 
     def _is_taken(self, name: str) -> bool:
-        holder = self._holder(name)
-        return holder is None or holder.taken
-
-    def _holder(self, name: str) -> Holder | None:
+        """Not by one that has given up since it was listed: of two that start at once neither would start."""
         try:
-            return msgspec.json.decode(self._storage.get(name), type=Holder)
-        except (ObjectMissing, msgspec.DecodeError):
-            return None
+            return self._holder(name).taken
+        except ObjectMissing:
+            return False
+        except msgspec.DecodeError:
+            return True
+
+    def _holder(self, name: str) -> Holder:
+        return msgspec.json.decode(self._storage.get(name), type=Holder)
 
 
 class LeaseKeeper:

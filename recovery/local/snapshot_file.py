@@ -44,13 +44,37 @@ Checksums = npt.NDArray[np.uint64]
 
 
 class _Descriptor:
-    """A file descriptor that is closed with the last object that refers to this one."""
+    """A file descriptor that is closed with the last object that refers to this one, or before.
+
+    What is read or written by it, and not through a mapping, lets other threads run for as long as a disk takes: a mapping's page
+    fault and `mmap.flush` keep the interpreter to themselves.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __del__(self) -> None:
-        os.close(self.number)
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Raises OSError, also where the file ends before."""
+        parts = list[bytes]()
+        while num_bytes:
+            part = os.pread(self.number, num_bytes, offset)
+            if not part:
+                raise OSError(errno.EIO, "the file ends before")
+            parts.append(part)
+            offset, num_bytes = offset + len(part), num_bytes - len(part)
+        return b"".join(parts)
+
+    def write(self, data: bytes, offset: int) -> None:
+        while data:
+            written = os.pwrite(self.number, data, offset)
+            data, offset = data[written:], offset + written
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    __del__ = close
 
 
 class SnapshotFile:
@@ -73,7 +97,7 @@ class SnapshotFile:
         except OSError as error:
             raise SnapshotError(str(path), f"cannot be opened: {error}") from error
         try:
-            self.map = read_map(path, self._map)
+            self.map = read_map(path, self._read, self.num_bytes)
             self._positions = {shard: number for number, shard in enumerate(self.map.extents)}
             self.commit, self._checksums = self._read_commit()
         except BaseException:
@@ -186,17 +210,22 @@ class SnapshotFile:
         except SnapshotError:
             return False
 
+    def _read(self, offset: int, num_bytes: int) -> bytes:
+        try:
+            return self._descriptor.read(offset, num_bytes)
+        except OSError as error:
+            raise SnapshotError(str(self.path), f"cannot be read: {error}") from error
+
     def _read_commit(self) -> tuple[Commit, Checksums]:
-        raw = self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size]
+        raw = self._read(RECORD_OFFSET, RECORD.size)
         sequence, step, generation, checksums_crc, crc = RECORD.unpack(raw)
         if raw == bytes(RECORD.size):
             raise SnapshotUncommitted(str(self.path), "nothing is committed in it (its writer was at work or died)")
         if zlib.crc32(raw[:-4]) != crc:
             raise SnapshotError(str(self.path), "the commit record is damaged")
-        start = self.map.checksums_offset
-        checksums = self._map[start : start + 8 * len(self.map.extents)]
+        checksums = self._read(self.map.checksums_offset, 8 * len(self.map.extents))
         if zlib.crc32(checksums) != checksums_crc:
-            if self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size] != raw:
+            if self._read(RECORD_OFFSET, RECORD.size) != raw:
                 raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
             raise SnapshotError(str(self.path), "the table of checksums is damaged")
         return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u8")
@@ -219,7 +248,7 @@ class SnapshotFileWriter:
         self._sequence = 0
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            self._map = _create(temporary, file_map, cancelled)
+            self._map, self._descriptor = _create(temporary, file_map, cancelled)
             os.replace(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -247,7 +276,7 @@ class SnapshotFileWriter:
 
     def begin(self) -> None:
         """Declare what the file holds void; from here until `commit` a reader finds nothing in it."""
-        self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size] = bytes(RECORD.size)
+        self._descriptor.write(bytes(RECORD.size), RECORD_OFFSET)
 
     def commit(self, step: int, generation: int) -> None:
         """Checksum the payload and make it what the file holds."""
@@ -259,11 +288,9 @@ class SnapshotFileWriter:
     def commit_with(self, step: int, generation: int, checksums: Sequence[int]) -> None:
         """As `commit`, with checksums that the caller has computed, in the table's order."""
         raw = np.asarray(checksums, dtype="<u8").tobytes()
-        start = self.map.checksums_offset
-        self._map[start : start + len(raw)] = raw
+        self._descriptor.write(raw, self.map.checksums_offset)
         self._sequence += 1
-        record = encode_commit(Commit(self._sequence, step, generation), raw)
-        self._map[RECORD_OFFSET : RECORD_OFFSET + RECORD.size] = record
+        self._descriptor.write(encode_commit(Commit(self._sequence, step, generation), raw), RECORD_OFFSET)
 
     def checksums(self) -> list[int]:
         """Those of the last commit, in the table's order."""
@@ -273,11 +300,12 @@ class SnapshotFileWriter:
 
     def sync(self) -> None:
         """Force the content to the device (for files on disk)."""
-        self._map.flush()
+        os.fsync(self._descriptor.number)
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):
             self._map.close()
+        self._descriptor.close()
 
 
 def has_writer(path: Path) -> bool:
@@ -292,11 +320,11 @@ def has_writer(path: Path) -> bool:
     return False
 
 
-def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> mmap.mmap:
+def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> tuple[mmap.mmap, _Descriptor]:
     prefix, header = file_map.prefix_and_header()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # kept by the mapping, whose descriptor is a copy of this one
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # by what is returned, copies of this one
         for start in range(0, file_map.file_bytes, CLAIM_BYTES):
             if cancelled():
                 raise OSError(errno.ECANCELED, "it is not wanted any more")
@@ -305,4 +333,4 @@ def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> mma
         file.seek(HEADER_OFFSET)
         file.write(header)
         file.flush()
-        return mmap.mmap(file.fileno(), file_map.file_bytes)
+        return mmap.mmap(file.fileno(), file_map.file_bytes), _Descriptor(os.dup(file.fileno()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,17 @@ def _encode_header(worker: str, tensors: Mapping[str, TensorSpec], shards: Seque
     return msgspec.msgpack.encode(document)
 
 
-def read_map(path: Path, content: mmap.mmap) -> FileMap:
-    prefix = content[: PREFIX.size]
+def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> FileMap:
+    """Of a file of `num_bytes`; `read(offset, num_bytes)` gives its bytes. Raises SnapshotError."""
+    prefix = read(0, PREFIX.size)
     magic, at, length, header_crc, num_shards, checksums_offset, payload_offset, file_bytes, crc = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise SnapshotError(str(path), f"is no snapshot of this version (it starts with {magic!r}, not {MAGIC!r})")
     if zlib.crc32(prefix[:-4]) != crc:
         raise SnapshotError(str(path), "the prefix is damaged")
-    if len(content) < file_bytes:
-        raise SnapshotError(str(path), f"is truncated: {len(content)} of {file_bytes} bytes")
-    header = content[at : at + length]
+    if num_bytes < file_bytes:
+        raise SnapshotError(str(path), f"is truncated: {num_bytes} of {file_bytes} bytes")
+    header = read(at, length)
     if zlib.crc32(header) != header_crc:
         raise SnapshotError(str(path), "the header is damaged")
     document: dict[str, Any] = msgspec.msgpack.decode(header)

@@ -21,7 +21,7 @@ from recovery.checkpoint.retention import apply_retention
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.storage.errors import StorageError
 from recovery.storage.open import open_storage
-from recovery.storage.protocol import Storage
+from recovery.storage.protocol import ObjectInfo, Storage
 from tests.harness.checkpoint_cases import full_state, state_specs, two_worker_layout, write_all
 
 
@@ -167,6 +167,27 @@ def test_who_waits_for_anothers_lease_keeps_its_own(storage: Storage, monkeypatc
     waiting.take(pause)
     assert len(events) > 2
     assert all(later == "renewed" for event, later in pairwise(events) if event == "paused")
+
+
+def test_another_that_gives_up_while_it_is_looked_at_holds_nobody_up(storage: Storage) -> None:
+    """It renewed its lease, and has released it between the list of leases and the look into this one."""
+    mine, other = sorted((DriverLease(storage, 2.0), DriverLease(storage, 2.0)), key=lambda lease: lease.name)
+    other.renew()
+
+    listed = mine._others
+
+    def others() -> list[ObjectInfo]:
+        found = listed()
+        other.release()
+        return found
+
+    def pause(seconds: float) -> None:
+        time.sleep(1.1)  # S3 tells whole seconds
+        other.renew()
+        mine._others = others  # type: ignore[method-assign]
+
+    mine.take(pause)
+    assert [info.name for info in storage.list("driver/")] == [mine.name]
 
 
 class _AtOnce(DriverLease):

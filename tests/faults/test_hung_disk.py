@@ -1,0 +1,134 @@
+"""A node's disk that answers nothing for a while holds up no step, and no sign of life."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from autohet.driver.control.observation import Observation
+from recovery.local.snapshot_file import SnapshotFileWriter
+from recovery.local.snapshot_format import FileMap
+from recovery.state.layout import TensorSpec
+from tests.faults.conftest import Scene
+from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Interference, trains_at
+from tests.harness.struck_run import StruckRun, losses_by_step
+
+FREEZE, THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW of linux/fs.h
+FROZEN_AT, GOES_ON_UNTIL, FROZEN_S = 6, 12, 3.0
+"""Steps 8 and 12 are durable; no heartbeat may be missed for two seconds."""
+
+
+@dataclass
+class Disk:
+    """A file system of its own. While it is frozen whoever writes to it, or waits for what was written, stands in the kernel."""
+
+    path: Path
+    frozen_at: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+
+    def freeze(self) -> None:
+        self.frozen_at = time.monotonic()
+        fcntl.ioctl(self._descriptor, FREEZE, 0)
+
+    def thaw(self) -> None:
+        fcntl.ioctl(self._descriptor, THAW, 0)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.thaw()
+        os.close(self._descriptor)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    image, path = tmp_path / "image", tmp_path / "mounted"
+    path.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    commands = [["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]]
+    try:
+        made = os.geteuid() == 0 and all(subprocess.run(command).returncode == 0 for command in commands)
+    except OSError:
+        made = False
+    if not made:
+        pytest.skip("needs root, and a loop device to mount a file system of its own")
+    found = Disk(path)
+    try:
+        yield found
+    finally:
+        found.close()
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(100)
+def test_a_disk_that_hangs_for_longer_than_a_heartbeat_costs_nothing(
+    scene: Scene, tmp_path: Path, memory: Path, disk: Disk
+) -> None:
+    """Spills are forced to the disk in a thread of their own. One that kept the interpreter meanwhile (`mmap.flush` does) would stop the
+    worker's step and its reports, and the driver take a healthy fleet for dead.
+    """
+    events = Interference()
+
+    def thaw(run: StruckRun, seen: Observation) -> None:
+        assert run.controller.ledger.committed_steps >= GOES_ON_UNTIL
+        disk.thaw()
+
+    events.when(trains_at(FROZEN_AT), lambda run, seen: disk.freeze())
+    events.when(lambda run, seen: time.monotonic() - disk.frozen_at > FROZEN_S, thaw)
+    job = exact_job(tmp_path, scene.shared, memory, checkpoint={"local_directory": str(disk.path / "disk")})
+    with nothing_left(memory):
+        run = StruckRun(job, tmp_path)
+        result = run.run(60.0, events)
+        assert result.ok, result.reason
+    assert not events.events, result.reason
+    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    assert result.summary["generations"] == 1
+    assert set(result.starts.values()) == {1}
+
+
+@pytest.fixture
+def one_thread_at_a_time() -> Iterator[None]:
+    """A thread hands the interpreter on only where it waits for something."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("one_thread_at_a_time")
+def test_other_threads_run_while_a_snapshot_is_forced_to_the_disk(disk: Disk) -> None:
+    spec = TensorSpec("w", (8 << 20,), "float32")
+    writer = SnapshotFileWriter(disk.path / "x.snapshot", FileMap.of("a/0", {"w": spec}, spec.shards))
+    torch.frombuffer(writer.buffer, dtype=torch.uint8)[writer.map.payload_offset :].fill_(1)
+    under_way, others = threading.Event(), 0
+
+    def force() -> None:
+        under_way.set()
+        writer.sync()
+        under_way.clear()
+
+    thread = threading.Thread(target=force)
+    thread.start()
+    while thread.is_alive():
+        others += under_way.is_set()
+        time.sleep(0)
+    writer.close()
+    assert others
