@@ -59,7 +59,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models import load_config
 from autohet.runtime.planning import planning_inputs
 from autohet.runtime.precision import able_part
-from autohet.runtime.process_log import RunRecord
+from autohet.runtime.process.log import RunRecord
 from autohet.runtime.worker import choose_device
 from planner.cluster import Cluster, cluster_from_document
 from planner.errors import ConfigError

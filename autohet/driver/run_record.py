@@ -13,8 +13,8 @@ from typing import Any
 from autohet.driver.report.write import report_paths
 from autohet.driver.supervise import is_restart
 from autohet.runtime.job import Job
-from autohet.runtime.process_log import ProcessLog, RunRecord
-from autohet.runtime.stored_copies import StoredCopies, tail_of
+from autohet.runtime.process.log import ProcessLog, RunRecord
+from autohet.runtime.process.stored_copies import StoredCopies, tail_of
 
 
 class RunCopies:

@@ -47,7 +47,7 @@ from autohet.runtime.messages import (
     WorkerPlace,
     WorkerReport,
 )
-from autohet.runtime.report_channel import ReportAddress, ReportSender
+from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from planner.cluster import cluster_from_document
 from tests.harness.host_memory import memory_directory, owned_memory
 from tests.harness.local_fleet import cluster_document, job_document, node_type

@@ -27,9 +27,18 @@ from autohet.driver.ray.report_server import ReportServer
 from autohet.driver.ray.reports import LAST_WORDS_S, Reports
 from autohet.driver.ray.silence import LONGEST_TICK_S
 from autohet.driver.sources.protocol import Sign
-from autohet.runtime import report_channel
 from autohet.runtime.messages import AgentEndpoint, Phase, Transfer, WorkerReport
-from autohet.runtime.report_channel import AGE, BEAT, FRAME, NONCE_BYTES, NUMBER, ReportAddress, ReportSender, mac_of
+from autohet.runtime.process import report_channel
+from autohet.runtime.process.report_channel import (
+    AGE,
+    BEAT,
+    FRAME,
+    NONCE_BYTES,
+    NUMBER,
+    ReportAddress,
+    ReportSender,
+    mac_of,
+)
 
 HOST = "127.0.0.1"
 

@@ -9,7 +9,7 @@ import pytest
 from autohet.driver.ray.agent_calls import Inventories
 from autohet.driver.ray.silence import Heard, Witnesses
 from autohet.runtime.job.elastic import ElasticSection
-from autohet.runtime.process_state import ProcessState
+from autohet.runtime.process.stopped import ProcessState
 
 HEARTBEAT_S = 10.0
 TICK_S = 0.05

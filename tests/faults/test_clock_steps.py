@@ -53,7 +53,7 @@ DATES = {
     "autohet/driver/ray/drain.py": "Ray's deadlines of a drain are dates",
     "autohet/driver/sources/script_file.py": "a script may name the moment as a date",
     "autohet/driver/status.py": "the age of what another process published, with a date",
-    "autohet/runtime/instance_metadata.py": "EC2 names the moment of an interruption as a date",
+    "autohet/runtime/process/instance_metadata.py": "EC2 names the moment of an interruption as a date",
     "recovery/checkpoint/commit.py": "when a checkpoint was made, for its reader",
     "recovery/storage/s3.py": "the date of a server that sends none",
     "recovery/storage/directory.py": "the date of a file system where no file can be made",

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from autohet.runtime.background_process import run_in_background
+from autohet.runtime.process.background import run_in_background
 
 
 def test_the_result_of_another_process() -> None:

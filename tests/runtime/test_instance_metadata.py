@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from autohet.driver.sources.node_signs import MetadataWatch
-from autohet.runtime.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
+from autohet.runtime.process.instance_metadata import InstanceMetadata, InstanceNotice, MetadataUnavailable
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer
 

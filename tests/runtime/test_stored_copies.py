@@ -9,10 +9,10 @@ import pytest
 from autohet.driver import supervise
 from autohet.driver.control.events import EventLog
 from autohet.driver.run_record import RunCopies
-from autohet.runtime import stored_copies
 from autohet.runtime.job import Job
-from autohet.runtime.process_log import MOST_BYTES, ProcessLog, RunRecord
-from autohet.runtime.stored_copies import StoredCopies, tail_of
+from autohet.runtime.process import stored_copies
+from autohet.runtime.process.log import MOST_BYTES, ProcessLog, RunRecord
+from autohet.runtime.process.stored_copies import StoredCopies, tail_of
 
 
 def wait_for(seen, timeout_s=20.0):

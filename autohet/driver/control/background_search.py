@@ -7,7 +7,7 @@ from functools import partial
 from typing import Generic
 
 from autohet.driver.control.planning import REPLANNING_STRATEGY, Pending, Planning, Proposal, Q, Search, T, replanned
-from autohet.runtime.background_process import run_in_background
+from autohet.runtime.process.background import run_in_background
 from planner.cluster import Fleet
 
 

@@ -21,9 +21,9 @@ from autohet.driver.sources.node_signs import MetadataWatch
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, Transfer
 from autohet.runtime.preparation import Preparation
-from autohet.runtime.process_log import RunRecord, log_as
-from autohet.runtime.process_state import ProcessState, process_states
-from autohet.runtime.report_channel import ReportAddress, ReportSender
+from autohet.runtime.process.log import RunRecord, log_as
+from autohet.runtime.process.report_channel import ReportAddress, ReportSender
+from autohet.runtime.process.stopped import ProcessState, process_states
 from recovery.local.agent_store import AgentStore
 from recovery.peers.replication import Endpoint, Replicator, hand_over, withdraw_others
 from recovery.peers.server import ShardServer

@@ -8,7 +8,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.cluster import RayNode
-from autohet.runtime.instance_metadata import InstanceMetadata, MetadataUnavailable
+from autohet.runtime.process.instance_metadata import InstanceMetadata, MetadataUnavailable
 from planner.cluster import Cluster, NodeType
 from planner.errors import ConfigError
 

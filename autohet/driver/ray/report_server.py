@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autohet.runtime.report_channel import (
+from autohet.runtime.process.report_channel import (
     AGE,
     BEAT,
     FRAME,

@@ -18,7 +18,7 @@ from autohet.driver.ray.bell import Bell
 from autohet.driver.ray.ray_calls import describe
 from autohet.driver.ray.report_server import ReportServer, Unreadable
 from autohet.driver.ray.silence import LONGEST_TICK_S
-from autohet.runtime.report_channel import ReportAddress
+from autohet.runtime.process.report_channel import ReportAddress
 
 LAST_WORDS_S = 0.2
 """After Ray's word that a process has ended, for what that process said before. The end of its connection comes behind that, and is waited

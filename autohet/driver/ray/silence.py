@@ -17,7 +17,7 @@ from typing import Any
 
 from autohet.driver.ray.agent_calls import AgentCalls
 from autohet.runtime.job.elastic import Timeouts
-from autohet.runtime.process_state import ProcessState
+from autohet.runtime.process.stopped import ProcessState
 from planner.cluster import node_of
 
 LOOK_PERIOD_S = 0.5

@@ -10,8 +10,8 @@ import ray
 
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder, Phase, RollForward, WorkerPlace, WorkerReport
-from autohet.runtime.process_log import RunRecord, log_as
-from autohet.runtime.report_channel import ReportAddress, ReportSender
+from autohet.runtime.process.log import RunRecord, log_as
+from autohet.runtime.process.report_channel import ReportAddress, ReportSender
 from planner.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from autohet.driver.ray.scaling import FleetRequest
 from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.runtime.job import Job
 from autohet.runtime.messages import AgentEndpoint, GenerationOrder, WorkerPlace
-from autohet.runtime.process_log import RunRecord
+from autohet.runtime.process.log import RunRecord
 from planner.cluster import Cluster, node_of
 from recovery.state.ancestry import Descent
 

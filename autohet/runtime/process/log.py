@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from autohet.runtime.stored_copies import StoredCopies
+from autohet.runtime.process.stored_copies import StoredCopies
 
 MOST_BYTES = 1 << 20
 """Of a log that is kept for the storage: the newest lines."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from autohet.runtime.process_state import ProcessState, process_states
+from autohet.runtime.process.stopped import ProcessState, process_states
 
 SCRIPTS = {
     "busy": "while True: pass",
