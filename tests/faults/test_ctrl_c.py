@@ -62,6 +62,7 @@ def test_once_commits_and_leaves_nothing(command: subprocess.Popen[str], tmp_pat
     assert not memory_directory(tmp_path).exists()
 
 
+@pytest.mark.slow
 def test_a_sigterm_to_the_whole_group_commits_too(command: subprocess.Popen[str], tmp_path: Path) -> None:
     """As `timeout` and service managers send it: the emulated cluster must outlive it until the step is committed."""
     summary = stopped_by(signal.SIGTERM, command, tmp_path)

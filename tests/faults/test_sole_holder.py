@@ -101,6 +101,7 @@ def test_the_middle_node_is_killed_and_nothing_comes_from_storage(fleet: Emulate
     assert largest_relative_difference(outcome.summary["losses"], job) < 1e-3
 
 
+@pytest.mark.slow  # in CI without Ray: tests/faults/test_sole_holder_exact.py
 def test_a_node_that_holds_copies_leaves_and_then_the_only_holder_is_killed(
     fleet: EmulatedFleet, tmp_path: Path
 ) -> None:
