@@ -153,15 +153,16 @@ def test_an_idle_leaver_is_let_go_while_others_are_waited_for() -> None:
 @given(
     builds=st.integers(1, 30),
     first_s=st.floats(20.0, 130.0),
-    later=st.lists(st.tuples(st.floats(0.1, 8.0), st.floats(-20.0, 20.0)), max_size=2),
+    later=st.lists(st.tuples(st.floats(0.1, 8.0), st.floats(-20.0, 20.0)), max_size=4),
 )
 @example(builds=1, first_s=20.0, later=[(1.0, -10.0), (7.0, 0.0)])
+@example(builds=20, first_s=20.0, later=[(4.5, 20.0)] * 4)
 @settings(max_examples=25, deadline=None)
 def test_the_last_notice_never_pushes_the_change_past_the_first_deadline(
     builds: int, first_s: float, later: list[tuple[float, float]]
 ) -> None:
     """later: seconds after the notice before, and by how much its deadline differs from the first one's. Nobody trains at its deadline."""
-    controller, workforce = fleet(builds=builds)
+    controller, workforce = fleet(nodes=7, builds=builds)
     workforce.warn("small-0", first_s)
     first = workforce.now + first_s
     for index, (gap_s, more_s) in enumerate(later, 1):
