@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from recovery.local.agent_store import AgentStore
@@ -21,10 +22,10 @@ from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
 from recovery.transfer.links import Links
 from recovery.transfer.restore import Access, LiveState, Restored, restore
-from recovery.transfer.schedule import Fetch, TransferSchedule
+from recovery.transfer.schedule import Fetch, TransferSchedule, schedule
 from recovery.transfer.tiers import Tier
 from tests.harness.faulty_tier import FaultyTier
-from tests.harness.state_cases import Placed, PostOffice, placed, state_of, tensors_of, unit
+from tests.harness.state_cases import Placed, PostOffice, placed, placements, state_of, tensors_of, unit
 
 LAYERS, STEP, TOKEN = 3, 7, "token"
 TENSORS = tensors_of(LAYERS)
@@ -115,6 +116,20 @@ def run(
 
     with ThreadPoolExecutor(max(1, len(plan.parts))) as pool:
         return dict(zip(plan.parts, pool.map(one, plan.parts), strict=True))
+
+
+def drawn(fleet: Fleet, data: st.DataObject) -> tuple[Placed, list[Holding], dict[str, LiveState], TransferSchedule]:
+    """Any layout from any mixture of holders: what comes, who holds it, who lives, and the schedule."""
+    before, after = data.draw(placements(LAYERS)), data.draw(placements(LAYERS, num_nodes=4))
+    some = st.sets(st.sampled_from(sorted(before.layout.workers)))
+    for path in fleet.directory.rglob("*.snapshot"):
+        path.unlink()
+    fleet.read_from_s3.clear()
+    kept = fleet.keep(before, "memory", data.draw(some))
+    kept = fleet.keep(before, "disk", data.draw(some)) or kept
+    holdings, states = live(before, data.draw(some))
+    held = [*holdings, *kept]
+    return after, held, states, schedule(after.layout, after.node_by_worker, [*held, S3], STEP, LINKS)
 
 
 def check(results: Mapping[str, Restored], after: Placed) -> None:

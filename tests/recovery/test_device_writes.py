@@ -20,8 +20,8 @@ from recovery.transfer import restore as restore_module
 from recovery.transfer.device_writes import CudaCopies, DeviceWrites, writes_to
 from recovery.transfer.schedule import schedule
 from tests.harness.faulty_tier import FAULTS, FaultyTier
-from tests.harness.restore_fleet import LAYERS, LINKS, S3, STEP, TENSORS, TWO, Fleet, check, live, moved, run
-from tests.harness.state_cases import PostOffice, placed, placements
+from tests.harness.restore_fleet import LAYERS, LINKS, S3, STEP, TENSORS, TWO, Fleet, check, drawn, moved, run
+from tests.harness.state_cases import PostOffice, placed
 
 NUM_BYTES = max(TENSORS[shard.tensor].unit_bytes(shard.unit) for spec in TENSORS.values() for shard in spec.shards)
 
@@ -76,14 +76,7 @@ def posed(monkeypatch: pytest.MonkeyPatch) -> Posed:
 @given(st.data())
 def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, posed: Posed, data: st.DataObject) -> None:
     _, made = posed()
-    before, after = data.draw(placements(LAYERS)), data.draw(placements(LAYERS, num_nodes=4))
-    some = st.sets(st.sampled_from(sorted(before.layout.workers)))
-    for path in fleet.directory.rglob("*.snapshot"):
-        path.unlink()
-    kept = fleet.keep(before, "memory", data.draw(some))
-    kept = fleet.keep(before, "disk", data.draw(some)) or kept
-    holdings, states = live(before, data.draw(some))
-    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept, S3], STEP, LINKS)
+    after, _, states, plan = drawn(fleet, data)
     results = run(plan, after, states, fleet)
     check(results, after)
     assert moved(results) == plan.bytes_by_tier

@@ -36,30 +36,23 @@ from tests.harness.restore_fleet import (
     WHOLE,
     Fleet,
     check,
+    drawn,
     live,
     moved,
     run,
 )
-from tests.harness.state_cases import Member, Placed, PostOffice, placed, placements, tensors_of, unit
+from tests.harness.state_cases import Member, Placed, PostOffice, placed, tensors_of, unit
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_layout_from_any_mixture_of_holders(fleet: Fleet, data: st.DataObject) -> None:
     """State is right, bytes by tier are the schedule's, s3 gives each missing shard once."""
-    before, after = data.draw(placements(LAYERS)), data.draw(placements(LAYERS, num_nodes=4))
-    some = st.sets(st.sampled_from(sorted(before.layout.workers)))
-    for path in fleet.directory.rglob("*.snapshot"):
-        path.unlink()
-    fleet.read_from_s3.clear()
-    kept = fleet.keep(before, "memory", data.draw(some))
-    kept = fleet.keep(before, "disk", data.draw(some)) or kept
-    holdings, states = live(before, data.draw(some))
-    plan = schedule(after.layout, after.node_by_worker, [*holdings, *kept, S3], STEP, LINKS)
+    after, held, states, plan = drawn(fleet, data)
     results = run(plan, after, states, fleet)
     check(results, after)
     assert moved(results) == plan.bytes_by_tier
-    somewhere = frozenset().union(*(holding.shards for holding in (*holdings, *kept)))
+    somewhere = frozenset().union(*(holding.shards for holding in held))
     needed = frozenset().union(*after.layout.shards_by_worker.values())
     assert fleet.read_from_s3 == Counter(needed - somewhere)
     assert all(not result.failures for result in results.values())
