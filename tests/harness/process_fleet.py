@@ -391,15 +391,11 @@ class ProcessFleet(NoAgents):
             self.kill_node(name)
         workers = [member.process for member in self._workers.values()]
         agents = [seat.agent for seat in self._seats.values()]
-        calls = {p.connection: (p, p.ask("close")) for p in workers}
-        calls |= {p.connection: (p, p.ask("close", forget_snapshots)) for p in agents}
-        deadline = time.monotonic() + 3.0
-        while calls and time.monotonic() < deadline:
-            for connection in wait(list(calls), 0.1):
-                process, number = calls[connection]  # type: ignore[index]
-                if any(answer.number == number for answer in process.take()) or process.gone:
-                    del calls[connection]  # type: ignore[arg-type]
-        for process in (*workers, *agents, *self._ended):
+        _await_answers({p: p.ask("close") for p in workers})
+        for process in (*workers, *self._ended):  # what they write after their agents have gone would stay
+            process.close()
+        _await_answers({p: p.ask("close", forget_snapshots) for p in agents})
+        for process in agents:
             process.close()
         self._workers.clear()
         self._seats.clear()
@@ -410,3 +406,14 @@ class ProcessFleet(NoAgents):
 def _checked(endpoint: AgentEndpoint) -> AgentEndpoint:
     assert endpoint.port > 0
     return endpoint
+
+
+def _await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 5.0) -> None:
+    """As long as the driver waits for its actors' last answers (`RayWorkforce.close`)."""
+    deadline = time.monotonic() + timeout_s
+    left = {process.connection: process for process in calls}
+    while left and time.monotonic() < deadline:
+        for connection in wait(list(left), 0.1):
+            process = left[connection]  # type: ignore[index]
+            if any(answer.number == calls[process] for answer in process.take()) or process.gone:
+                del left[connection]  # type: ignore[arg-type]

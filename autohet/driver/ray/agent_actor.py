@@ -109,20 +109,25 @@ class AgentActor:
         return self._store.prune(what.memory_before, what.disk_before, what.living)
 
     def close(self, forget_snapshots: bool) -> None:
-        """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty."""
+        """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty: as soon as nobody brings
+        any more, since whoever asks does not wait for ever.
+        """
+        self._replicator.close()
+        self._server.close()
+        if forget_snapshots:
+            self._forget_snapshots()
         for watch in (self._metadata, self._gpus):
             if watch is not None:
                 watch.close()
         self._data.close()
-        self._replicator.close()
-        self._server.close()
         self._store.close()
         if self._reports is not None:
             self._reports.close()
         self._log.close()
-        if forget_snapshots:
-            for directory in map(Path, self._directories):
-                shutil.rmtree(directory, ignore_errors=True)
-                for parent in (directory.parent, directory.parent.parent):  # the run's, once its last node has left it
-                    with suppress(OSError):
-                        parent.rmdir()
+
+    def _forget_snapshots(self) -> None:
+        for directory in map(Path, self._directories):
+            shutil.rmtree(directory, ignore_errors=True)
+            for parent in (directory.parent, directory.parent.parent):  # the run's, once its last node has left it
+                with suppress(OSError):
+                    parent.rmdir()

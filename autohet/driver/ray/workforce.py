@@ -208,6 +208,8 @@ class RayWorkforce(RayObserver):
         if not at_once:
             workers = [handle.close.remote() for handle in self._workers.values()]
             ray.wait(workers, num_returns=len(workers), timeout=5) if workers else None
+            for handle in self._workers.values():  # what they write after their agents have gone would stay
+                ray.kill(handle)
             agents = [agent.close.remote(forget_snapshots) for agent in self._agent_handles.values()]
             ray.wait(agents, num_returns=len(agents), timeout=5) if agents else None
         for handle in [*self._workers.values(), *self._agent_handles.values()]:
