@@ -53,16 +53,13 @@ class _Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """Raises OSError, also where the file ends before."""
-        parts = list[bytes]()
-        while num_bytes:
-            part = os.pread(self.number, num_bytes, offset)
-            if not part:
-                raise OSError(errno.EIO, "the file ends before")
-            parts.append(part)
-            offset, num_bytes = offset + len(part), num_bytes - len(part)
-        return b"".join(parts)
+    def fill(self, memory: memoryview, offset: int) -> None:
+        """Raises OSError, and EOFError where the file ends before."""
+        while memory:
+            count = os.preadv(self.number, [memory], offset)
+            if not count:
+                raise EOFError("the file ends before")
+            memory, offset = memory[count:], offset + count
 
     def write(self, data: bytes, offset: int) -> None:
         while data:
@@ -145,12 +142,10 @@ class SnapshotFile:
         offset, running = self.extent(shard).offset, RunningChecksum()
         for start in range(0, len(memory), _READ_BYTES):
             piece = memory[start : start + _READ_BYTES]
-            got = 0
-            while got < len(piece):
-                count = os.preadv(self.fileno(), [piece[got:]], offset + start + got)
-                if count == 0:
-                    raise ShardCorrupt(shard, str(self.path), "the file ends before it")
-                got += count
+            try:
+                self._descriptor.fill(piece, offset + start)
+            except EOFError as error:
+                raise ShardCorrupt(shard, str(self.path), "the file ends before it") from error
             running.update(piece)
         self._require(shard, running.value(), expected)
 
@@ -211,10 +206,12 @@ class SnapshotFile:
             return False
 
     def _read(self, offset: int, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
         try:
-            return self._descriptor.read(offset, num_bytes)
-        except OSError as error:
+            self._descriptor.fill(memoryview(data), offset)
+        except (OSError, EOFError) as error:
             raise SnapshotError(str(self.path), f"cannot be read: {error}") from error
+        return bytes(data)
 
     def _read_commit(self) -> tuple[Commit, Checksums]:
         raw = self._read(RECORD_OFFSET, RECORD.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from tests.faults.conftest import Scene
 from tests.harness.exact_job import STEPS, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, trains_at
+from tests.harness.mounts import mounted
 from tests.harness.struck_run import StruckRun, losses_by_step
 
 FREEZE, THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW of linux/fs.h
@@ -57,22 +59,17 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     image, path = tmp_path / "image", tmp_path / "mounted"
-    path.mkdir()
     with open(image, "wb") as file:
         file.truncate(64 << 20)
-    commands = [["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]]
-    try:
-        made = os.geteuid() == 0 and all(subprocess.run(command).returncode == 0 for command in commands)
-    except OSError:
-        made = False
-    if not made:
-        pytest.skip("needs root, and a loop device to mount a file system of its own")
-    found = Disk(path)
-    try:
-        yield found
-    finally:
-        found.close()
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs mkfs.ext4")
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(path, "-o", "loop", str(image)):
+        found = Disk(path)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 @pytest.mark.faults

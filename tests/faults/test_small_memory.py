@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
+from tests.harness.mounts import mounted
 from tests.harness.struck_run import StruckRun, losses_by_step
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
@@ -38,7 +37,6 @@ ONE_NODE = {**CHAIN, "pipelines": [{"num_microbatches": 8, "stages": [
 def small_memory(tmp_path: Path, scene: Scene) -> Iterator[tuple[Path, Budget]]:
     """A memory file system with room for one worker's snapshots and half of as much again; and what is kept in it."""
     path = tmp_path / "memory"
-    path.mkdir()
     layout = layout_of_plan(
         Plan.from_document(ONE_NODE), load_config(exact_job(tmp_path, scene.shared, path, ONE_NODE).model)
     )
@@ -48,11 +46,8 @@ def small_memory(tmp_path: Path, scene: Scene) -> Iterator[tuple[Path, Budget]]:
     ]
     capacity = min(sizes) * 3 // 2
     assert capacity < sum(sizes)
-    options = f"size={int(capacity / USABLE)}"
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    yield path, share_out("b", layout, dict.fromkeys(layout.workers, "b"), capacity, replicates=False)
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with mounted(path, "-t", "tmpfs", "-o", f"size={int(capacity / USABLE)}", "tmpfs"):
+        yield path, share_out("b", layout, dict.fromkeys(layout.workers, "b"), capacity, replicates=False)
 
 
 def has_gone_on(run: StruckRun, seen: Observation) -> bool:

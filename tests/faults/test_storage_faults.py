@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from tests.harness.fault_points import FaultPoint
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.misbehaving_proxy import MisbehavingProxy, proxy_before
+from tests.harness.mounts import mounted
 from tests.harness.s3_server import s3_server
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
@@ -366,11 +366,8 @@ def test_a_damaged_copy_on_a_disk(
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB, far less than the state; where one may not mount, there is no such test."""
     path = tmp_path / "small"
-    path.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with mounted(path, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        yield path
 
 
 @pytest.mark.parametrize("which", ["local_directory", "memory_directory"])

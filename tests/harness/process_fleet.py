@@ -33,7 +33,7 @@ from planner.cluster import Node, NodeType
 from recovery.state.ancestry import Descent
 from tests.harness.fault_points import FaultPoint
 from tests.harness.process_seats import Member, ProcessCalls, Seat
-from tests.harness.remote_process import NEWS, RemoteProcess
+from tests.harness.remote_process import NEWS, RemoteProcess, await_answers
 from tests.harness.served_objects import ServedWorker, served_agent
 
 NODE_POLL_S = 0.25
@@ -391,10 +391,10 @@ class ProcessFleet(NoAgents):
             self.kill_node(name)
         workers = [member.process for member in self._workers.values()]
         agents = [seat.agent for seat in self._seats.values()]
-        _await_answers({p: p.ask("close") for p in workers})
+        await_answers({p: p.ask("close") for p in workers})
         for process in (*workers, *self._ended):  # what they write after their agents have gone would stay
             process.close()
-        _await_answers({p: p.ask("close", forget_snapshots) for p in agents})
+        await_answers({p: p.ask("close", forget_snapshots) for p in agents})
         for process in agents:
             process.close()
         self._workers.clear()
@@ -406,14 +406,3 @@ class ProcessFleet(NoAgents):
 def _checked(endpoint: AgentEndpoint) -> AgentEndpoint:
     assert endpoint.port > 0
     return endpoint
-
-
-def _await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 5.0) -> None:
-    """As long as the driver waits for its actors' last answers (`RayWorkforce.close`)."""
-    deadline = time.monotonic() + timeout_s
-    left = {process.connection: process for process in calls}
-    while left and time.monotonic() < deadline:
-        for connection in wait(list(left), 0.1):
-            process = left[connection]  # type: ignore[index]
-            if any(answer.number == calls[process] for answer in process.take()) or process.gone:
-                del left[connection]  # type: ignore[arg-type]

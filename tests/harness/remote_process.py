@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,17 @@ class RemoteProcess:
         self.connection.close()
         self.gone = True
         self._process.close()
+
+
+def await_answers(calls: dict[RemoteProcess, int], timeout_s: float = 5.0) -> None:
+    """As long as the driver waits for its actors' last answers (`RayWorkforce.close`)."""
+    deadline = time.monotonic() + timeout_s
+    left = {process.connection: process for process in calls}
+    while left and time.monotonic() < deadline:
+        for connection in wait(list(left), 0.1):
+            process = left[connection]  # type: ignore[index]
+            if any(answer.number == calls[process] for answer in process.take()) or process.gone:
+                del left[connection]  # type: ignore[arg-type]
 
 
 def _serve(connection: Connection, log: Path, build: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -173,17 +174,14 @@ def test_another_that_gives_up_while_it_is_looked_at_holds_nobody_up(storage: St
     """It renewed its lease, and has released it between the list of leases and the look into this one."""
     mine, other = sorted((DriverLease(storage, 2.0), DriverLease(storage, 2.0)), key=lambda lease: lease.name)
     other.renew()
-
     listed = mine._others
 
     def others() -> list[ObjectInfo]:
-        found = listed()
+        found = [replace(info, modified_s=info.modified_s + 1) for info in listed()]
         other.release()
         return found
 
     def pause(seconds: float) -> None:
-        time.sleep(1.1)  # S3 tells whole seconds
-        other.renew()
         mine._others = others  # type: ignore[method-assign]
 
     mine.take(pause)

@@ -205,15 +205,16 @@ class RayWorkforce(RayObserver):
         """End every actor of the job and the rendezvous store; with `forget_snapshots` the nodes' copies are removed
         (a job that is done needs none, and host memory is dear); `at_once` without a word to the actors.
         """
-        if not at_once:
-            workers = [handle.close.remote() for handle in self._workers.values()]
-            ray.wait(workers, num_returns=len(workers), timeout=5) if workers else None
-            for handle in self._workers.values():  # what they write after their agents have gone would stay
+        told: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = (
+            (self._workers, ()),  # first: what they write after their agents have gone would stay
+            (self._agent_handles, (forget_snapshots,)),
+        )
+        for handles, arguments in told:
+            if handles and not at_once:
+                calls = [handle.close.remote(*arguments) for handle in handles.values()]
+                ray.wait(calls, num_returns=len(calls), timeout=5)
+            for handle in handles.values():
                 ray.kill(handle)
-            agents = [agent.close.remote(forget_snapshots) for agent in self._agent_handles.values()]
-            ray.wait(agents, num_returns=len(agents), timeout=5) if agents else None
-        for handle in [*self._workers.values(), *self._agent_handles.values()]:
-            ray.kill(handle)
         self._workers.clear()
         self._agents.close()
         self._reports.close()
