@@ -175,9 +175,12 @@ class SnapshotWriter:
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
-            for buffer in self._buffers:
-                if not self._leases[buffer.step or 0]:
-                    buffer.close()
+            self._close_unleased()
+
+    def _close_unleased(self) -> None:
+        for buffer in self._buffers:
+            if not self._leases[buffer.step or 0]:
+                buffer.close()
 
     def _wait_until(self, done: object, doing: str, timeout_s: float) -> None:
         assert callable(done)
@@ -290,10 +293,8 @@ class SnapshotWriter:
     def end_lease(self, step: int) -> None:
         with self._changed:
             self._leases[step] -= 1
-            if self._closed and not self._thread.is_alive() and not self._leases[step]:
-                for buffer in self._buffers:
-                    if buffer.step == step:
-                        buffer.close()
+            if self._closed and not self._thread.is_alive():
+                self._close_unleased()
 
 
 class SnapshotLease:

@@ -25,7 +25,7 @@ class SnapshotBuffer:
         self.sequence = 0
         self._units = local_units
         self._bytes = torch.frombuffer(file.buffer, dtype=torch.uint8)
-        self._registered = self._tried_to_register = False
+        self._registered = self._tried_to_register = self._closed = False
         held = units_by_tensor(file.map.extents)
         self._targets = {name: self._targets_of(file.map.tensors[name], units) for name, units in held.items()}
 
@@ -91,6 +91,10 @@ class SnapshotBuffer:
             )
 
     def close(self) -> None:
+        """Done once, by whoever comes first: its writer, or the last that leased it."""
+        if self._closed:
+            return
+        self._closed = True
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
         self._targets.clear()

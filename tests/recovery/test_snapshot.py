@@ -448,6 +448,21 @@ def test_a_lease_outlives_its_writer(tmp_path: Path) -> None:
     lease.release()
 
 
+def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(tmp_path: Path) -> None:
+    """An upload ends when the writer's thread has just ended and `close` has not gone on."""
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    writer.start(1, state_of(CASE.layout, WORKER, 1))
+    lease, join = writer.lease(1), writer._thread.join
+
+    def joined(timeout_s: float | None = None) -> None:
+        join(timeout_s)
+        lease.release()
+
+    writer._thread.join = joined  # type: ignore[method-assign]
+    writer.close(20)
+    assert any(holds(path, 1) for path in tmp_path.iterdir())
+
+
 def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:
     """With the checksums of its birth: what rots in host memory meanwhile does not become good by being copied."""
     writer = SnapshotWriter(tmp_path / "memory", WORKER, CASE.layout, 1)
