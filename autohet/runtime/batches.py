@@ -15,7 +15,7 @@ Part = tuple[int, range]
 
 
 class Batches:
-    """Reads any part of any step's global batch from the memory map; every worker has its own. One thread calls it.
+    """Reads any part of any step's global batch from the dataset; every worker has its own. One thread calls it.
 
     prefetch: read what will be asked for next in a thread, into pinned memory where the device has a bus; None: on a GPU, whose host
     then neither waits for a disk nor for the copy. A part is asked for after the same part as in the step before, as schedules do; one that

@@ -1,10 +1,12 @@
-"""A built token dataset: rows of tokens in a memory-mapped Arrow IPC file, and the facts about them beside it.
+"""A built token dataset: rows of tokens in an Arrow IPC file, and the facts about them beside it.
 
 A dataset is a directory, committed by one rename: `tokens.arrow` (one column, a fixed-size list of uint16 or uint32,
 every record batch but the last of equal size) and `dataset.json` (DatasetFacts).
 """
 
 import hashlib
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,7 +53,8 @@ class DatasetFacts:
 class TokenDataset:
     """Read access to a built dataset. Opening maps the file and reads its footer; rows are read as they are asked for.
 
-    Pickles as its path. Not safe for several threads at once.
+    Rows are read by descriptor: a page fault of the mapping would keep the interpreter, and with it the worker's signs of life, for as long
+    as the disk takes. Pickles as its path. Not safe for several threads at once.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,7 +63,10 @@ class TokenDataset:
         self.facts = _read_facts(self.path)
         self._file = pa.memory_map(str(self.path / TOKENS_FILE))
         self._reader = pa.ipc.open_file(self._file)
-        self._batches: dict[int, NDArray[Any]] = {}
+        self._dtype = np.dtype(self.facts.token_dtype)
+        self._begins: dict[int, int] = {}
+        self._descriptor = os.open(self.path / TOKENS_FILE, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenDataset, (self.path,)
@@ -80,8 +86,7 @@ class TokenDataset:
         """Row `index` as int64, shape [sequence_length + 1]."""
         if not 0 <= index < self.facts.num_rows:
             raise IndexError(f"row {index} of a dataset of {self.facts.num_rows} rows")
-        batch, offset = divmod(index, self.facts.rows_per_batch)
-        return np.asarray(self._batch(batch)[offset], np.int64)
+        return self.rows([index])[0]
 
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows in the order of `indices`, int64, shape [len(indices), sequence_length + 1]."""
@@ -89,29 +94,31 @@ class TokenDataset:
         outside = wanted[(wanted < 0) | (wanted >= self.facts.num_rows)]
         if outside.size:
             raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
-        rows = np.empty((len(wanted), self.facts.row_tokens), np.int64)
-        batches, offsets = np.divmod(wanted, self.facts.rows_per_batch)
-        for batch in np.unique(batches):
-            places = np.flatnonzero(batches == batch)
-            rows[places] = self._batch(int(batch))[offsets[places]]
-        return rows
+        rows = np.empty((len(wanted), self.facts.row_tokens), self._dtype)
+        for row, batch, place in zip(rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True):
+            if os.preadv(self._descriptor, [row], self._begin(int(batch)) + int(place) * row.nbytes) != row.nbytes:
+                raise OSError(f"the token file of {self.path} has been cut off since it was opened")
+        return rows.astype(np.int64)
 
-    def _batch(self, index: int) -> NDArray[Any]:
-        """A record batch as a view of the mapped file, shape [rows, sequence_length + 1]."""
-        if index not in self._batches:
-            tokens = self._reader.get_batch(index).column(0).flatten()
-            # Not `to_numpy`: it imports pandas, a second of a worker's first step.
-            _, data = tokens.buffers()
-            width = np.dtype(self.facts.token_dtype)
-            view = np.frombuffer(data, width, len(tokens), tokens.offset * width.itemsize)
-            self._batches[index] = view.reshape(-1, self.facts.row_tokens)
-        return self._batches[index]
+    def _tokens(self, batch: int) -> NDArray[Any]:
+        """A record batch's tokens as a view of the mapped file."""
+        tokens = self._reader.get_batch(batch).column(0).flatten()
+        # Not `to_numpy`: it imports pandas, a second of a worker's first step.
+        _, data = tokens.buffers()
+        return np.frombuffer(data, self._dtype, len(tokens), tokens.offset * self._dtype.itemsize)
+
+    def _begin(self, batch: int) -> int:
+        """Where in the file a record batch's tokens begin."""
+        if batch not in self._begins:
+            self._file.seek(0)
+            self._begins[batch] = self._tokens(batch).ctypes.data - self._file.read_buffer(1).address
+        return self._begins[batch]
 
     def verify(self) -> None:
         """Reads every token; raises ConfigError unless they are those that were written."""
         digest = hashlib.sha256()
         for index in range(self._reader.num_record_batches):
-            digest.update(self._batch(index).data)
+            digest.update(self._tokens(index).data)
         if digest.hexdigest() != self.facts.content_sha256:
             raise ConfigError(f"the token dataset {self.path} is corrupt (checksum differs); delete it to rebuild it")
 

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -217,6 +218,30 @@ def test_the_wait_for_another_builder_ends(tmp_path: Path, make_data: MakeData) 
         holder.kill()
         holder.communicate()
     assert len(prepare_dataset(data, 15)) == len(expected_rows(TEXTS, 16))
+
+
+def test_no_row_is_read_by_a_page_fault(tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One keeps the interpreter for as long as the disk takes, and with it the worker's signs of life."""
+    monkeypatch.setattr(build, "TOKENS_PER_BATCH", 1 << 18)
+    dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", ["the quick brown fox " * (1 << 18)])), 1023)
+
+    def resident_bytes() -> int:
+        """Of the mapped token file, as the kernel counts its pages."""
+        entries = Path("/proc/self/smaps").read_text().split(str(dataset.path / "tokens.arrow"))[1:]
+        return sum(1024 * int(entry.split("Rss:")[1].split()[0]) for entry in entries)
+
+    dataset.rows(range(len(dataset)))
+    assert resident_bytes() < dataset.facts.file_bytes / 2, "headers, with the pages that the kernel maps around them"
+    dataset.verify()
+    assert resident_bytes() > dataset.facts.file_bytes / 2, "what is looked at is that mapping"
+
+
+def test_a_token_file_that_is_cut_off_under_its_reader_is_said(tmp_path: Path, make_data: MakeData) -> None:
+    dataset = prepare_dataset(make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS * 50)), 15)
+    dataset.rows(range(len(dataset)))
+    os.truncate(dataset.path / "tokens.arrow", 4096)
+    with pytest.raises(OSError, match="cut off"):
+        dataset.rows(range(len(dataset)))
 
 
 def test_reading_a_batch_imports_no_pandas(tmp_path: Path, make_data: MakeData) -> None:
