@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -176,12 +176,13 @@ class JobRun:
         """
         ended = self.controller.ended
         drop_search(self.controller.state)
-        try:
+        with ExitStack() as closing:
+            closing.callback(self.durable.close, at_once=at_once)
+            closing.callback(
+                self.workforce.close, forget_snapshots=ended is not None and ended.ok, at_once=at_once
+            )
             if not at_once:
                 self.workforce.publish(self.controller.status())
-        finally:
-            self.workforce.close(forget_snapshots=ended is not None and ended.ok, at_once=at_once)
-            self.durable.close(at_once=at_once)
 
 
 def threads_of_a_worker(job: Job, fleet: EmulatedFleet | None) -> int:
@@ -342,11 +343,15 @@ def _train(
 ) -> Outcome:  # fmt: skip
     try:
         run = JobRun(job, cluster, fleet, events, record=copies.record, recorder=recorder)
-        run.buy(request)
-        run.start()
+        try:
+            run.buy(request)
+            run.start()
+            copies.begin()
+        except BaseException:  # in a process that goes on, its lease would be renewed for ever
+            run.close(at_once=True)
+            raise
     except (StorageError, LeaseHeld) as error:
         raise ConfigError(str(error)) from error
-    copies.begin()
     try:
         with signals(run.workforce):
             guard = Guard(run.controller, run.tick)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,16 +70,15 @@ class Preservation:
         self._rounds = Rounds(0)
         self._complete: tuple[int, int] | None = None  # (generation, step) of the last round that every node has ended
 
-    @property
-    def snapshot_step(self) -> int | None:
-        """The newest snapshot of the present generation that is committed."""
+    def snapshot_step(self, generation: int) -> int | None:
+        """The newest committed snapshot of this generation: None until `begin` has made its files."""
         writer = self._snapshots
-        return None if writer is None else writer.newest
+        return None if writer is None or writer.generation != generation else writer.newest
 
-    @property
-    def replicated_step(self) -> int | None:
-        """The step of the last complete round of the present generation."""
-        return self._rounds.complete
+    def replicated_step(self, generation: int) -> int | None:
+        """The step of the last complete round of this generation."""
+        complete = self._complete
+        return None if complete is None or complete[0] != generation else complete[1]
 
     def snapshot_of(self, generation: int, step: int) -> SnapshotLease | None:
         """The committed snapshot of this step, if this worker has one of the last generation that it trained in."""
@@ -89,7 +89,7 @@ class Preservation:
 
     def begin(self, order: GenerationOrder) -> None:
         """A new generation: its layout decides what this worker keeps and writes."""
-        self._close_snapshots()
+        self._leave_writers()
         self._order = order
         self._begin_rounds(order)
         self._turns = Turns(self._turns.every)
@@ -98,6 +98,15 @@ class Preservation:
             self._budget = self._shared_out(order)
             self._snapshots = self._in_memory(order)
         self._disk = self._on_disk(order)
+
+    def _leave_writers(self) -> None:
+        """Nothing reads the state before any more; a disk that hangs is not waited for."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+        if self._disk is not None:
+            with suppress(SnapshotError):
+                self._disk.wait_copied(self._timeout_s)
+            self._disk.close(0.0)
 
     def _shared_out(self, order: GenerationOrder) -> frozenset[ShardId]:
         """What this worker's snapshots may hold; said once a node, as a warning where something is left out."""
@@ -159,17 +168,13 @@ class Preservation:
             )
             write_targets(directory, targets)
 
-    def _on_disk(self, order: GenerationOrder) -> SnapshotWriter | None:
-        """The writer of this node's disk copies; None, with a warning, where the disk has no room: no reason to stop."""
+    def _on_disk(self, order: GenerationOrder) -> SnapshotWriter:
+        """The writer of this node's disk copies, which are no reason to stop: its thread makes its files, on a disk that may hang."""
         place = self._place
-        try:
-            return SnapshotWriter(
-                place.disk_directory, place.worker, order.layout, order.generation, force_to_device=True,
-                on_commit=partial(self._note, "disk", order.generation),
-            )  # fmt: skip
-        except RecoveryError as error:
-            logger.warning("checkpoints are not kept on this node's disk: %s", error)
-            return None
+        return SnapshotWriter(
+            place.disk_directory, place.worker, order.layout, order.generation, force_to_device=True, in_background=True,
+            on_commit=partial(self._note, "disk", order.generation),
+        )  # fmt: skip
 
     def before_update(self) -> None:
         """Blocks until the state may change: what is to be kept of the step before is copied."""
@@ -201,7 +206,7 @@ class Preservation:
         else:
             logger.warning("no more copies on this node's disk in this generation: %s", error)
             self._disk = None
-        writer.close()
+        writer.close(0.0)  # it may hang
 
     def _try_again(self, order: GenerationOrder) -> None:
         """Counts the snapshots that were not taken; after so many, files are made anew."""

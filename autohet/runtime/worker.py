@@ -72,6 +72,8 @@ class Worker:
         self._hooks = TrainerHooks(phase_hook, self._preservation.before_update, self._preservation.status)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()
+        self._over = 0
+        """The newest generation that is not to run, whether it has begun or not."""
         self._rolling = threading.Lock()  # a roll-forward is under way: no generation begins
         self._live: Live | None = None
         self._groups: GenerationGroups | None = None
@@ -91,7 +93,7 @@ class Worker:
             receipts, self._receipts = tuple(self._receipts), []
             told = steps or receipts or self._report.phase in QUIET
             transfers = self._preservation.take_transfers() if told else ()
-            live = self._live
+            live, kept = self._live, self._preservation
             trainer = None if live is None else live.trainer
             prepared = (
                 None if trainer is None else trainer.prepared
@@ -101,14 +103,19 @@ class Worker:
                 self._report, steps=steps, receipts=receipts, transfers=transfers, step=version.step, whole=version.whole,
                 live_generation=live.generation if live else None,
                 prepared_step=prepared if version.whole else None, vote=live.last_vote if live else None,
-                snapshot_step=self._preservation.snapshot_step, replicated_step=self._preservation.replicated_step,
+                snapshot_step=kept.snapshot_step(live.generation) if live else None,
+                replicated_step=kept.replicated_step(live.generation) if live else None,
             )  # fmt: skip
 
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs. An interrupt that comes meanwhile ends the new one. What
-        keeps it from starting is reported: nobody reads this call's answer.
+        keeps it from starting is reported: nobody reads this call's answer. An order that others have overtaken is dropped.
         """
         with self._beginning:
+            newest = max(self._over, self._report.generation)
+            if order.generation <= newest:
+                logger.info("generation %d does not begin: %d is over, or has begun", order.generation, newest)
+                return
             try:
                 self._begin(order)
             except Exception as error:  # noqa: BLE001 - told to the driver, which would wait for this worker
@@ -164,11 +171,16 @@ class Worker:
         if live is not None and live.trainer is not None:
             live.trainer.request_stop(checkpoint=checkpoint)
 
-    def interrupt(self) -> None:
-        """Leave the generation now; a step that is not committed did not happen."""
+    def interrupt(self, generation: int | None = None) -> None:
+        """Leave the generation now; a step that is not committed did not happen. With `generation`, leave this one, even if its order is yet
+        to come, or one before it: calls overtake each other, and a later generation goes on.
+        """
+        with self._lock:
+            self._over = max(self._over, generation or 0)
         with self._beginning:
             groups = self._groups
-        if groups is not None:
+            is_later = generation is not None and self._report.generation > generation
+        if groups is not None and not is_later:
             groups.interrupt()
 
     def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:

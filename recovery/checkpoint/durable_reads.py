@@ -13,6 +13,7 @@ from recovery.cancellation import ChildEvent
 from recovery.checkpoint.manifest import Manifest
 from recovery.checkpoint.read import READ_MEMORY_BYTES, read_shards
 from recovery.checkpoint.retention import reading_checkpoint
+from recovery.errors import Cancelled
 from recovery.state.layout import ShardId
 from recovery.storage.protocol import Storage
 
@@ -50,6 +51,9 @@ class DurableReads:
             if step not in self._manifest_by_step:
                 reading = reading_checkpoint(self._storage, step, cancelled=self._cancelled)
                 self._manifest_by_step[step] = self._leases.enter_context(reading)
+                if self._over.is_set():  # `close` may have ended the leases before this one was there
+                    self._leases.close()
+                    raise Cancelled(f"reading step {step}")
             return self._manifest_by_step[step]
 
     def close(self) -> None:

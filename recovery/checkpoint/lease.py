@@ -77,7 +77,7 @@ class DriverLease:
             pause(self.lease_s / RENEWALS / 2)
             now = {info.name: info for info in self._others()}
             for name in now.keys() & seen.keys():
-                if now[name].modified_s > seen[name].modified_s and (name < self.name or self._is_taken(name)):
+                if now[name].modified_s != seen[name].modified_s and (name < self.name or self._is_taken(name)):
                     self.release()
                     raise LeaseHeld(self._storage.uri, name.removeprefix(PREFIX).removesuffix(".lease"))
             seen = {name: info for name, info in seen.items() if name in now}
@@ -95,8 +95,8 @@ class DriverLease:
 
     def _others(self) -> list[ObjectInfo]:
         """Leases of drivers that may be alive; those of the dead are removed."""
+        now = self._storage.now()  # before: nobody looks older than it was when it was seen
         there = [info for info in self._storage.list(PREFIX) if info.name != self.name]
-        now = self._storage.now()
         dead = [info for info in there if now > info.modified_s + self.lease_s or self._is_dead(info.name)]
         self._storage.delete([info.name for info in dead])
         return [info for info in there if info not in dead]
@@ -134,7 +134,7 @@ class LeaseKeeper:
             try:
                 self._lease.renew()
                 self._watch()
-            except StorageError as error:
+            except Exception as error:  # noqa: BLE001 - without this thread the lease would run out under a living driver
                 logger.warning("The driver's lease is not renewed this time: %s", error)
 
     def close(self) -> None:

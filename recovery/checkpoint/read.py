@@ -188,10 +188,7 @@ def _read(
 
 def _call_off(fetches: Iterable[_Fetch]) -> None:
     """Cancel the requests that have not begun, and wait for those that have: each has the storage's own deadline."""
-    parts = [part for fetch in fetches for part in fetch.parts]
-    for part in parts:
-        part.cancel()
-    wait(parts)
+    wait([part for fetch in list(fetches) for part in fetch.parts if not part.cancel()])
 
 
 def _over(memory: memoryview) -> torch.Tensor:

@@ -91,7 +91,8 @@ def apply_retention(storage: Storage, keep: int | None, reading: Collection[int]
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: use 1 or more")
-    newest, steps = newest_checkpoint(storage), [info.step for info in list_checkpoints(storage)]
+    steps = [info.step for info in list_checkpoints(storage)]
+    newest = newest_checkpoint(storage)  # looked for later, it is never among those that look left
     left = [step for step in steps if newest is not None and step > newest.step]
     old = ([] if keep is None else [step for step in steps if step not in left][:-keep]) + left
     if not old:

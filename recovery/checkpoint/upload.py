@@ -92,8 +92,8 @@ class Uploader:
             if self._busy_with is not None:
                 raise UploaderBusy(step, self._busy_with)
             self._busy_with, self._outcome, self._copied = step, None, isinstance(state, SnapshotLease)
-        borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
-        self._tasks.put(_Task(step, worker, borrowed, layout, ids))
+            borrowed = state if isinstance(state, SnapshotLease) else BorrowedState(state)
+            self._tasks.put(_Task(step, worker, borrowed, layout, ids))  # before `close` can put an end behind which nothing is done
 
     def wait_copied(self, timeout_s: float = 60.0) -> None:
         """Block until the tensors given to `submit` may change; at once if there are none.
@@ -143,9 +143,9 @@ class Uploader:
             StorageTimeout: the thread still works after `timeout_s`; it is a daemon and dies with the process.
         """
         with self._changed:
-            first, self._closed = not self._closed, True
-        if first:
-            self._tasks.put(None)
+            if not self._closed:
+                self._closed = True
+                self._tasks.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise StorageTimeout(self._storage.uri, f"an upload still runs after {timeout_s:.3g} s")

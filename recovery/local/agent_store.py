@@ -12,6 +12,7 @@ import os
 import threading
 import urllib.parse
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
@@ -42,7 +43,9 @@ class AgentStore:
         self._files: dict[tuple[str, Path], SnapshotFile] = {}
         self._resolved: dict[Source, list[SnapshotFile]] = {}
         self._lock = threading.Lock()
-        self._pushes = 0
+        self._opening = {kind: threading.Lock() for kind in self._directories}
+        """Held while files of that kind are opened: a disk that hangs keeps nobody from host memory."""
+        self._pushes = self._incoming_bytes = 0
         self._newest_taken: tuple[int, int] | None = None
         self._refusing = False
         self.problems: tuple[str, ...] = ()
@@ -73,7 +76,7 @@ class AgentStore:
         for file in known:
             if shard in file.map.extents and _is_there(file):
                 return file
-        files = [file for kind, file in self._scan([]) if file.source(kind, self.node) == source]
+        files = [file for kind, file in self._scan([], source.kind) if file.source(kind, self.node) == source]
         with self._lock:
             self._resolved[source] = files
         for file in files:
@@ -81,41 +84,40 @@ class AgentStore:
                 return file
         raise ShardUnavailable(shard, str(source), "no such snapshot is there (any more)")
 
-    def _scan(self, problems: list[str]) -> Iterator[tuple[str, SnapshotFile]]:
-        """Every committed file as it is now, by kind; forgets (unmaps) those that are gone."""
-        present: list[tuple[str, Path]] = []
+    def _scan(self, problems: list[str], *kinds: str) -> Iterator[tuple[str, SnapshotFile]]:
+        """Every committed file as it is now, by kind (all, or these); forgets (unmaps) those that are gone."""
         for kind, directory in self._directories.items():
-            present += [(kind, path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
-        self._forget_absent(set(present))
-        for kind, path in present:
-            try:
-                yield kind, self._open(kind, path)
-            except SnapshotUncommitted:
+            if kinds and kind not in kinds:
                 continue
-            except SnapshotError as error:
-                problems.append(str(error))
+            present = sorted(directory.glob(f"*{SUFFIX}"))
+            self._forget_absent(kind, set(present))
+            for path in present:
+                try:
+                    yield kind, self._open(kind, path)
+                except SnapshotUncommitted:
+                    continue
+                except SnapshotError as error:
+                    problems.append(str(error))
 
     def _open(self, kind: str, path: Path) -> SnapshotFile:
         """The file as it is now, mapped anew only when it was replaced."""
-        with self._lock:
+        with self._opening[kind]:
             known = self._files.get((kind, path))
-            if known is not None and _is_there(known):
-                current = known.current()
-            else:
-                current = SnapshotFile(path)
-            self._files[kind, path] = current
+            current = known.current() if known is not None and _is_there(known) else SnapshotFile(path)
+            with self._lock:
+                self._files[kind, path] = current
             return current
 
-    def _forget_absent(self, present: set[tuple[str, Path]]) -> None:
+    def _forget_absent(self, kind: str, present: set[Path]) -> None:
         # A removed file's memory is only freed once nobody maps it.
         with self._lock:
-            for key in [key for key in self._files if key not in present]:
+            for key in [key for key in self._files if key[0] == kind and key[1] not in present]:
                 del self._files[key]
-            there = {id(file.map) for file in self._files.values()}
+            there = set(map(id, self._files.values()))  # not those of an earlier step in the same file
             self._resolved = {
                 source: files
                 for source, files in self._resolved.items()
-                if files and all(id(file.map) in there for file in files)
+                if files and all(id(file) in there for file in files)
             }
 
     # keeping
@@ -135,14 +137,29 @@ class AgentStore:
             self._pushes += 1
             name = f"{_stem(file_map.worker, step, generation)}{PUSHED}{os.getpid()}-{self._pushes}{SUFFIX}"
         try:
-            self._check_quota(file_map.file_bytes)
-            return SnapshotFileWriter(self._directories["memory"] / name, file_map)
+            with self._claimed(file_map.file_bytes):
+                return SnapshotFileWriter(self._directories["memory"] / name, file_map)
         except SnapshotError as error:
             logger.warning("a pushed copy goes to the disk: %s", error)
             return SnapshotFileWriter(self._directories["disk"] / name, file_map)
 
+    @contextmanager
+    def _claimed(self, num_bytes: int) -> Iterator[None]:
+        """Within, a file of so many bytes is made in host memory: until it has its name, other pushes do not see it.
+
+        Raises:
+            SnapshotError: it would take host memory that workers may need.
+        """
+        with self._lock:
+            self._check_quota(num_bytes)
+            self._incoming_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._incoming_bytes -= num_bytes
+
     def _check_quota(self, num_bytes: int) -> None:
-        """Raise SnapshotError where a copy of so many bytes would take host memory that workers may need."""
         memory = self._directories["memory"]
         try:
             memory.mkdir(parents=True, exist_ok=True)
@@ -152,6 +169,7 @@ class AgentStore:
             raise SnapshotError(str(memory), f"cannot be used: {error}") from error
         limit = system.f_blocks * system.f_frsize // 2 if self._max_copy_bytes is None else self._max_copy_bytes
         limit = min(limit, read_copies_limit(memory, limit))
+        taken += self._incoming_bytes
         if taken + num_bytes > limit:
             raise SnapshotError(
                 str(memory), f"holds {taken} bytes of copies; with {num_bytes} more it would pass {limit}"

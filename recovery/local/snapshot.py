@@ -71,7 +71,7 @@ class SnapshotWriter:
         self.whole = len(shards) == len(held)
         """Whether its snapshots hold all of the worker's state."""
         self._map, self._local_units = FileMap.of(worker, layout.tensors, shards), units_by_tensor(held)
-        self._closed = False
+        self._closed = self._ended = False
         self._buffers: list[SnapshotBuffer] = []
         if not in_background:
             self._make_buffers()
@@ -169,15 +169,16 @@ class SnapshotWriter:
         self._wait_until(lambda: self._job is None, "committing", timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Finish what was started, join the thread, leave the files. The last error, if any, is dropped."""
+        """Finish what was started, join the thread, leave the files. The last error, if any, is dropped. After `timeout_s` (a disk may
+        hang) the thread is left to finish by itself; whatever it still reads must not change, or what it writes is not committed.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        with self._changed:
-            self._close_unleased()
 
     def _close_unleased(self) -> None:
+        """Once the thread writes to none of them any more."""
         for buffer in self._buffers:
             if not self._leases[buffer.step or 0]:
                 buffer.close()
@@ -200,30 +201,40 @@ class SnapshotWriter:
             buffer.file.populate(lambda: self._closed or self.busy)
 
     def _run(self) -> None:
-        self._prepare()
-        while True:
+        try:
+            self._prepare()
+            while self._take_next():
+                pass
+        finally:
             with self._changed:
-                self._changed.wait_for(lambda: self._job is not None or self._closed)
-                if self._job is None:
-                    return
-                step, borrowed = self._job
-            error: RecoveryError | None = None
-            buffer: SnapshotBuffer | None = None
-            try:
-                if not self._buffers:
-                    self._make_buffers()
-                buffer = self._free_buffer(step)
-                if buffer is not None:
-                    self._take(buffer, step, borrowed)
-            except (RecoveryError, ValueError, RuntimeError, OSError) as failure:
-                why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
-                path = self.directory if buffer is None else buffer.file.path
-                error = SnapshotError(str(path), f"step {step} was not taken: {why}")
-            borrowed.release()
-            with self._changed:
-                self._job, self._copied = None, True
-                self._error = error or self._error
-                self._changed.notify_all()
+                self._ended = True
+                self._close_unleased()
+
+    def _take_next(self) -> bool:
+        """Wait for a snapshot to take, and take it; False once there is none and the writer is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is not None or self._closed)
+            if self._job is None:
+                return False
+            step, borrowed = self._job
+        error: RecoveryError | None = None
+        buffer: SnapshotBuffer | None = None
+        try:
+            if not self._buffers:
+                self._make_buffers()
+            buffer = self._free_buffer(step)
+            if buffer is not None:
+                self._take(buffer, step, borrowed)
+        except Exception as failure:  # noqa: BLE001 - raised by the next call
+            why = failure.reason if isinstance(failure, SnapshotError) else str(failure)
+            path = self.directory if buffer is None else buffer.file.path
+            error = SnapshotError(str(path), f"step {step} was not taken: {why}")
+        borrowed.release()
+        with self._changed:
+            self._job, self._copied = None, True
+            self._error = error or self._error
+            self._changed.notify_all()
+        return True
 
     def _free_buffer(self, step: int) -> SnapshotBuffer | None:
         """The file for the next step: never the newest, nor one whose step is held. Where all are, one more is made, and
@@ -293,7 +304,7 @@ class SnapshotWriter:
     def end_lease(self, step: int) -> None:
         with self._changed:
             self._leases[step] -= 1
-            if self._closed and not self._thread.is_alive():
+            if self._ended:
                 self._close_unleased()
 
 

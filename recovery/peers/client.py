@@ -114,7 +114,7 @@ class ShardClient:
     def push(
         self, source: Source, tensors: Mapping[str, TensorSpec], pieces: Mapping[ShardId, memoryview | FileRange], *,
         checksums: Sequence[int] | None = None, limit: BandwidthLimit | None = None, superseded: tuple[int, int] | None = None,
-        to: str | None = None,
+        to: str | None = None, cancelled: threading.Event | None = None,
     ) -> None:  # fmt: skip
         """Put copies of `source`'s shards on the peer's node, committed there as a whole; blocks until they are. `to`: that node's name,
         where it matters; another one, which has the address now, refuses.
@@ -124,7 +124,7 @@ class ShardClient:
 
         Raises:
             SnapshotError: the peer has no room. ShardCorrupt: they were damaged on the way; nothing is kept.
-            PeerTimeout, PeerUnreachable, PeerRefused: as `read`; PeerRefused, too, where it is another node than `to`.
+            PeerTimeout, PeerUnreachable, PeerRefused, Cancelled: as `read`; PeerRefused, too, where it is another node than `to`.
         """
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
         request = {
@@ -138,11 +138,11 @@ class ShardClient:
             "superseded": superseded,
             "to": to,
         }
-        with self._ask(request, f"taking shards of {source}") as (connection, first):
+        with self._ask(request, f"taking shards of {source}", cancelled) as (connection, first):
             self._check_push(first, source)
             for piece in pieces.values():
-                _send_bounded(connection, piece, limit)
-            self._check_push(receive(connection, REPLY.size), source)
+                _send_bounded(connection, piece, limit, cancelled)
+            self._check_push(receive(connection, REPLY.size, cancelled), source)
 
     def _check_push(self, header: bytes | bytearray, source: Source) -> None:
         status = REPLY.unpack(header)[0]
@@ -259,11 +259,14 @@ def _closed_if_left(connection: socket.socket) -> Iterator[None]:
         raise
 
 
-def _send_bounded(connection: socket.socket, piece: memoryview | FileRange, limit: BandwidthLimit | None) -> None:
+def _send_bounded(
+    connection: socket.socket, piece: memoryview | FileRange, limit: BandwidthLimit | None, cancelled: threading.Event | None
+) -> None:  # fmt: skip
     for start in range(0, len(piece), SEND_BYTES):
         length = min(SEND_BYTES, len(piece) - start)
+        check(cancelled, "sending to a peer")
         if limit is not None:
-            limit.take(length)
+            limit.take(length, cancelled)
         if isinstance(piece, FileRange):
             send_within(connection, FileRange(piece.owner, piece.offset + start, length))
         else:

@@ -118,7 +118,9 @@ class Replicator:
 
     def __init__(self, store: AgentStore, memory_directory: Path | str, token: str) -> None:
         self._store, self._directory, self._token = store, Path(memory_directory), token
-        self._done: dict[str, tuple[int, int]] = {}
+        self._done: dict[str, Pushed] = {}
+        self._told: dict[str, Pushed] = {}
+        self._untold: set[str] = set()
         self._waiting: dict[str, tuple[Round, float]] = {}  # for a snapshot, since when
         self._limits: dict[float | None, BandwidthLimit] = {}
         self._pool = ClientPool()
@@ -127,7 +129,7 @@ class Replicator:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop after the push under way, bounded by its deadline; join the thread."""
+        """Give up the push under way; join the thread."""
         self._stop.set()
         self._thread.join(timeout_s)
         self._pool.close()
@@ -136,22 +138,43 @@ class Replicator:
         with contextlib.suppress(OSError):  # threads are processes to Linux's scheduler
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self._stop.wait(POLL_S):
-            for path in sorted(self._directory.glob("*.round")):
-                if self._stop.is_set():
-                    return
-                opened = _read(path, Round)
-                if opened is None or self._done.get(opened.worker) == (opened.generation, opened.step):
-                    continue
-                try:
-                    self._take(opened)
-                except OSError as error:
-                    logger.warning("the round of %s cannot be answered: %s", opened.worker, error)
+            try:
+                self._look()
+            except OSError as error:
+                logger.warning("rounds cannot be looked for: %s", error)
+                self._stop.wait(1.0)
 
-    def _take(self, opened: Round) -> None:
+    def _look(self) -> None:
+        """Do what is asked for now."""
+        for path in sorted(self._directory.glob("*.round")):
+            if self._stop.is_set():
+                return
+            opened = _read(path, Round)
+            if opened is None:
+                continue
+            done = self._done.get(opened.worker)
+            if done is None or (done.generation, done.step) != (opened.generation, opened.step):
+                done = self._take(opened)
+            if done is not None and self._told.get(opened.worker) is not done:
+                self._done[opened.worker] = done
+                self._tell(opened.worker, done)
+
+    def _tell(self, worker: str, done: Pushed) -> None:
+        """Where that fails, memory is full: the next look tries again, since nobody asks for a step twice."""
+        try:
+            _write(self._directory, worker, "pushed", done)
+            self._told[worker] = done
+            self._untold.discard(worker)
+        except OSError as error:
+            if worker not in self._untold:
+                logger.warning("the round of %s cannot be answered yet: %s", worker, error)
+            self._untold.add(worker)
+
+    def _take(self, opened: Round) -> Pushed | None:
         """Do one worker's part of a round, if its snapshot is there already."""
         targets = _read(_path(self._directory, opened.worker, "targets"), ReplicationTargets)
         if targets is None or targets.generation != opened.generation:
-            return
+            return None
         source = Source("memory", self._store.node, opened.worker, opened.step, opened.generation)
         error: str | None = None
         started, sent = time.monotonic(), 0
@@ -160,15 +183,15 @@ class Replicator:
                 sent += self._push(source, target, targets, opened)
         except ShardUnavailable as missing:
             if not self._waited(opened, targets.timeout_s):
-                return  # not committed yet
+                return None  # not committed yet
             error = str(missing)
         except RecoveryError as failure:
+            if self._stop.is_set():
+                return None
             error = str(failure)
             logger.warning("step %d of %s has no copy elsewhere: %s", opened.step, opened.worker, error)
-        self._done[opened.worker] = (opened.generation, opened.step)
         now = time.monotonic()
-        pushed = Pushed(opened.generation, opened.step, error, sent, now - started, now)
-        _write(self._directory, opened.worker, "pushed", pushed)
+        return Pushed(opened.generation, opened.step, error, sent, now - started, now)
 
     def _waited(self, opened: Round, timeout_s: float) -> bool:
         """Whether this round's snapshot has been waited for long enough: its worker may have died before it."""
@@ -213,8 +236,9 @@ class Replicator:
         limit = self._limits.setdefault(targets.max_bytes_per_s, BandwidthLimit(targets.max_bytes_per_s))
         with self._pool.client(endpoint.host, endpoint.port, self._token, targets.timeout_s) as client:
             client.push(
-                source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete, to=endpoint.node
-            )
+                source, tensors, views, checksums=checksums, limit=limit, superseded=opened.complete, to=endpoint.node,
+                cancelled=self._stop,
+            )  # fmt: skip
 
 
 def hand_over(

@@ -110,6 +110,9 @@ class _ThreadingServer(socketserver.TCPServer):
         self._open: dict[threading.Thread, socket.socket] = {}
         self._idle: dict[threading.Thread, None] = {}
         """Those between two requests, the one that has waited longest first."""
+        self._threads: list[threading.Thread] = []
+        """Whoever has an open connection, or had one a moment ago."""
+        self._closing = False
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -120,12 +123,12 @@ class _ThreadingServer(socketserver.TCPServer):
         with self._lock:
             full = len(self._open) >= self._max_connections and not self._end_an_idle_one()
             if not full:
+                thread.start()  # what it notes of itself comes after this block
                 self._open[thread] = request
+                self._threads = [each for each in (*self._threads, thread) if each.is_alive()]
         if full:
             logger.warning("%s is hung up on: there are %d connections", client_address, self._max_connections)
             self.shutdown_request(request)
-        else:
-            thread.start()
 
     def _end_an_idle_one(self) -> bool:
         """Whoever is at its other end makes a new one for its next request, and blames nobody."""
@@ -144,6 +147,8 @@ class _ThreadingServer(socketserver.TCPServer):
             self._idle.pop(thread, None)
             if idle:
                 self._idle[thread] = None
+            if self._closing:
+                _shut(connection)
 
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
@@ -156,12 +161,12 @@ class _ThreadingServer(socketserver.TCPServer):
 
     def hang_up(self, until: float) -> None:
         with self._lock:
-            left = dict(self._open)
-        for connection in left.values():
-            _shut(connection)
-        for thread in left:
+            self._closing = True
+            for connection in self._open.values():
+                _shut(connection)
+        for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in left):
+        if any(thread.is_alive() for thread in self._threads):
             logger.warning("connections of the shard server are still at work after its close")
 
 
@@ -180,8 +185,12 @@ class _Handler(socketserver.BaseRequestHandler):
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             if self.context is not None:
-                self.request = self.context.wrap_socket(self.request, server_side=True)
+                self.request = self.context.wrap_socket(
+                    self.request, server_side=True, do_handshake_on_connect=False
+                )
             self.server.note(self.request, idle=False)
+            if isinstance(self.request, ssl.SSLSocket):
+                self.request.do_handshake()
             if not self._greet():
                 return
             self.request.settimeout(IDLE_S)

@@ -145,7 +145,7 @@ class DirectoryStorage:
             os.fsync(file.fileno())
 
     def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
-        for parent, _, files in os.walk(folder):
+        for parent, _, files in os.walk(folder, onerror=_raise_unless_gone):
             for file in files:
                 path = Path(parent, file)
                 if not file.startswith(TEMPORARY_PREFIX):
@@ -154,7 +154,7 @@ class DirectoryStorage:
                         yield ObjectInfo(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime)
 
     def _temporaries(self, prefix: str) -> Iterator[Path]:
-        for parent, _, files in os.walk(self._root):
+        for parent, _, files in os.walk(self._root, onerror=_raise_unless_gone):
             if Path(parent).relative_to(self._root).as_posix().startswith(prefix.rstrip("/")):
                 yield from (Path(parent, file) for file in files if file.startswith(TEMPORARY_PREFIX))
 
@@ -163,6 +163,12 @@ class DirectoryStorage:
             return call_until(self._cancelled, action, f"{self.uri}/{name}")
         except OSError as error:
             raise _storage_error(f"{self.uri}/{name}", error) from error
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """What cannot be listed is not empty."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
@@ -182,7 +188,11 @@ def _publish(temporary: Path, target: Path, exclusive: bool) -> None:
 def _claim_name(temporary: Path, target: Path) -> None:
     """For file systems without hard links: O_EXCL decides who wins, the rename then shows the whole content."""
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    os.replace(temporary, target)
+    try:
+        os.replace(temporary, target)
+    except OSError:
+        target.unlink()
+        raise
 
 
 def _fsync_directory(folder: Path) -> None:

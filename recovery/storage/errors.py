@@ -43,6 +43,10 @@ class ObjectExists(StorageError):
     """A conditional put found that the object exists already."""
 
 
+class UploadGone(StorageError):
+    """The storage knows no such upload in parts: it was aborted, or completed."""
+
+
 class ObjectTruncated(StorageError):
     """Fewer bytes came than the object is said to have."""
 

@@ -22,7 +22,14 @@ from botocore.config import Config
 
 from recovery.cancellation import call_until, check, pause
 from recovery.errors import Cancelled
-from recovery.storage.errors import ObjectMissing, ObjectTruncated, StorageError, StorageTimeout
+from recovery.storage.errors import (
+    ObjectExists,
+    ObjectMissing,
+    ObjectTruncated,
+    StorageError,
+    StorageTimeout,
+    UploadGone,
+)
 from recovery.storage.payload import Buffer, Payload, as_payload
 from recovery.storage.protocol import BandwidthLimit, ObjectInfo, Storage, StorageOptions
 from recovery.storage.s3_errors import S3_FAILURES, release_frames, translate
@@ -125,8 +132,7 @@ class S3Storage:
 
     def now(self) -> float:
         answer = self._call("", lambda: self._client.list_objects_v2(Bucket=self._bucket, MaxKeys=1))
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        return parsedate_to_datetime(date).timestamp() if date else time.time()
+        return _date_of(answer) or time.time()
 
     def until(self, cancelled: threading.Event) -> Storage:
         bound = object.__new__(S3Storage)  # not a copy, which would go through `__reduce__` and open it anew
@@ -158,11 +164,24 @@ class S3Storage:
         try:
             parts = _in_parallel(send, range(1, -(-payload.size // part_bytes) + 1), self._options.concurrency)
             done = {**target, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}, **condition}
-            self._call(name, lambda: self._client.complete_multipart_upload(**done))
+            self._complete(name, done, payload.size, _date_of(opened) or 0.0)
         except BaseException:
             with contextlib.suppress(StorageError, Cancelled):
                 self._abort(target["Key"], upload_id)
             raise
+
+    def _complete(self, name: str, request: dict[str, Any], size: int, opened_at: float) -> None:
+        """Where a reply is lost, some servers (AWS is none) say to the next try that there is no such upload: the object is there then,
+        of this size and younger than the upload.
+        """
+        try:
+            self._call(name, lambda: self._client.complete_multipart_upload(**request))
+        except UploadGone:
+            there = self._call(name, lambda: self._client.head_object(**self._object(name)))
+            if int(there["ContentLength"]) != size or there["LastModified"].timestamp() < opened_at:
+                raise
+            if "IfNoneMatch" in request:  # whose it is, whoever put it sees from what is in it
+                raise ObjectExists(f"{self.uri}/{name}", "exists already") from None
 
     def _put_part(self, part: dict[str, Any], body: memoryview) -> dict[str, str]:
         if self._transfer.usable:
@@ -220,6 +239,12 @@ class S3Storage:
             pause(self._cancelled, pause_s, uri)
             backoff_s *= 2
         raise AssertionError("the last attempt returns or raises")
+
+
+def _date_of(answer: dict[str, Any]) -> float | None:
+    """By the server's clock, in whole seconds, as its objects' times are."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date).timestamp() if date else None
 
 
 def _make_client(options: StorageOptions) -> Any:

@@ -7,6 +7,7 @@ import traceback
 
 import botocore.exceptions as boto
 import urllib3.exceptions
+from botocore.parsers import ResponseParserError
 
 from recovery.storage.errors import (
     BucketMissing,
@@ -18,9 +19,12 @@ from recovery.storage.errors import (
     StoragePermissionDenied,
     StorageThrottled,
     StorageUnreachable,
+    UploadGone,
 )
 
-S3_FAILURES = (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
+S3_FAILURES = (
+    boto.BotoCoreError, boto.ClientError, ResponseParserError, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError
+)  # fmt: skip
 """Everything that a call through boto3 raises for reasons outside of this program."""
 
 _THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
@@ -78,7 +82,7 @@ def _from_response(uri: str, error: boto.ClientError) -> tuple[StorageError, boo
     if status == 412 or code == "PreconditionFailed":
         return ObjectExists(uri, "exists already"), False
     if code == "NoSuchUpload":
-        return StorageError(uri, "the multipart upload was aborted by someone else", "upload again"), False
+        return UploadGone(uri, "the multipart upload was aborted by someone else", "upload again"), False
     if status == 404:
         return ObjectMissing(uri, "does not exist"), False
     if status == 416:

@@ -166,11 +166,13 @@ class Reads:
         apart = bool(rest.sources) and self.tier(source) in UNSTOPPABLE
         if rest.sources:
             self._watch(attempt, rest)
-        problems = self._read_apart(attempt) if apart else self._read(attempt, self._memory_of(shards))
-        with self._lock:
-            self._watched.pop(attempt, None)
-            attempt.ended.set()
-            hedge = attempt.hedge
+        try:
+            problems = self._read_apart(attempt) if apart else self._read(attempt, self._memory_of(shards))
+        finally:
+            with self._lock:
+                self._watched.pop(attempt, None)
+                attempt.ended.set()
+                hedge = attempt.hedge
         if not attempt.left:
             return [], []
         if hedge is not None:

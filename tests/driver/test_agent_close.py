@@ -9,6 +9,9 @@ import pytest
 from autohet.driver.ray.agent_actor import AgentActor
 from tests.harness.fake_job import fake_job
 
+WAITED_FOR_S = 5.0
+"""An agent is killed then (`RayWorkforce.close`)."""
+
 
 def test_snapshots_are_gone_before_anything_that_may_take_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -30,3 +33,19 @@ def test_snapshots_are_gone_before_anything_that_may_take_its_time(
     agent.close(forget_snapshots=True)
     assert there == [False]
     assert not (tmp_path / "memory/run").exists()
+
+
+def test_a_push_that_is_stuck_keeps_no_snapshot(tmp_path: Path) -> None:
+    """To a peer that is cut off, until its deadline: whoever asked the agent to end kills it before."""
+    memory, disk = tmp_path / "memory/run/a", tmp_path / "disk/run/a"
+    build = AgentActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    agent = build("a", "127.0.0.1", "token", str(memory), str(disk), (), fake_job(), {})
+    memory.mkdir(parents=True, exist_ok=True)
+    (memory / "a%2F0.g1.0.snapshot").write_bytes(b"dear")
+    asked = list[float | None]()
+    agent._replicator._thread.join = asked.append
+    agent.close(forget_snapshots=True)
+    assert not memory.exists()
+    (within,) = asked
+    assert within is not None
+    assert within < WAITED_FOR_S / 2

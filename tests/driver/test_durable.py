@@ -101,3 +101,24 @@ def test_all_checkpoints_are_kept_where_that_is_asked_for(
     assert set(read_ancestry(storage).entries) == ({1, 2} if keep is None else {2})
     assert read.called is (keep is not None), "who keeps thousands does not read them all with each commit"
     storage.close()
+
+
+def test_whatever_fails_in_a_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the last checkpoint would wait for its whole deadline."""
+    storage, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
+    durable = Durable(storage, "job", {}, {}, keep=2)
+    monkeypatch.setattr(storage, "put", Mock(side_effect=AttributeError("nobody has thought of this")))
+    durable.commit(4, 1, layout, [])
+    durable.close()
+    assert (durable.state().error_step, durable.state().error_generation) == (4, 1)
+
+
+def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path))
+    durable = Durable(storage, "job", {}, {}, keep=2)
+    monkeypatch.setattr(storage, "put", Mock(side_effect=AttributeError("nobody has thought of this")))
+    durable.claim(Descent(generation=3, parent=None, first_step=0))
+    durable.close()
+    assert (durable.state().claimed, durable.state().unclaimed) == (3, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import pickle
+import select
 import socket
 import threading
 import time
@@ -77,8 +78,11 @@ class Client:
     def __init__(self, address: ReportAddress, server: ReportServer) -> None:
         self.address, self.place = address, 0
         self.socket = socket.create_connection((address.host, address.port), 10)
+        deadline = time.monotonic() + 10
+        while not select.select([self.socket], [], [], 0.01)[0]:
+            assert time.monotonic() < deadline
+            server.take()  # which takes the connection
         self.socket.settimeout(10)
-        server.take()  # which takes the connection
         self.nonce = self.socket.recv(NONCE_BYTES, socket.MSG_WAITALL)
 
     def frame(self, number: int, payload: bytes, key: bytes | None = None) -> bytes:

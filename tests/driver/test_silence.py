@@ -164,3 +164,16 @@ def test_nobody_is_asked_while_all_talk() -> None:
     agents = Agents([STILL])
     assert silent_for(agents, talks=frozenset({"a/0", "a/1"})) is None
     assert agents.questions == []
+
+
+def test_a_storage_that_says_nothing_hides_nothing_that_nodes_keep() -> None:
+    """The newest checkpoint is read anew meanwhile: it is waited for, but orders are not written without what agents hold."""
+    timeouts = ElasticSection(heartbeat_timeout_s=3.0).timeouts()
+    inventories = Inventories(Scripted(up={"a"}), timeouts)
+    inventories.request({"a": "a"}, 10.0)
+    assert inventories.take(10.1, fresh=False) is None
+    assert inventories.take(10.2, fresh=True) == {"a": ["kept"]}
+    inventories.request({"a": "a"}, 20.0)
+    assert inventories.take(20.1, fresh=False) is None
+    before_orders = 20.0 + 0.9 * timeouts.quiesce_s
+    assert inventories.take(before_orders, fresh=False) == {"a": ["kept"]}

@@ -36,7 +36,7 @@ def test_nothing_is_told_while_it_is_decided_and_all_before_it_is_done(monkeypat
     controller.events = EventLog(None, listener=lambda event: order.append(event["kind"]))
     decide, interrupt = controller.decide, workforce.interrupt
     monkeypatch.setattr(controller, "decide", lambda seen: (decide(seen), order.append("decided")))
-    monkeypatch.setattr(workforce, "interrupt", lambda workers: (order.append("interrupt"), interrupt(workers)))
+    monkeypatch.setattr(workforce, "interrupt", lambda *call: (order.append("interrupt"), interrupt(*call)))
     run(controller, lambda: "interrupt" in order)
     last = order[len(order) - 1 - order[::-1].index("decided") :]
     assert "death" in last

@@ -237,7 +237,7 @@ class FaultyWorkforce(Collective):
         newest = self.newest_whole_step()
         assert newest is None or order.start_step >= newest, f"back to {order.start_step}, but {newest} was whole"
 
-    def interrupt(self, workers: Collection[str]) -> None:
+    def interrupt(self, workers: Collection[str], generation: int) -> None:
         self._tell(workers, Life.halt)
 
     def request_stop(self, workers: Collection[str], *, checkpoint: bool) -> None:

@@ -192,7 +192,7 @@ class ProcessFleet(NoAgents):
         newest = {worker: member.report for worker, member in self._workers.items()}
         reports = told(newest, fresh, self._losses, self._told_at)
         self._told_at = now
-        inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
+        inventories = self._inventories.take(now, self._witnesses.silent_nodes, fresh=self.durable.fresh())
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
         return Observation(
             now=now, nodes={name: seat.view for name, seat in self._seats.items()}, notices=dict(self.notices), reports=reports,
@@ -349,8 +349,8 @@ class ProcessFleet(NoAgents):
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._tell(workers, "request_stop", checkpoint)
 
-    def interrupt(self, workers: Sequence[str]) -> None:
-        self._tell(workers, "interrupt")
+    def interrupt(self, workers: Sequence[str], generation: int) -> None:
+        self._tell(workers, "interrupt", generation)
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
         self._tell(workers, "roll_forward", generation, vote)

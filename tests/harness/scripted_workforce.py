@@ -127,7 +127,7 @@ class ScriptedWorkforce(NoAgents):
         for worker in workers:
             self.processes[worker].stop, self.processes[worker].saves = True, checkpoint
 
-    def interrupt(self, workers: Any) -> None:
+    def interrupt(self, workers: Any, generation: int) -> None:
         for worker in workers:
             process = self.processes[worker]
             if process.report.phase in (Phase.TRAINING, Phase.BUILDING):

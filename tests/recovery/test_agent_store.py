@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -212,3 +215,61 @@ def test_pushed_copies_go_to_the_disk_when_memory_is_full(
     (tmp_path / "disk").write_text("full, too")
     with pytest.raises(SnapshotError, match="cannot make a file"):
         store.accept(5, 1, FileMap.of("n9/0", SPECS, shards))
+
+
+def test_a_disk_that_hangs_hides_nothing_in_host_memory(store: AgentStore, tmp_path: Path) -> None:
+    """A pipe of whose bytes nobody brings any: who opens it stands."""
+    snapshots(tmp_path / "memory", "n0/0", 4)
+    (tmp_path / "disk").mkdir()
+    os.mkfifo(tmp_path / "disk/hangs.snapshot")
+    looking = threading.Thread(target=store.inventory, daemon=True)
+    looking.start()
+    until = time.monotonic() + 20
+    while ("memory", tmp_path / "memory" / file_name("n0/0", 1, 0)) not in store._files:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    shard = min(CASE.layout.shards_by_worker["n0/0"])
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: bytes(store.read(source("n0/0", 4), shard)))
+        try:
+            assert reading.result(10) == content(shard, 4)
+        finally:
+            (tmp_path / "disk/hangs.snapshot").open("wb").close()  # an end, for whoever stands
+            looking.join(20)
+
+
+def test_copies_that_come_at_once_take_no_more_than_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_map = FileMap.of("n9/0", SPECS, CASE.layout.shards_by_worker["n0/0"])
+    store = AgentStore(
+        tmp_path / "memory", tmp_path / "disk", "n0", max_copy_bytes=file_map.file_bytes + file_map.file_bytes // 2
+    )
+    begun, go_on, fallocate = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slow(*arguments: int) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(20)
+        fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.accept, 1, 1, file_map)
+        assert begun.wait(20)
+        second = store.accept(1, 1, file_map)
+        go_on.set()
+        assert first.result(20).path.parent == tmp_path / "memory"
+    assert second.path.parent == tmp_path / "disk"
+    second.close()
+    first.result().close()
+
+
+def test_what_was_read_of_earlier_steps_is_forgotten(store: AgentStore, tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path / "memory", "n0/0", CASE.layout, 1)
+    for step in range(1, 9):
+        writer.start(step, state_of(CASE.layout, "n0/0", step))
+        writer.wait(20)
+        store.file_of(source("n0/0", step), min(CASE.layout.shards_by_worker["n0/0"]))
+    writer.close(20)
+    assert len(store._resolved) <= 3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from recovery.transfer import exchange
 from recovery.transfer.restore import Access, LiveState, Restored, restore
 from recovery.transfer.schedule import schedule
 from tests.harness.state_cases import Member, PostOffice, placed, state_of, tensors_of, unit
+from tests.recovery.conftest import SMALL
 
 STEP, ME, PEER = 6, "n0/0", "n1/0"
 TENSORS = tensors_of(3)
@@ -157,3 +160,66 @@ def test_shards_are_read_into_the_callers_memory(durable: DurableReads, committe
     assert all(torch.equal(found[shard], expected[shard]) for shard in shards)
     for shard, view in memory.items():
         assert bytes(view) == expected[shard].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Slow:
+    """A storage in which some calls stand until `go_on`."""
+
+    def __init__(self, inner: Storage, stands: Callable[[str, str], bool]) -> None:
+        self._inner, self._stands = inner, stands
+        self.standing, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def until(self, cancelled: threading.Event) -> Slow:
+        return self
+
+    def _stand(self, method: str, name: str) -> None:
+        if self._stands(method, name):
+            self.standing.set()
+            assert self.go_on.wait(20)
+
+    def put(self, name: str, *data: Any, **given: Any) -> None:
+        self._stand("put", name)
+        self._inner.put(name, *data, **given)
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self._stand("get_into", name)
+        self._inner.get_into(name, start, buffer)
+
+
+def test_a_reader_that_is_left_behind_ends_when_the_reads_are_closed(committed: str) -> None:
+    """Its further requests are called off by the pool's end, not by itself."""
+    options = replace(SMALL, concurrency=1, part_bytes=64)
+    slow = Slow(open_storage(committed, options), lambda method, _: method == "get_into")
+    reads = DurableReads(slow)  # type: ignore[arg-type]
+    reader = threading.Thread(target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True)
+    reader.start()
+    assert slow.standing.wait(20)
+    threading.Timer(0.2, slow.go_on.set).start()
+    reads.close()
+    reader.join(10)
+    assert not reader.is_alive()
+
+
+def test_a_lease_that_comes_after_the_close_is_ended(committed: str) -> None:
+    slow = Slow(open_storage(committed), lambda method, name: name.endswith(".lease"))
+    reads = DurableReads(slow)  # type: ignore[arg-type]
+    before = set(threading.enumerate())
+    reader = threading.Thread(target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True)
+    reader.start()
+    assert slow.standing.wait(20)
+    reads.close()
+    slow.go_on.set()
+    reader.join(20)
+    until = time.monotonic() + 20
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < until, threading.enumerate()
+        time.sleep(0.01)
+    assert not [info.name for info in slow.list() if info.name.endswith(".lease")]
+
+
+def suppress_all(call: Callable[..., object], *arguments: Any) -> None:
+    with suppress(Exception):
+        call(*arguments)

@@ -247,3 +247,36 @@ def test_the_owner_is_told_after_each_renewal(storage: Storage) -> None:
     deadline = time.monotonic() + 20
     assert told.wait(deadline - time.monotonic())
     keeper.close()
+
+
+def test_whatever_fails_in_the_thread_that_renews_it_goes_on(storage: Storage) -> None:
+    lease, watched = DriverLease(storage, 0.2), threading.Event()
+    failures = [AttributeError("an answer that nobody has thought of")]
+
+    def watch() -> None:
+        if failures:
+            raise failures.pop()
+        watched.set()
+
+    lease.take()
+    keeper = LeaseKeeper(lease, watch)
+    try:
+        assert watched.wait(20)
+    finally:
+        keeper.close()
+
+
+def test_a_lease_is_as_old_as_it_was_when_it_was_seen(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage answers the one question, and stands at the other for longer than a lease: the first driver renews meanwhile."""
+    first, second, now = DriverLease(storage, 15.0), DriverLease(storage, 15.0), storage.now
+    first.take()
+
+    def standing() -> float:
+        first.renew()
+        os.utime(Path(storage.uri, first.name), (now() + 20, now() + 20))
+        return now() + 20
+
+    monkeypatch.setattr(storage, "now", standing)
+    second.renew()
+    assert [info.name for info in second._others()] == [first.name]
+    assert Path(storage.uri, first.name).exists()

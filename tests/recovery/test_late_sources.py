@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -283,3 +284,25 @@ def test_a_cancelled_restore_waits_for_no_disk(fleet: Fleet, stuck: Stuck) -> No
     with pytest.raises(Cancelled):
         restore_with(fleet, plan_from(fleet, "disk", "s3"), {"disk": stuck}, cancelled=cancelled)
     assert not stuck.wake.is_set()
+
+
+def test_a_cancelled_restore_leaves_no_hedge_behind(
+    fleet: Fleet, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restore is given up while a hedge waits until the late read writes nothing any more."""
+    monkeypatch.setattr("recovery.transfer.reads.LATE_AT_LEAST_S", 0.1)
+    stuck.at, cancelled, overtaken = 0, threading.Event(), Reads._overtaken
+
+    def giving_up(reads: Reads, late: Any, by: Source) -> None:
+        cancelled.set()
+        stuck.wake.set()
+        overtaken(reads, late, by)
+
+    monkeypatch.setattr(Reads, "_overtaken", giving_up)
+    with pytest.raises(Cancelled):
+        restore_with(fleet, plan_from(fleet, "peer", "s3"), {"peer": stuck}, cancelled=cancelled)
+    assert cancelled.is_set()
+    until = time.monotonic() + 10
+    while left := [thread.name for thread in threading.enumerate() if "hedge" in thread.name]:
+        assert time.monotonic() < until, left
+        time.sleep(0.01)

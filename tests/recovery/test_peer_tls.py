@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from recovery.errors import Cancelled, PeerTimeout, PeerUnreachable
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
+from recovery.peers import server as server_module
 from recovery.peers.client import ShardClient
 from recovery.peers.pool import ClientPool
 from recovery.peers.protocol import NONCE_BYTES, receive
@@ -139,3 +142,39 @@ def test_a_server_closes_while_somebody_is_to_show_the_token(
         assert len(receive(silent, NONCE_BYTES)) == NONCE_BYTES
         server.close()
         assert set(threading.enumerate()) <= before
+
+
+def test_a_server_closes_while_somebody_is_to_shake_hands(
+    tmp_path: Path, store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recovery.peers.server.GREETING_S", 60.0)
+    ours, before = make_certificates(tmp_path / "ours", "job"), set(threading.enumerate())
+    with (
+        ShardServer(store, "token", host="127.0.0.1", tls=ours) as server,
+        socket.create_connection(("127.0.0.1", server.port), 20),
+    ):
+        until = time.monotonic() + 20
+        while not any(isinstance(each, ssl.SSLSocket) for each in list(server._server._open.values())):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        server.close()
+        assert set(threading.enumerate()) <= before
+
+
+def test_a_connection_that_has_just_been_let_go_of_is_waited_for(
+    store: AgentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is not in the list of open ones any more, and not at its end."""
+    serve, let_go = server_module._ThreadingServer._serve, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        serve(*arguments)
+        let_go.set()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(server_module._ThreadingServer, "_serve", slow)
+    before = set(threading.enumerate())
+    with ShardServer(store, "token", host="127.0.0.1") as server:
+        socket.create_connection(("127.0.0.1", server.port), 20).close()
+        assert let_go.wait(20)
+    assert set(threading.enumerate()) <= before

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
+from recovery.peers import replication
 from recovery.peers.replication import (
     Endpoint,
     Pushed,
@@ -205,3 +209,54 @@ def test_handing_over_spreads_parts_and_passes_over_peers_that_are_gone(
     gone = Source("memory", "n0", WORKER, 3, 1)
     assert hand_over(nodes[0].store, [(gone, SHARDS)], endpoints, TOKEN, 10) == 0
     assert hand_over(nodes[0].store, parts, [], TOKEN, 10) == 0
+
+
+def test_a_push_under_way_ends_with_its_replicator(tmp_path: Path) -> None:
+    """An agent that is told to end is waited for a few seconds, and has snapshots to remove."""
+    with ExitStack() as stack:
+        nodes = [Node(stack, tmp_path, name) for name in ("n0", "n1")]
+        ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)), max_bytes_per_s=1e-3)
+        replicator = Replicator(nodes[0].store, nodes[0].memory, TOKEN)
+        writer = SnapshotWriter(nodes[0].memory, WORKER, CASE.layout, 1)
+        write_round(nodes[0].memory, Round(WORKER, 1, 1, None))
+        writer.start(1, state_of(CASE.layout, WORKER, 1))
+        until(lambda: nodes[1].memory.is_dir() and any(nodes[1].memory.iterdir()))
+        replicator.close(20)
+        assert not replicator._thread.is_alive()
+        assert read_pushed(nodes[0].memory, WORKER) is None
+        writer.close(20)
+
+
+def test_an_answer_that_cannot_be_written_is_written_later(
+    nodes: list[Node], writer: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory is full for a moment: nobody asks for a step twice."""
+    write, failed = replication._write, list[str]()
+
+    def full(directory: Path, worker: str, kind: str, document: msgspec.Struct) -> None:
+        if kind == "pushed" and len(failed) < 3:
+            failed.append(kind)
+            raise OSError(errno.ENOSPC, "no space left")
+        write(directory, worker, kind, document)
+
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
+    monkeypatch.setattr(replication, "_write", full)
+    assert replicate(nodes, writer, 1).error is None
+    assert len(failed) == 3
+
+
+def test_rounds_are_looked_for_again_after_an_error(
+    nodes: list[Node], writer: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    glob, failed = Path.glob, threading.Event()
+
+    def too_many(path: Path, pattern: str) -> Iterator[Path]:
+        if pattern == "*.round" and not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return glob(path, pattern)
+
+    ask(nodes, ReplicationTarget(WORKER, SHARDS, ("n1",)))
+    monkeypatch.setattr(Path, "glob", too_many)
+    assert failed.wait(20)
+    assert replicate(nodes, writer, 1).error is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recovery.checkpoint import retention
 from recovery.checkpoint.commit import list_checkpoints
 from recovery.checkpoint.errors import CheckpointMissing
 from recovery.checkpoint.manifest import MANIFEST_NAME
@@ -177,3 +178,21 @@ def test_unfinished_multipart_uploads_are_aborted(s3_uri: str) -> None:
     assert storage.abort_uploads("step-", older_than_s=1e10) == 0  # the server dates all of them 2010
     assert storage.abort_uploads("step-", older_than_s=3600) == 1
     assert len(client.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
+
+
+def test_a_checkpoint_that_comes_while_steps_are_listed_stays(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another driver's, say, between one look and the next: it must not look like one of a history that was left."""
+    make_checkpoint(directory, 1)
+    looked = retention.newest_checkpoint
+
+    def newest(storage: Storage) -> object:
+        found = looked(storage)
+        if not list(storage.list(step_prefix(2))):
+            make_checkpoint(storage, 2)
+        return found
+
+    monkeypatch.setattr(retention, "newest_checkpoint", newest)
+    assert apply_retention(directory, keep=1).removed_steps == ()
+    assert _steps(directory) == [1, 2]

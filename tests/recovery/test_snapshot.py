@@ -17,6 +17,7 @@ import torch
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.snapshot import SnapshotWriter, file_name, remove_older
+from recovery.local.snapshot_buffer import SnapshotBuffer
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter
 from recovery.local.snapshot_format import FileMap
 from recovery.state.borrowed import BorrowedState
@@ -460,7 +461,53 @@ def test_a_lease_that_ends_as_its_writer_closes_leaves_nothing_to_close_twice(tm
 
     writer._thread.join = joined  # type: ignore[method-assign]
     writer.close(20)
+    assert all(buffer.file.buffer.closed for buffer in writer._buffers)
     assert any(holds(path, 1) for path in tmp_path.iterdir())
+
+
+def test_a_file_is_closed_by_its_thread_when_that_copies_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk hangs in the middle of a copy for longer than `close` waits: unmapped then, the process would die."""
+    begun, go_on, copy_from = threading.Event(), threading.Event(), SnapshotBuffer.copy_from
+
+    def hanging(buffer: SnapshotBuffer, borrowed: BorrowedState) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        copy_from(buffer, borrowed)
+
+    monkeypatch.setattr(SnapshotBuffer, "copy_from", hanging)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 1)
+    writer.start(1, state_of(CASE.layout, WORKER, 1))
+    assert begun.wait(20)
+    writer.close(0.0)
+    assert not any(buffer.file.buffer.closed for buffer in writer._buffers)
+    go_on.set()
+    writer._thread.join(20)
+    assert all(buffer.file.buffer.closed for buffer in writer._buffers)
+    assert any(holds(path, 1) for path in tmp_path.iterdir())
+
+
+def test_whatever_fails_in_the_thread_is_told_and_its_lease_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SnapshotWriter(tmp_path / "memory", WORKER, CASE.layout, 1)
+    disk = SnapshotWriter(tmp_path / "disk", WORKER, CASE.layout, 1)
+    writer.start(1, state_of(CASE.layout, WORKER, 1))
+
+    def broken(*_: object) -> None:
+        raise AttributeError("nobody has thought of this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotBuffer, "copy_file", broken)
+        disk.start(1, writer.lease(1))
+        with pytest.raises(SnapshotError, match="nobody has thought"):
+            disk.wait(20)
+    disk.start(1, writer.lease(1))
+    disk.wait(20)
+    for each in (writer, disk):
+        each.close(20)
+        assert all(buffer.file.buffer.closed for buffer in each._buffers)
 
 
 def test_a_disk_copy_of_a_lease_is_the_same_snapshot(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import resource
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from botocore.awsrequest import AWSResponse
+from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 
 from recovery.checkpoint.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ManifestInvalid
 from recovery.state.layout import ShardId
@@ -28,6 +33,7 @@ from recovery.storage.errors import (
     StorageThrottled,
     StorageUnreachable,
     StorageUriError,
+    UploadGone,
 )
 from recovery.storage.open import open_storage
 from recovery.storage.payload import BytesPayload, ConcatPayload, TensorPayload
@@ -310,3 +316,100 @@ def test_options_refuse_what_cannot_work() -> None:
         StorageOptions(max_bytes_per_s=0)
     with pytest.raises(ValueError, match="at least 1"):
         StorageOptions(concurrency=0)
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_again(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, broken = open_storage(s3_uri, SMALL), ["half a page"]
+    storage.put("a", b"1")
+    listed = storage._client.list_objects_v2  # type: ignore[attr-defined]
+
+    def cut_off(**request: Any) -> Any:
+        if broken:
+            raise ResponseParserError(broken.pop())
+        return listed(**request)
+
+    monkeypatch.setattr(storage._client, "list_objects_v2", cut_off)  # type: ignore[attr-defined]
+    assert [info.name for info in storage.list()] == ["a"]
+
+
+class LostReply:
+    """The server does this with an upload's completion (it completes it), and nobody hears of it: the next try is told that there is
+    no such upload.
+    """
+
+    def __init__(
+        self, storage: Any, monkeypatch: pytest.MonkeyPatch, instead: Callable[[], object] | None = None
+    ) -> None:
+        self._complete, self._instead, self.tries = storage._client.complete_multipart_upload, instead, 0
+        monkeypatch.setattr(storage._client, "complete_multipart_upload", self)
+
+    def __call__(self, **request: Any) -> Any:
+        self.tries += 1
+        if self.tries > 1:
+            detail = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+            raise ClientError(detail, "CompleteMultipartUpload")  # type: ignore[arg-type]
+        if self._instead is None:
+            self._complete(**request)
+        else:
+            self._instead()
+        raise ConnectionResetError("the reply is lost")
+
+
+def test_an_upload_whose_last_reply_was_lost_is_there(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, content = open_storage(s3_uri, SMALL), os.urandom(6 << 20)
+    lost = LostReply(storage, monkeypatch)
+    storage.put("a", content)
+    assert lost.tries == 2
+    assert storage.get("a") == content
+    lost.tries = 0
+    with pytest.raises(ObjectExists):  # its own: who put on a condition looks whose it is
+        storage.put("b", content, if_none_match=True)
+    assert storage.get("b") == content
+
+
+def test_an_upload_that_was_aborted_is_not_there(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the object is: of an older upload of as many bytes, or of one of others."""
+    storage, content = open_storage(s3_uri, SMALL), os.urandom(6 << 20)
+    storage.put("a", content[::-1])
+    time.sleep(1.1)  # objects' times are in whole seconds
+    for instead in (lambda: None, lambda: storage.put("a", b"another")):
+        with monkeypatch.context() as patch:
+            LostReply(storage, patch, instead)
+            with pytest.raises(UploadGone):
+                storage.put("a", content)
+
+
+def test_what_cannot_be_listed_is_not_empty(directory: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a checkpoint that is there would look as if it were not, and be removed as a left-over."""
+    directory.put("step-1/a", b"1")
+    directory.put("step-2/a", b"1")
+    scan, failed = os.scandir, list[str]()
+
+    def too_many(path: Any) -> Any:
+        if str(path).endswith("step-2") and not failed:
+            failed.append(str(path))
+            raise OSError(errno.EMFILE, "too many open files")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", too_many)
+    with pytest.raises(StorageError, match="too many"):
+        list(directory.list("step-"))
+    assert [info.name for info in directory.list("step-")] == ["step-1/a", "step-2/a"]
+    assert list(directory.list("nothing/")) == []
+
+
+def test_without_hard_links_a_put_that_fails_leaves_the_name_free(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refused)
+        with pytest.raises(StoragePermissionDenied):
+            directory.put("a", b"1", if_none_match=True)
+    directory.put("a", b"2", if_none_match=True)
+    assert directory.get("a") == b"2"
+    with pytest.raises(ObjectExists):
+        directory.put("a", b"3", if_none_match=True)

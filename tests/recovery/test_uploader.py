@@ -19,6 +19,7 @@ from recovery.checkpoint.read import read_shards
 from recovery.checkpoint.upload import Uploader, UploaderBusy
 from recovery.errors import ShardCorrupt
 from recovery.local.snapshot import SnapshotWriter
+from recovery.state.borrowed import BorrowedState
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.errors import StorageFull, StorageTimeout
 from recovery.storage.protocol import Storage
@@ -150,3 +151,25 @@ def test_a_leased_snapshot_is_uploaded_and_what_has_rotted_in_it_is_not(director
 def layout_of_one() -> Layout:
     spec = TensorSpec("param/w", (64,), "float32")
     return Layout({spec.name: spec}, {"n0/0": frozenset(spec.shards)})
+
+
+def test_what_is_submitted_as_the_uploader_closes_is_written(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the end of its thread's work it would stay for ever, busy and with its lease."""
+    layout = two_worker_layout(state_specs())
+    state, ids = local_state(layout, "a/0", full_state(layout.tensors)), assign_writers(layout)["a/0"]
+    uploader, closings = Uploader(directory), list[threading.Thread]()
+
+    class Borrowed(BorrowedState):
+        def __init__(self, tensors: Any) -> None:
+            closings.append(threading.Thread(target=uploader.close, args=(20,)))
+            closings[0].start()
+            closings[0].join(0.2)
+            super().__init__(tensors)
+
+    monkeypatch.setattr(checkpoint_upload, "BorrowedState", Borrowed)
+    uploader.submit(6, "a/0", state, layout, ids)
+    assert uploader.wait(20).step == 6
+    closings[0].join(20)
+    assert not closings[0].is_alive()

@@ -70,7 +70,7 @@ def test_what_no_other_node_has_is_kept_first_and_a_death_costs_nothing(tmp_path
     assert "a/0 keeps NOTHING of its state (0 MB)" in said
     assert "a/1 keeps all of its state (2 MB)" in said
     deadline, step = time.monotonic() + 20, 0
-    while step < 3 or workers["a/1"].snapshot_step is None:
+    while step < 3 or workers["a/1"].snapshot_step(1) is None:
         assert time.monotonic() < deadline
         step += 1
         for name, worker in workers.items():
@@ -94,10 +94,10 @@ def test_snapshots_are_tried_again_once_there_is_room(tmp_path, small_memory, mo
     worker.begin(ORDER)
     for step in range(1, 6):
         step_of(worker, step, state)
-    assert worker.snapshot_step is None
+    assert worker.snapshot_step(1) is None
     others.unlink()
     deadline = time.monotonic() + 20
-    while worker.snapshot_step is None:
+    while worker.snapshot_step(1) is None:
         assert time.monotonic() < deadline
         step += 1
         step_of(worker, step, state)

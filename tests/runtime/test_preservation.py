@@ -83,7 +83,7 @@ def until(condition):
 def keep(preservation, step):
     """One step's snapshot, waited for."""
     preservation.keep(step, {SPEC.name: torch.full((64,), float(step))}, durable=False)
-    until(lambda: preservation.snapshot_step == step)
+    until(lambda: preservation.snapshot_step(preservation._order.generation) == step)
 
 
 def round_of(preservation, step):
@@ -91,7 +91,7 @@ def round_of(preservation, step):
     keep(preservation, step)
     until(lambda: preservation.status() == PreservationStatus())
     preservation.record_vote(pending=False, failed=False)
-    assert preservation.replicated_step == step
+    assert preservation.replicated_step(1) == step
 
 
 def steps(store):
@@ -109,7 +109,7 @@ def test_a_round_ends_when_the_agent_has_copied_and_nobody_waits(preservation, a
     for step in (3, 4, 5, 6):
         keep(preservation, step)
     assert {step for _, step in steps(agent)} == {1, 2, 5, 6}, "the complete one, the open one, the two newest"
-    assert preservation.replicated_step == 1
+    assert preservation.replicated_step(1) == 1
 
 
 def test_the_update_waits_until_what_is_to_be_durable_is_copied(preservation, peer, monkeypatch):
@@ -142,7 +142,7 @@ def test_what_was_copied_elsewhere_is_told_once(preservation, agent, peer):
     began = time.monotonic()
     preservation.begin(replace(order(peer[0]), checkpoint_shards=frozenset(SPEC.shards)))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=True)
-    until(lambda: preservation.snapshot_step == 1)
+    until(lambda: preservation.snapshot_step(1) == 1)
     until(lambda: preservation.status() == PreservationStatus())
     assert preservation.status() == PreservationStatus()
     ((_, _, receipt),) = preservation.take_receipts()
@@ -166,7 +166,7 @@ def test_a_worker_votes_once_its_snapshot_of_the_step_before_is_committed(preser
     preservation.begin(order(peer[0]))
     preservation.keep(1, {SPEC.name: torch.ones(64)}, durable=False)
     seen = []
-    voting = threading.Thread(target=lambda: (preservation.status(), seen.append(preservation.snapshot_step)))
+    voting = threading.Thread(target=lambda: (preservation.status(), seen.append(preservation.snapshot_step(1))))
     voting.start()
     voting.join(0.2)
     assert seen == []
@@ -191,7 +191,7 @@ def test_one_snapshot_that_fails_costs_no_other(preservation, peer, monkeypatch)
     assert preservation.status() == PreservationStatus(failed=True)
     preservation.record_vote(pending=False, failed=True)
     keep(preservation, 2)
-    assert preservation.snapshot_step == 2
+    assert preservation.snapshot_step(1) == 2
 
 
 def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservation, peer):
@@ -200,7 +200,7 @@ def test_without_its_agent_the_round_stays_open_and_training_goes_on(preservatio
         keep(preservation, step)
         assert preservation.status() == PreservationStatus(pending=True)
         preservation.record_vote(pending=True, failed=False)
-    assert preservation.replicated_step is None
+    assert preservation.replicated_step(1) is None
 
 
 def test_a_peer_that_takes_nothing_fails_the_round_and_the_next_one_is_opened(preservation, agent, peer):

@@ -15,10 +15,12 @@ from autohet.runtime.job import Job
 from autohet.runtime.layout import layout_of_plan
 from autohet.runtime.messages import GenerationOrder, Phase, StepRecord, WorkerPlace
 from autohet.runtime.models import load_config
+from autohet.runtime.preservation import Preservation
 from autohet.runtime.worker import Worker
 from planner.plan import Pipeline, Plan, Stage
 from recovery.checkpoint.commit import commit_checkpoint
 from recovery.checkpoint.write import write_shards
+from recovery.local import snapshot_file
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot import SnapshotWriter
 from recovery.local.snapshot_file import SnapshotFile
@@ -257,3 +259,68 @@ def counted(monkeypatch, module, name):
     calls, real = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given: calls.append(given) or real(*given))
     return calls
+
+
+def test_an_order_that_was_overtaken_by_a_later_one_is_dropped(worker, job, store):
+    """Calls come in threads of their own: the later one may be first."""
+    worker.begin(order(job, store, 2, 0))
+    worker.begin(order(job, store, 1, 0))
+    assert worker.report().generation == 2
+    assert follow(worker, Phase.FINISHED)[0].live_generation == 2
+
+
+def test_an_interrupt_ends_its_generation_and_those_before_and_no_later_one(worker, job, store):
+    worker.interrupt(1)
+    worker.begin(order(job, store, 1, 0))
+    assert worker.report().generation == 0, "it was over before it came"
+    worker.begin(replace(order(job, store, 2, 0), participants=(ME, "other/0")))
+    worker.interrupt(1)
+    assert not worker._groups.interrupted
+    worker.interrupt(2)
+    assert worker._groups.interrupted
+
+
+def test_what_an_older_generation_kept_is_not_told_as_the_new_ones(worker, job, store, monkeypatch):
+    """Agents would remove what is older than the new generation, of which nothing is kept yet."""
+    worker.begin(order(job, store, 1, 0))
+    follow(worker, Phase.FINISHED)
+    until = time.monotonic() + DEADLINE_S
+    while worker.report().snapshot_step != 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    begins, go_on, begin = threading.Event(), threading.Event(), Preservation.begin
+
+    def slow(*arguments):
+        begins.set()
+        assert go_on.wait(20)
+        begin(*arguments)
+
+    monkeypatch.setattr(Preservation, "begin", slow)
+    worker.begin(order(job, store, 2, 0))
+    assert begins.wait(20)
+    report = worker.report()
+    assert report.live_generation == 2
+    assert (report.snapshot_step, report.replicated_step) == (None, None)
+    go_on.set()
+    follow(worker, Phase.FINISHED)
+
+
+def test_a_disk_that_hangs_holds_up_no_generation(worker, job, store, monkeypatch):
+    """Neither the files that are to be made there, nor a spill that is under way."""
+    create, hangs, hung = snapshot_file._create, threading.Event(), list[Path]()
+
+    def slow(path, *arguments):
+        if "disk" in path.parts:
+            hung.append(path)
+            assert hangs.wait(60)
+        return create(path, *arguments)
+
+    monkeypatch.setattr(snapshot_file, "_create", slow)
+    try:
+        for generation in (1, 2):
+            worker.begin(order(job, store, generation, 0))
+            assert follow(worker, Phase.FINISHED)[0].live_generation == generation
+        assert hung
+        assert not hangs.is_set()
+    finally:
+        hangs.set()

@@ -50,9 +50,10 @@ class RequestStop:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """Wake these workers out of whatever they wait for."""
+    """Wake these workers out of whatever they wait for in this generation, or one before it."""
 
     workers: tuple[str, ...]
+    generation: int
 
 
 @dataclass(frozen=True)

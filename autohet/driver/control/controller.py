@@ -122,8 +122,8 @@ def execute(action: Action, workforce: Workforce) -> None:
             workforce.begin(orders)
         case RequestStop(workers, checkpoint):
             workforce.request_stop(workers, checkpoint=checkpoint)
-        case Interrupt(workers):
-            workforce.interrupt(workers)
+        case Interrupt(workers, generation):
+            workforce.interrupt(workers, generation)
         case RollForward(workers, generation, vote):
             workforce.roll_forward(workers, generation, vote)
         case RequestInventories():

@@ -91,7 +91,7 @@ class Durable:
                 self._journal.claim(entry)
         except Superseded as error:
             superseded = str(error)
-        except (RecoveryError, OSError) as error:  # put with the next commit, or renewal of the lease
+        except Exception as error:  # noqa: BLE001 - put with the next commit, or renewal of the lease
             logger.warning("Generation %d is not in the journal yet: %s", entry.generation, error)
             unclaimed = entry.generation
         with self._lock:
@@ -101,8 +101,8 @@ class Durable:
     def _check_journal(self) -> None:
         with self._journal_lock:
             ancestry = self._journal.check()
-        with self._lock:
-            self._state = replace(self._state, ancestry=ancestry)
+            with self._lock:  # within the other: a thread that comes late with what it read shows nothing old
+                self._state = replace(self._state, ancestry=ancestry)
 
     def load_newest(self) -> CheckpointState:
         """Read the newest manifest now, in the calling thread; storage errors come through (at a job's start they are the user's).
@@ -110,8 +110,8 @@ class Durable:
         """
         with self._journal_lock:
             ancestry = self._journal.read()
-        with self._lock:
-            self._state = replace(self._state, ancestry=ancestry)
+            with self._lock:
+                self._state = replace(self._state, ancestry=ancestry)
         newest = newest_checkpoint(self._storage)
         if newest is not None:
             self._adopt(open_checkpoint(self._storage, newest.step))
@@ -184,8 +184,8 @@ class Durable:
         except Superseded as error:
             with self._lock:
                 self._state = replace(self._state, superseded=str(error))
-        except (RecoveryError, OSError) as error:
-            logger.warning("The checkpoint storage failed: %s", error)
+        except Exception as error:
+            logger.warning("The checkpoint storage failed: %s", error, exc_info=not isinstance(error, RecoveryError))
             with self._lock:
                 generation, step = attempt or (None, None)
                 self._state = replace(self._state, error=str(error), error_step=step, error_generation=generation)

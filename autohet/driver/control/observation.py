@@ -217,8 +217,8 @@ class Workforce(Protocol):
         """All workers stop after the same step; with `checkpoint`, that step is uploaded."""
         ...
 
-    def interrupt(self, workers: Sequence[str]) -> None:
-        """Wake these workers out of whatever they wait for."""
+    def interrupt(self, workers: Sequence[str], generation: int) -> None:
+        """Wake these workers out of whatever they wait for in this generation, or one before it: later ones go on."""
         ...
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:

@@ -173,7 +173,7 @@ class Rebuild(Desk):
                 f"{self.ledger.failures_in_a_row} reconfigurations failed in a row; the last: {trouble.reason}"
             )
         self.members = tuple(dict.fromkeys((*self.members, *state.participants)))
-        self._act(Interrupt(self._survivors(seen)))
+        self._act(Interrupt(self._survivors(seen), self.generation))
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _ready(self, state: Building, seen: Observation, reports: list[WorkerReport]) -> State:

@@ -177,7 +177,7 @@ class StateMachine(Rebuild):
         self.ledger.failures_in_a_row += 1
         change = self._change(trouble, seen)
         survivors = self._survivors(seen)
-        self._act(Interrupt(tuple(survivors)))
+        self._act(Interrupt(tuple(survivors), self.generation))
         return Quiescing(change, seen.now + self.timeouts.quiesce_s, interrupted=True)
 
     def _on_notice(self, state: Training, trouble: policy.Trouble, seen: Observation) -> State:
@@ -290,7 +290,7 @@ class StateMachine(Rebuild):
             return
         if not state.interrupted:
             state.interrupted, state.proposal = True, None
-            self._act(Interrupt(tuple(survivors)))
+            self._act(Interrupt(tuple(survivors), self.generation))
             state.deadline = seen.now + self.timeouts.quiesce_s
         self._tell_of_death(trouble, seen)
         state.change.overtaken(trouble.nodes, trouble.happened_at, seen.now, trouble.reason)
@@ -301,7 +301,7 @@ class StateMachine(Rebuild):
             return state
         if not state.interrupted:
             state.interrupted = True
-            self._act(Interrupt(tuple(survivors)))
+            self._act(Interrupt(tuple(survivors), self.generation))
         else:
             why = f"{', '.join(restless)} did not stop in time"
             self._tell_of_death(policy.Trouble("death", (), tuple(restless), seen.now, why), seen)

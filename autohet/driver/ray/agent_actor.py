@@ -110,10 +110,10 @@ class AgentActor:
 
     def close(self, forget_snapshots: bool) -> None:
         """End threads and server; with `forget_snapshots` this node's copies go too, and directories left empty: as soon as nobody brings
-        any more, since whoever asks does not wait for ever.
+        any more, or a moment later (a peer that is cut off keeps a push until its deadline): whoever asks does not wait for ever.
         """
-        self._replicator.close()
-        self._server.close()
+        self._replicator.close(1.0)
+        self._server.close(1.0)
         if forget_snapshots:
             self._forget_snapshots()
         for watch in (self._metadata, self._gpus):

@@ -60,6 +60,7 @@ class Inventories:
     def __init__(self, calls: AgentCalls, timeouts: Timeouts) -> None:
         self._calls = calls
         self._patience_s = min(timeouts.heartbeat_s, timeouts.quiesce_s / 2)
+        self._storage_patience_s = timeouts.quiesce_s / 2  # of the time after which orders are written without inventories
         self._asked: dict[Any, str] = {}
         self._asked_at = 0.0
         self._found: dict[str, Any] | None = None
@@ -69,15 +70,17 @@ class Inventories:
         self._found, self._asked_at = {}, now
         self._asked = {self._calls.ask(agent, "inventory"): node for node, agent in agents.items()}
 
-    def take(self, now: float, silent: Set[str] = frozenset()) -> Mapping[str, Any] | None:
+    def take(self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True) -> Mapping[str, Any] | None:
         """What they hold, once all have answered, or those that do have been waited for: one that is slow hides nothing, and nodes
-        that are known to be `silent` are not waited for at all. None before, or where nothing was requested.
+        that are known to be `silent` are not waited for at all. None before, or where nothing was requested. Not `fresh`: the newest
+        checkpoint is still being read, which is waited for, but not for so long that what the nodes hold is not used.
         """
         if self._found is None:
             return None
         self._found.update(self._calls.take(self._asked))
         over = set(self._asked.values()) <= silent or now - self._asked_at > self._patience_s
-        return dict(self._found) if over else None
+        read = fresh or now - self._asked_at > self._storage_patience_s
+        return dict(self._found) if over and read else None
 
     @property
     def asked(self) -> bool:

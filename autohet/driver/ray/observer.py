@@ -124,7 +124,7 @@ class RayObserver:
         if self._agents.fresh():
             self._data.judge({name: a.value.data for name, a in self._agents.answers.items() if a.value}, now)
         self._find_losses(now)
-        inventories = self._inventories.take(now, self._witnesses.silent_nodes) if self.durable.fresh() else None
+        inventories = self._inventories.take(now, self._witnesses.silent_nodes, fresh=self.durable.fresh())
         holdings = self._errands.take(now, self._witnesses.silent_nodes)
         self._board.look([self._watched(name, seat) for name, seat in self._seats.items()], now)
         nodes, checkpoint = {name: self._view(seat) for name, seat in self._seats.items()}, self.durable.state()

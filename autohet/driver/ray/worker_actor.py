@@ -63,8 +63,8 @@ class WorkerActor:
     def request_stop(self, checkpoint: bool) -> None:
         self._here().request_stop(checkpoint=checkpoint)
 
-    def interrupt(self) -> None:
-        self._here().interrupt()
+    def interrupt(self, generation: int) -> None:
+        self._here().interrupt(generation)
 
     def roll_forward(self, generation: int, vote: tuple[int, Any]) -> RollForward:
         return self._here().roll_forward(generation, vote)

@@ -112,8 +112,8 @@ class RayWorkforce(RayObserver):
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         self._tell(workers, lambda handle: handle.request_stop.remote(checkpoint))
 
-    def interrupt(self, workers: Sequence[str]) -> None:
-        self._tell(workers, lambda handle: handle.interrupt.remote())
+    def interrupt(self, workers: Sequence[str], generation: int) -> None:
+        self._tell(workers, lambda handle: handle.interrupt.remote(generation))
 
     def roll_forward(self, workers: Sequence[str], generation: int, vote: tuple[int, Any]) -> None:
         self._tell(workers, lambda handle: handle.roll_forward.remote(generation, vote))

@@ -335,7 +335,7 @@ class SimulatedWorkforce(NoAgents):
         if self._run is not None:
             self._run.stop, self._run.upload = True, checkpoint
 
-    def interrupt(self, workers: Sequence[str]) -> None:
+    def interrupt(self, workers: Sequence[str], generation: int) -> None:
         if self._run is not None and self._run.phase in MOVING:
             self._run.phase = Phase.HALTED
             self._stirred_at = self.now

@@ -210,14 +210,27 @@ class _Build:
             shutil.rmtree(building, ignore_errors=True)
 
     def _commit(self, building: Path) -> TokenDataset:
-        other = _open_complete(self._target)
-        if other is not None:
-            return other
-        shutil.rmtree(self._target, ignore_errors=True)  # incomplete or corrupt, or _open_complete would have taken it
-        with contextlib.suppress(FileExistsError):  # by another node, just now
-            os.rename(building, self._target)
+        while not _renamed(building, self._target):
+            other = _open_complete(self._target)  # another node was faster
+            if other is not None:
+                return other
+            unusable = building.with_name(f"{building.name}.replaced")
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._target, unusable)
+            shutil.rmtree(unusable, ignore_errors=True)
         _sync(self._target.parent)
         return TokenDataset(self._target)
+
+
+def _renamed(directory: Path, target: Path) -> bool:
+    """Whether `directory` has the name now; not where that is another's, with something in it."""
+    try:
+        os.rename(directory, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
 
 
 def _require_rows(writer: "_RowWriter", data: DataSection, sequence_length: int) -> None:

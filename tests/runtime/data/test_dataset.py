@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -342,3 +343,23 @@ def test_bad_sources_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError) as caught:
             prepare_dataset(data, 63)
         assert word in str(caught.value), name
+
+
+def test_a_dataset_that_another_node_commits_meanwhile_is_taken_and_not_replaced(
+    tmp_path: Path, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    whole = prepare_dataset(data, 15).path
+    theirs, rename = tmp_path / "theirs", os.rename
+    shutil.move(whole, theirs)
+
+    def late(source: Path, target: Path) -> None:
+        if Path(target) == whole and not whole.exists():
+            shutil.copytree(theirs, whole)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    dataset = prepare_dataset(data, 15)
+    assert dataset.path == whole
+    np.testing.assert_array_equal(all_rows(dataset), expected_rows(TEXTS, 16))
+    assert [path.name for path in whole.parent.glob("*building*")] == []

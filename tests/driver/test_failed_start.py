@@ -1,0 +1,35 @@
+"""A run that cannot start leaves nothing that lives on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autohet.driver import run as run_module
+from planner.errors import ConfigError
+from recovery.storage.errors import StorageUnreachable
+from tests.harness.fake_job import fake_job
+
+
+@pytest.mark.parametrize("fails_in", ["buy", "start", "begin"])
+def test_what_a_run_has_begun_ends_when_it_cannot_start(fails_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook its lease would be renewed for ever, and the next run be told that its own process holds it."""
+    calls = list[tuple[str, Any]]()
+
+    def called(name: str) -> Any:
+        def call(*_: Any, **given: Any) -> None:
+            calls.append((name, given))
+            if name == fails_in:
+                raise StorageUnreachable("s3://b", "no answer")
+
+        return call
+
+    run = SimpleNamespace(buy=called("buy"), start=called("start"), close=called("close"))
+    monkeypatch.setattr(run_module, "JobRun", lambda *_, **__: run)
+    copies: Any = SimpleNamespace(record={}, begin=called("begin"))
+    events: Any = None
+    with pytest.raises(ConfigError, match="no answer"):
+        run_module._train(fake_job(), None, None, events, lambda *_: None, copies)
+    assert calls[-1] == ("close", {"at_once": True})
