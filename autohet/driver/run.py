@@ -178,9 +178,7 @@ class JobRun:
         drop_search(self.controller.state)
         with ExitStack() as closing:
             closing.callback(self.durable.close, at_once=at_once)
-            closing.callback(
-                self.workforce.close, forget_snapshots=ended is not None and ended.ok, at_once=at_once
-            )
+            closing.callback(self.workforce.close, forget_snapshots=ended is not None and ended.ok, at_once=at_once)
             if not at_once:
                 self.workforce.publish(self.controller.status())
 

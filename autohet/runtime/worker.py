@@ -172,8 +172,8 @@ class Worker:
             live.trainer.request_stop(checkpoint=checkpoint)
 
     def interrupt(self, generation: int | None = None) -> None:
-        """Leave the generation now; a step that is not committed did not happen. With `generation`, leave this one, even if its order is yet
-        to come, or one before it: calls overtake each other, and a later generation goes on.
+        """Leave the generation now; a step that is not committed did not happen. With `generation`, leave this one, even if its order is
+        yet to come, or one before it: calls overtake each other, and a later generation goes on.
         """
         with self._lock:
             self._over = max(self._over, generation or 0)
