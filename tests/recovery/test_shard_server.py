@@ -302,7 +302,7 @@ def test_a_request_under_way_is_not_ended_for_a_new_connection(store: AgentStore
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        def take(self, num_bytes: int) -> None:
+        def take(self, num_bytes: int, cancelled: threading.Event | None = None) -> None:
             begun.set()
             assert go_on.wait(20)
 
@@ -388,7 +388,7 @@ def test_pushes_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
         begun, go_on = threading.Event(), threading.Event()
 
         class Slow:
-            def take(self, num_bytes: int) -> None:
+            def take(self, num_bytes: int, cancelled: threading.Event | None = None) -> None:
                 begun.set()
                 assert go_on.wait(20)
 
