@@ -54,8 +54,8 @@ class Preservation:
         self._every = job.checkpoint.snapshot_every_steps
         self._replicate_every = job.checkpoint.replication_steps
         self._uploader = Uploader(storage)
-        self._push_timeout_s = job.elastic.timeouts().step_s
-        self._timeout_s = job.elastic.timeouts().checkpoint_s
+        timeouts = job.elastic.timeouts()
+        self._push_timeout_s, self._timeout_s, self._leave_s = timeouts.step_s, timeouts.checkpoint_s, timeouts.quiesce_s
         self._snapshots: SnapshotWriter | None = None
         self._budget: frozenset[ShardId] = frozenset()
         self._try_again_at: int | None = None
@@ -105,7 +105,7 @@ class Preservation:
             self._snapshots.close()
         if self._disk is not None:
             with suppress(SnapshotError):
-                self._disk.wait_copied(self._timeout_s)
+                self._disk.wait_copied(min(self._timeout_s, self._leave_s))
             self._disk.close(0.0)
 
     def _shared_out(self, order: GenerationOrder) -> frozenset[ShardId]:

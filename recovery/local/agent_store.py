@@ -12,9 +12,11 @@ import os
 import threading
 import urllib.parse
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
+from recovery.cancellation import in_thread
 from recovery.errors import ShardUnavailable, SnapshotError, SnapshotUncommitted
 from recovery.local.snapshot_file import SnapshotFile, SnapshotFileWriter, has_writer
 from recovery.local.snapshot_format import SUFFIX, FileMap
@@ -46,18 +48,36 @@ class AgentStore:
         self._opening = {kind: threading.Lock() for kind in self._directories}
         """Held while files of that kind are opened: a disk that hangs keeps nobody from host memory."""
         self._pushes = self._incoming_bytes = 0
+        self._looking: Future[tuple[list[Holding], list[str]]] | None = None
+        """At the disk, whoever asked: one that hangs keeps one thread."""
         self._newest_taken: tuple[int, int] | None = None
+        self._copies_on_disk = False
         self._refusing = False
         self.problems: tuple[str, ...] = ()
 
     # reading
 
-    def inventory(self) -> list[Holding]:
-        """Every committed snapshot of this node, memory before disk; what cannot be read is in `problems`."""
+    def inventory(self, disk_within_s: float | None = None) -> list[Holding]:
+        """Every committed snapshot of this node, memory before disk; what cannot be read is in `problems`. A disk that does not answer
+        within `disk_within_s` hides nothing that is in host memory.
+        """
+        found, problems = self._held("memory")
+        with self._lock:
+            looking = self._looking = self._looking or in_thread(lambda: self._held("disk"), f"the disk of {self.node}")
+        try:
+            on_disk, wrong = looking.result(disk_within_s)
+        except TimeoutError:
+            on_disk, wrong = [], [f"the disk of {self.node} does not answer: what it keeps is not known"]
+            logger.warning("%s", wrong[0])
+        else:
+            with self._lock:
+                self._looking = None if self._looking is looking else self._looking
+        self.problems = (*problems, *wrong)
+        return found + on_disk
+
+    def _held(self, kind: str) -> tuple[list[Holding], list[str]]:
         problems: list[str] = []
-        found = [file.holding(kind, self.node) for kind, file in self._scan(problems)]
-        self.problems = tuple(problems)
-        return found
+        return [file.holding(kind, self.node) for _, file in self._scan(problems, kind)], problems
 
     def read(self, source: Source, shard: ShardId, expected: int | None = None) -> memoryview:
         """The verified bytes of a shard of `source` (kind "memory" or "disk", its worker's name and step), without
@@ -141,6 +161,7 @@ class AgentStore:
                 return SnapshotFileWriter(self._directories["memory"] / name, file_map)
         except SnapshotError as error:
             logger.warning("a pushed copy goes to the disk: %s", error)
+            self._copies_on_disk = True
             return SnapshotFileWriter(self._directories["disk"] / name, file_map)
 
     @contextmanager
@@ -180,11 +201,12 @@ class AgentStore:
         returns how many.
         """
         removed = 0
-        for _, file in list(self._scan([])):
+        kinds = ("memory", "disk") if self._copies_on_disk else ("memory",)  # else a disk that hangs would hold up the push
+        for _, file in list(self._scan([], *kinds)):
             if file.map.worker == worker and PUSHED in file.path.name and _age(file) < before:
                 file.path.unlink(missing_ok=True)
                 removed += 1
-        self._scan_once()
+        self._scan_once(*kinds)
         return removed
 
     def refuse_copies(self) -> tuple[int, int] | None:
@@ -223,8 +245,8 @@ class AgentStore:
                     removed += 1
         return removed
 
-    def _scan_once(self) -> None:
-        for _ in self._scan([]):
+    def _scan_once(self, *kinds: str) -> None:
+        for _ in self._scan([], *kinds):
             pass
 
     def close(self) -> None:

@@ -99,7 +99,11 @@ class SnapshotWriter:
 
     def _new_buffer(self, slot: int) -> SnapshotBuffer:
         path = self.directory / file_name(self.worker, self.generation, slot)
-        return SnapshotBuffer(SnapshotFileWriter(path, self._map, lambda: self._closed), self._local_units)
+        return SnapshotBuffer(SnapshotFileWriter(path, self._map, self._is_over), self._local_units)
+
+    def _is_over(self) -> bool:
+        """Whether it is closed and has nothing to take: no more files are wanted."""
+        return self._closed and self._job is None
 
     @property
     def has_files(self) -> bool:
@@ -169,7 +173,7 @@ class SnapshotWriter:
         self._wait_until(lambda: self._job is None, "committing", timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Finish what was started, join the thread, leave the files. The last error, if any, is dropped. After `timeout_s` (a disk may
+        """Finish what was started, join the thread, leave the files. The last error, if any, is logged. After `timeout_s` (a disk may
         hang) the thread is left to finish by itself; whatever it still reads must not change, or what it writes is not committed.
         """
         with self._changed:
@@ -209,6 +213,8 @@ class SnapshotWriter:
             with self._changed:
                 self._ended = True
                 self._close_unleased()
+                if self._error is not None:  # nobody asks any more
+                    logger.warning("%s", self._error)
 
     def _take_next(self) -> bool:
         """Wait for a snapshot to take, and take it; False once there is none and the writer is closed."""

@@ -86,7 +86,7 @@ class DirectoryStorage:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = self._root / PurePosixPath(prefix).parent if not prefix.endswith("/") else self._root / prefix
-        found = self._guard(prefix, lambda: sorted(self._walk(folder), key=lambda info: info.name))
+        found = self._guard(prefix, lambda: sorted(self._walk(folder, prefix), key=lambda info: info.name))
         return iter([info for info in found if info.name.startswith(prefix)])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -101,7 +101,8 @@ class DirectoryStorage:
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         oldest = self.now() - older_than_s
-        stale = [path for path in self._temporaries(prefix) if _modified_s(path, default=oldest) < oldest]
+        there = self._guard(prefix, lambda: list(self._temporaries(prefix)))
+        stale = [path for path in there if _modified_s(path, default=oldest) < oldest]
         for path in stale:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -144,8 +145,11 @@ class DirectoryStorage:
                     part = part[file.write(part) or 0 :]
             os.fsync(file.fileno())
 
-    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
-        for parent, _, files in os.walk(folder, onerror=_raise_unless_gone):
+    def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
+        for parent, folders, files in os.walk(folder, onerror=_raise_unless_gone):
+            inside = [(name, f"{Path(parent, name).relative_to(self._root).as_posix()}/") for name in folders]
+            # What cannot have such names is not looked into: it may be somebody else's (a file system's lost+found).
+            folders[:] = [name for name, path in inside if path.startswith(prefix) or prefix.startswith(path)]
             for file in files:
                 path = Path(parent, file)
                 if not file.startswith(TEMPORARY_PREFIX):
@@ -167,7 +171,7 @@ class DirectoryStorage:
 
 def _raise_unless_gone(error: OSError) -> None:
     """What cannot be listed is not empty."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         raise error
 
 

@@ -176,8 +176,11 @@ class S3Storage:
         """
         try:
             self._call(name, lambda: self._client.complete_multipart_upload(**request))
-        except UploadGone:
-            there = self._call(name, lambda: self._client.head_object(**self._object(name)))
+        except UploadGone as gone:
+            try:
+                there = self._call(name, lambda: self._client.head_object(**self._object(name)))
+            except ObjectMissing:
+                raise gone from None
             if int(there["ContentLength"]) != size or there["LastModified"].timestamp() < opened_at:
                 raise
             if "IfNoneMatch" in request:  # whose it is, whoever put it sees from what is in it

@@ -71,4 +71,4 @@ def test_the_readmes_python_trains_and_the_same_again_finds_it_done(tmp_path: Pa
     loss, checkpoint, losses = re.fullmatch(r"(\S+) (\S+) \[(.*)\]\n", done.stdout).groups()
     assert checkpoint == str(tmp_path / "kept" / "tiny" / "step-00000002")
     first, last = map(float, losses.split(", "))
-    assert 5.0 < last == float(loss) < first < 6.0  # 256 bytes, as good as untrained
+    assert 4.0 < last == float(loss) < first < 6.0  # of this Python's library by bytes: hardly trained

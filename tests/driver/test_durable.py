@@ -107,10 +107,12 @@ def test_whatever_fails_in_a_commit_is_told(tmp_path: Path, monkeypatch: pytest.
     """Whoever waits for the last checkpoint would wait for its whole deadline."""
     storage, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
     durable = Durable(storage, "job", {}, {}, keep=2)
+    receipts = write_all(storage, 4, layout, full_state(layout.tensors))
     monkeypatch.setattr(storage, "put", Mock(side_effect=AttributeError("nobody has thought of this")))
-    durable.commit(4, 1, layout, [])
+    durable.commit(4, 1, layout, receipts)
     durable.close()
-    assert (durable.state().error_step, durable.state().error_generation) == (4, 1)
+    state = durable.state()
+    assert (state.error, state.error_step, state.error_generation) == ("nobody has thought of this", 4, 1)
 
 
 def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(

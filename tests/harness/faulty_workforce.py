@@ -238,7 +238,7 @@ class FaultyWorkforce(Collective):
         assert newest is None or order.start_step >= newest, f"back to {order.start_step}, but {newest} was whole"
 
     def interrupt(self, workers: Collection[str], generation: int) -> None:
-        self._tell(workers, Life.halt)
+        self._tell(workers, lambda process: process.halt() if process.report.generation <= generation else None)
 
     def request_stop(self, workers: Collection[str], *, checkpoint: bool) -> None:
         def stop(process: Life) -> None:

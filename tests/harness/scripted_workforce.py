@@ -130,7 +130,7 @@ class ScriptedWorkforce(NoAgents):
     def interrupt(self, workers: Any, generation: int) -> None:
         for worker in workers:
             process = self.processes[worker]
-            if process.report.phase in (Phase.TRAINING, Phase.BUILDING):
+            if process.report.phase in (Phase.TRAINING, Phase.BUILDING) and process.report.generation <= generation:
                 process.report = replace(process.report, phase=Phase.HALTED)
 
     def roll_forward(self, workers: Any, generation: int, vote: Any) -> None:

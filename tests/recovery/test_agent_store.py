@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -220,22 +219,22 @@ def test_pushed_copies_go_to_the_disk_when_memory_is_full(
 def test_a_disk_that_hangs_hides_nothing_in_host_memory(store: AgentStore, tmp_path: Path) -> None:
     """A pipe of whose bytes nobody brings any: who opens it stands."""
     snapshots(tmp_path / "memory", "n0/0", 4)
-    (tmp_path / "disk").mkdir()
+    snapshots(tmp_path / "disk", "n0/0", 2)
     os.mkfifo(tmp_path / "disk/hangs.snapshot")
-    looking = threading.Thread(target=store.inventory, daemon=True)
-    looking.start()
-    until = time.monotonic() + 20
-    while ("memory", tmp_path / "memory" / file_name("n0/0", 1, 0)) not in store._files:
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    shard = min(CASE.layout.shards_by_worker["n0/0"])
+    before, shard = threading.active_count(), min(CASE.layout.shards_by_worker["n0/0"])
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(lambda: bytes(store.read(source("n0/0", 4), shard)))
         try:
-            assert reading.result(10) == content(shard, 4)
+            for _ in range(3):
+                looking = pool.submit(store.inventory, 0.1)
+                assert [holding.source for holding in looking.result(10)] == [source("n0/0", 4)]
+            assert store.problems == ("the disk of n0 does not answer: what it keeps is not known",)
+            assert pool.submit(lambda: bytes(store.read(source("n0/0", 4), shard))).result(10) == content(shard, 4)
+            assert pool.submit(store.drop_copies, "n0/0", (9, 9)).result(10) == 0
+            assert threading.active_count() <= before + 2, "one that looks, whoever asks, and the pool's own"
         finally:
-            (tmp_path / "disk/hangs.snapshot").open("wb").close()  # an end, for whoever stands
-            looking.join(20)
+            with (tmp_path / "disk/hangs.snapshot").open("wb"):  # an end, for whoever stands
+                (tmp_path / "disk/hangs.snapshot").unlink()
+    assert [holding.source for holding in store.inventory(20)] == [source("n0/0", 4), source("n0/0", 2, "disk")]
 
 
 def test_copies_that_come_at_once_take_no_more_than_one_after_the_other(

@@ -197,7 +197,7 @@ def test_a_reader_that_is_left_behind_ends_when_the_reads_are_closed(committed: 
     reader = threading.Thread(target=lambda: suppress_all(list, reads(committed, STEP, sorted(SHARDS))), daemon=True)
     reader.start()
     assert slow.standing.wait(20)
-    threading.Timer(0.2, slow.go_on.set).start()
+    threading.Thread(target=lambda: reads._over.wait(20) and slow.go_on.set(), daemon=True).start()
     reads.close()
     reader.join(10)
     assert not reader.is_alive()

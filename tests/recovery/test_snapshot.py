@@ -374,6 +374,27 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_started_is_finished_although_its_files_are_not_made_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A durable step early in a generation, on a slow disk."""
+    fallocate, begun, go_on = os.posix_fallocate, threading.Event(), threading.Event()
+
+    def slow(*arguments: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
+    writer.start(1, state_of(CASE.layout, WORKER, 1))
+    assert begun.wait(20)
+    writer.close(0.0)
+    go_on.set()
+    writer._thread.join(20)
+    assert any(holds(path, 1) for path in tmp_path.iterdir())
+
+
 def test_populating_maps_every_page_and_stops_when_told(tmp_path: Path) -> None:
     directory = memory_directory(Path("populate"))  # pages of a disk's file are mapped anyhow
     spec = TensorSpec("w", (1 << 20,), "float32")

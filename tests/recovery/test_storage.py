@@ -398,6 +398,22 @@ def test_what_cannot_be_listed_is_not_empty(directory: Storage, monkeypatch: pyt
     assert list(directory.list("nothing/")) == []
 
 
+def test_what_is_not_the_storages_own_is_not_looked_into(directory: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system's `lost+found`, say, which root alone may read."""
+    for name in ("step-1/a", "lost+found/b", "top"):
+        directory.put(name, b"1")
+    scan = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("lost+found"):
+            raise OSError(errno.EACCES, "permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert [info.name for info in directory.list("step-")] == ["step-1/a"]
+    assert [info.name for info in directory.list("step-1/")] == ["step-1/a"]
+
+
 def test_without_hard_links_a_put_that_fails_leaves_the_name_free(
     directory: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,8 +88,8 @@ class AgentActor:
         """How processes of this node that say nothing look from outside; answered whatever else the agent does."""
         return process_states(process_ids)
 
-    def inventory(self) -> list[Any]:
-        return list(self._store.inventory())
+    def inventory(self, disk_within_s: float) -> list[Any]:
+        return self._store.inventory(disk_within_s)
 
     def refuse_copies(self) -> tuple[int, int] | None:
         """The node is to leave: take no more copies of others' state; the age of the newest one that is here."""

@@ -68,7 +68,8 @@ class Inventories:
     def request(self, agents: Mapping[str, Any], now: float) -> None:
         """Ask every agent anew, by node."""
         self._found, self._asked_at = {}, now
-        self._asked = {self._calls.ask(agent, "inventory"): node for node, agent in agents.items()}
+        within_s = self._patience_s / 2  # for its disk, of the time that its whole answer is waited for
+        self._asked = {self._calls.ask(agent, "inventory", within_s): node for node, agent in agents.items()}
 
     def take(self, now: float, silent: Set[str] = frozenset(), *, fresh: bool = True) -> Mapping[str, Any] | None:
         """What they hold, once all have answered, or those that do have been waited for: one that is slow hides nothing, and nodes

@@ -57,7 +57,7 @@ class WorkerActor:
         self._reports.wait()
 
     def begin(self, order: GenerationOrder) -> None:
-        self._log.generation = order.generation
+        self._log.generation = max(self._log.generation or 0, order.generation)
         self._here().begin(order)
 
     def request_stop(self, checkpoint: bool) -> None:

@@ -336,7 +336,7 @@ class SimulatedWorkforce(NoAgents):
             self._run.stop, self._run.upload = True, checkpoint
 
     def interrupt(self, workers: Sequence[str], generation: int) -> None:
-        if self._run is not None and self._run.phase in MOVING:
+        if self._run is not None and self._run.phase in MOVING and self._run.order.generation <= generation:
             self._run.phase = Phase.HALTED
             self._stirred_at = self.now
 

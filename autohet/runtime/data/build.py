@@ -217,6 +217,8 @@ class _Build:
             unusable = building.with_name(f"{building.name}.replaced")
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._target, unusable)
+            if _open_complete(unusable) is not None:  # a third node's, since we looked
+                _renamed(unusable, self._target)
             shutil.rmtree(unusable, ignore_errors=True)
         _sync(self._target.parent)
         return TokenDataset(self._target)

@@ -96,9 +96,15 @@ class TokenDataset:
             raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
         rows = np.empty((len(wanted), self.facts.row_tokens), self._dtype)
         for row, batch, place in zip(rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True):
-            if os.preadv(self._descriptor, [row], self._begin(int(batch)) + int(place) * row.nbytes) != row.nbytes:
-                raise OSError(f"the token file of {self.path} has been cut off since it was opened")
+            self._fill(memoryview(row).cast("B"), self._begin(int(batch)) + int(place) * row.nbytes)
         return rows.astype(np.int64)
+
+    def _fill(self, row: memoryview, offset: int) -> None:
+        while row:
+            count = os.preadv(self._descriptor, [row], offset)
+            if not count:
+                raise OSError(f"the token file of {self.path} has been cut off since it was opened")
+            row, offset = row[count:], offset + count
 
     def _tokens(self, batch: int) -> NDArray[Any]:
         """A record batch's tokens as a view of the mapped file."""
