@@ -64,7 +64,7 @@ class ScriptedAgents:
             elif question.node in self.known():
                 self._questions.append(question)
 
-    def _inventory(self, node: str) -> list[Holding]:
+    def _inventory(self, node: str, disk_within_s: float) -> list[Holding]:
         return [holding for holding, _ in self.copies.agents.get(node, {}).values()]
 
     def _refuse_copies(self, node: str) -> tuple[int, int] | None:
