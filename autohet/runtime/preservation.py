@@ -123,18 +123,14 @@ class Preservation:
         return budget.shards_by_worker[place.worker]
 
     def _in_memory(self, order: GenerationOrder) -> SnapshotWriter | None:
-        """The writer of snapshots; None, with a warning, where host memory has no room: the run goes on with what others keep."""
+        """The writer of snapshots; None where the node's budget has nothing for it: the run goes on with what others keep."""
         place = self._place
         if not self._budget:
             return None
-        try:
-            return SnapshotWriter(
-                place.memory_directory, place.worker, order.layout, order.generation,
-                keep_older=order.replicates, in_background=True, only=self._budget,
-            )  # fmt: skip
-        except RecoveryError as error:
-            logger.warning("no snapshots are kept in this node's memory: %s", error)
-            return None
+        return SnapshotWriter(
+            place.memory_directory, place.worker, order.layout, order.generation,
+            keep_older=order.replicates, in_background=True, only=self._budget,
+        )  # fmt: skip
 
     def _begin_rounds(self, order: GenerationOrder) -> None:
         """All have the state of the first step. Of what was written before, what still serves are the two newest steps and

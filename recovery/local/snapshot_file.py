@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recovery.errors import ShardCorrupt, ShardUnavailable, SnapshotError, SnapshotUncommitted
+from recovery.local.descriptor import Descriptor
 from recovery.local.snapshot_format import (
     HEADER_OFFSET,
     RECORD,
@@ -43,37 +44,6 @@ _LIBC = ctypes.CDLL(None)
 Checksums = npt.NDArray[np.uint64]
 
 
-class _Descriptor:
-    """A file descriptor that is closed with the last object that refers to this one, or before.
-
-    What is read or written by it, and not through a mapping, lets other threads run for as long as a disk takes: a mapping's page
-    fault and `mmap.flush` keep the interpreter to themselves.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def fill(self, memory: memoryview, offset: int) -> None:
-        """Raises OSError, and EOFError where the file ends before."""
-        while memory:
-            count = os.preadv(self.number, [memory], offset)
-            if not count:
-                raise EOFError("the file ends before")
-            memory, offset = memory[count:], offset + count
-
-    def write(self, data: bytes, offset: int) -> None:
-        while data:
-            written = os.pwrite(self.number, data, offset)
-            data, offset = data[written:], offset + written
-
-    def close(self) -> None:
-        number, self.number = self.number, -1
-        if number >= 0:
-            os.close(number)
-
-    __del__ = close
-
-
 class SnapshotFile:
     """A snapshot file mapped for reading. Close it, or use it as a context manager.
 
@@ -90,7 +60,7 @@ class SnapshotFile:
                 if self.num_bytes < HEADER_OFFSET:
                     raise SnapshotError(str(path), f"is truncated: {self.num_bytes} bytes")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._descriptor = _Descriptor(os.dup(file.fileno()))
+                self._descriptor = Descriptor(os.dup(file.fileno()))
         except OSError as error:
             raise SnapshotError(str(path), f"cannot be opened: {error}") from error
         try:
@@ -317,7 +287,7 @@ def has_writer(path: Path) -> bool:
     return False
 
 
-def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> tuple[mmap.mmap, _Descriptor]:
+def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> tuple[mmap.mmap, Descriptor]:
     prefix, header = file_map.prefix_and_header()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w+b") as file:
@@ -330,4 +300,4 @@ def _create(path: Path, file_map: FileMap, cancelled: Callable[[], bool]) -> tup
         file.seek(HEADER_OFFSET)
         file.write(header)
         file.flush()
-        return mmap.mmap(file.fileno(), file_map.file_bytes), _Descriptor(os.dup(file.fileno()))
+        return mmap.mmap(file.fileno(), file_map.file_bytes), Descriptor(os.dup(file.fileno()))

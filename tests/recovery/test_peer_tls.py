@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,36 +130,41 @@ def test_a_server_hangs_up_on_who_waits_and_on_all_at_its_close(
         client.close()
 
 
-def test_a_server_closes_while_somebody_is_to_show_the_token(
-    tmp_path: Path, store: AgentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass
+class Knock:
+    """A connection to a patient server over TLS that has said nothing; `before`: the threads without both."""
+
+    tls: PeerTls
+    server: ShardServer
+    plain: socket.socket
+    before: set[threading.Thread]
+
+
+@pytest.fixture
+def knock(tmp_path: Path, store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Knock]:
     monkeypatch.setattr("recovery.peers.server.GREETING_S", 60.0)
     ours, before = make_certificates(tmp_path / "ours", "job"), set(threading.enumerate())
     with (
         ShardServer(store, "token", host="127.0.0.1", tls=ours) as server,
         socket.create_connection(("127.0.0.1", server.port), 20) as plain,
-        ours.context(server=False).wrap_socket(plain) as silent,
     ):
+        yield Knock(ours, server, plain, before)
+
+
+def test_a_server_closes_while_somebody_is_to_show_the_token(knock: Knock) -> None:
+    with knock.tls.context(server=False).wrap_socket(knock.plain) as silent:
         assert len(receive(silent, NONCE_BYTES)) == NONCE_BYTES
-        server.close()
-        assert set(threading.enumerate()) <= before
+        knock.server.close()
+        assert set(threading.enumerate()) <= knock.before
 
 
-def test_a_server_closes_while_somebody_is_to_shake_hands(
-    tmp_path: Path, store: AgentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("recovery.peers.server.GREETING_S", 60.0)
-    ours, before = make_certificates(tmp_path / "ours", "job"), set(threading.enumerate())
-    with (
-        ShardServer(store, "token", host="127.0.0.1", tls=ours) as server,
-        socket.create_connection(("127.0.0.1", server.port), 20),
-    ):
-        until = time.monotonic() + 20
-        while not any(isinstance(each, ssl.SSLSocket) for each in list(server._server._open.values())):
-            assert time.monotonic() < until
-            time.sleep(0.005)
-        server.close()
-        assert set(threading.enumerate()) <= before
+def test_a_server_closes_while_somebody_is_to_shake_hands(knock: Knock) -> None:
+    until = time.monotonic() + 20
+    while not any(isinstance(each, ssl.SSLSocket) for each in list(knock.server._server._open.values())):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    knock.server.close()
+    assert set(threading.enumerate()) <= knock.before
 
 
 def test_a_connection_that_has_just_been_let_go_of_is_waited_for(

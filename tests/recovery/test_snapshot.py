@@ -351,10 +351,9 @@ def test_no_room_for_files_made_in_the_background_is_told_once_and_leaves_nothin
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_does_not_wait_for_files_that_are_still_being_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("recovery.local.snapshot_file.CLAIM_BYTES", 1024)
+@pytest.fixture
+def slow_files(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Set once room for a file is being claimed; set it to let that go on."""
     fallocate, begun, go_on = os.posix_fallocate, threading.Event(), threading.Event()
 
     def slow(*arguments: int) -> None:
@@ -363,6 +362,14 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
         fallocate(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
+    return begun, go_on
+
+
+def test_closing_does_not_wait_for_files_that_are_still_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_files: tuple[threading.Event, threading.Event]
+) -> None:
+    monkeypatch.setattr("recovery.local.snapshot_file.CLAIM_BYTES", 1024)
+    begun, go_on = slow_files
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
     assert begun.wait(20)
     closing = threading.Thread(target=writer.close, args=(20,))
@@ -375,17 +382,10 @@ def test_closing_does_not_wait_for_files_that_are_still_being_made(
 
 
 def test_what_was_started_is_finished_although_its_files_are_not_made_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slow_files: tuple[threading.Event, threading.Event]
 ) -> None:
     """A durable step early in a generation, on a slow disk."""
-    fallocate, begun, go_on = os.posix_fallocate, threading.Event(), threading.Event()
-
-    def slow(*arguments: int) -> None:
-        begun.set()
-        assert go_on.wait(20)
-        fallocate(*arguments)
-
-    monkeypatch.setattr(os, "posix_fallocate", slow)
+    begun, go_on = slow_files
     writer = SnapshotWriter(tmp_path, WORKER, CASE.layout, 3, in_background=True)
     writer.start(1, state_of(CASE.layout, WORKER, 1))
     assert begun.wait(20)

@@ -6,7 +6,6 @@ every record batch but the last of equal size) and `dataset.json` (DatasetFacts)
 
 import hashlib
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from planner.errors import ConfigError
+from recovery.local.descriptor import Descriptor
 
 FORMAT_VERSION = 1
 TOKENS_FILE = "tokens.arrow"
@@ -65,8 +65,7 @@ class TokenDataset:
         self._reader = pa.ipc.open_file(self._file)
         self._dtype = np.dtype(self.facts.token_dtype)
         self._begins: dict[int, int] = {}
-        self._descriptor = os.open(self.path / TOKENS_FILE, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._descriptor = Descriptor(os.open(self.path / TOKENS_FILE, os.O_RDONLY))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenDataset, (self.path,)
@@ -95,16 +94,12 @@ class TokenDataset:
         if outside.size:
             raise IndexError(f"row {outside[0]} of a dataset of {self.facts.num_rows} rows")
         rows = np.empty((len(wanted), self.facts.row_tokens), self._dtype)
-        for row, batch, place in zip(rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True):
-            self._fill(memoryview(row).cast("B"), self._begin(int(batch)) + int(place) * row.nbytes)
+        try:
+            for row, batch, place in zip(rows, *np.divmod(wanted, self.facts.rows_per_batch), strict=True):
+                self._descriptor.fill(memoryview(row).cast("B"), self._begin(int(batch)) + int(place) * row.nbytes)
+        except EOFError as error:
+            raise OSError(f"the token file of {self.path} has been cut off since it was opened") from error
         return rows.astype(np.int64)
-
-    def _fill(self, row: memoryview, offset: int) -> None:
-        while row:
-            count = os.preadv(self._descriptor, [row], offset)
-            if not count:
-                raise OSError(f"the token file of {self.path} has been cut off since it was opened")
-            row, offset = row[count:], offset + count
 
     def _tokens(self, batch: int) -> NDArray[Any]:
         """A record batch's tokens as a view of the mapped file."""
